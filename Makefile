@@ -1,0 +1,55 @@
+# make train   set up .venv and train on the embedded images
+# make test    set up .venv and run every check
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS ?=
+
+.PHONY: help train test lint types contracts unit test-slow data clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+# A stamp for each set of packages: nothing is installed again until pyproject or constraints change.
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) -e '.[test]'
+	touch $(VENV)/.installed $@
+
+train: $(VENV)/.installed
+	$(BIN)/paceline train $(ARGS)
+
+test: lint types contracts unit
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+contracts: $(VENV)/.installed-test
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+# Whole trainings and other checks that take minutes.
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Rebuilds the embedded images from Debian's package dataset-fashion-mnist.
+data: $(VENV)/.installed
+	$(BIN)/python tools/make_embedded_data.py /usr/share/datasets/fashion-mnist
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

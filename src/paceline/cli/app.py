@@ -1,0 +1,74 @@
+"""`paceline`: the commands and what becomes of their errors.
+
+In: the command line. Out: an exit code: 0 well, 1 the run failed, 2 the input was wrong, 128 + n
+ended by signal n. A user's mistake is one line on standard error; our own bugs keep their traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import typer
+
+from paceline.cli import doctor, evaluate, export, report, train
+from paceline.cli.failure import Failure, is_child_of_launcher
+from paceline.core.errors import PacelineError
+from paceline.version import __version__
+
+app = typer.Typer(
+    name="paceline",
+    help="Synchronous data-parallel training of convolutional networks at very large batches.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate_checkpoint)
+app.command("export")(export.export_weights)
+app.command("report")(report.report_run)
+app.command("doctor")(doctor.doctor)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Options of `paceline` itself."""
+
+
+def main() -> None:
+    """Entry point of the script and of `python -m paceline`."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        code = app(standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except PacelineError as error:
+        return _fail(Failure.of(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:  # noqa: BLE001 - the last place that can show it
+        if hasattr(error, "format_message"):  # a mistake in the command line itself
+            usage = f"{' '.join(error.format_message().split())}; see paceline --help"
+            return _fail(Failure(usage, int(getattr(error, "exit_code", 2))))
+        return _fail(Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc()))
+
+
+def _fail(failure: Failure) -> int:
+    """Shows the failure, or leaves it to our own launcher, which shows only the root cause."""
+    failure.record()
+    if not is_child_of_launcher():
+        failure.show()
+    return failure.exit_code

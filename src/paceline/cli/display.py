@@ -1,0 +1,139 @@
+"""What a person sees during a run: a live line on a terminal, plain lines elsewhere.
+
+In: the run's events, on rank 0. Out: text on standard output. Both displays say the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from paceline.core.events import (
+    CheckpointEvent,
+    CorruptEvent,
+    EvalEvent,
+    Event,
+    NoteEvent,
+    Observer,
+    StartEvent,
+    StepEvent,
+    StopEvent,
+)
+
+# The rate shown is the median of this many steps: one slow step does not make it jump.
+_RATE_STEPS = 20
+
+
+def create_display(console: Console, log_interval: int) -> Observer:
+    """Live where there is a terminal."""
+    if console.is_terminal:
+        return LiveDisplay(console)
+    return PlainDisplay(console, log_interval)
+
+
+def notable(event: Event) -> str | None:
+    """The sentence for an event that is not a step."""
+    match event:
+        case StartEvent():
+            begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
+            lines = [f"{begin} at step {event.step} of {event.total_steps}"]
+            lines += [f"  {name}: {value}" for name, value in event.chosen.items()]
+            return "\n".join(lines)
+        case EvalEvent():
+            return (
+                f"epoch {event.epoch:g}: top-1 {event.top1:.2f} %, top-5 {event.top5:.2f} %, "
+                f"loss {event.loss:.4f} on {event.samples} images ({event.eval_s:.1f} s)"
+            )
+        case CheckpointEvent():
+            return f"saved {event.path}{' (best so far)' if event.best else ''}"
+        case CorruptEvent():
+            return f"corrupt, replaced by its successor: {event.name} ({event.reason})"
+        case StopEvent() if event.reason != "finished":
+            return f"stopped after step {event.step}: {event.reason}"
+        case NoteEvent():
+            return event.text
+    return None
+
+
+class PlainDisplay:
+    """A line every `log_interval` steps, and one for everything notable."""
+
+    def __init__(self, console: Console, log_interval: int) -> None:
+        self._console = console
+        self._interval = log_interval
+        self._rates: deque[float] = deque(maxlen=_RATE_STEPS)
+        self._total = 0
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, StartEvent):
+            self._total = event.total_steps
+        if isinstance(event, StepEvent):
+            self._rates.append(event.images_per_s)
+            last = event.step == self._total
+            if event.skipped or last or event.step % self._interval == 0:
+                self._say(f"step {event.step}/{self._total} {describe(event, self._rates)}")
+            return
+        text = notable(event)
+        if text:
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Plain lines leave nothing behind."""
+
+
+class LiveDisplay:
+    """One progress line at the bottom; notable events scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=5,
+        )
+        self._task = self._progress.add_task("training", total=None, numbers="")
+        self._rates: deque[float] = deque(maxlen=_RATE_STEPS)
+        self._progress.start()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, StartEvent):
+            self._progress.update(self._task, total=event.total_steps, completed=event.step)
+        if isinstance(event, StepEvent):
+            self._rates.append(event.images_per_s)
+            self._progress.update(
+                self._task, completed=event.step, numbers=describe(event, self._rates)
+            )
+            return
+        text = notable(event)
+        if text:
+            self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def describe(event: StepEvent, rates: deque[float]) -> str:
+    """The numbers of a step, the same on both displays."""
+    skipped = " SKIPPED (gradient not finite)" if event.skipped else ""
+    return (
+        f"epoch {event.epoch:.2f} loss {event.loss:.4f} lr {event.lr:.4g} "
+        f"{statistics.median(rates):,.0f} images/s{skipped}"
+    )

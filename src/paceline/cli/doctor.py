@@ -1,0 +1,170 @@
+"""`paceline doctor`: is this machine ready, and if not, what to do.
+
+In: the environment. Out: a row for each thing a run needs, ok or problem with its remedy; exit code 1
+where there is a problem. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.core.errors import PacelineError
+from paceline.core.topology import Topology
+from paceline.version import __version__
+
+# A ResNet-50 run with its kept checkpoints needs about this much.
+_ENOUGH_DISK_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row. A problem has a remedy."""
+
+    what: str
+    found: str
+    ok: bool = True
+    remedy: str = ""
+
+
+def doctor(
+    data_dir: str = typer.Option("", help="Data to look at. Default: the embedded set."),
+    output: Path = typer.Option(Path("runs"), help="Where runs shall be written."),
+) -> int:
+    """Check versions, devices, backends, rendezvous, data and disk."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        check_versions,
+        check_devices,
+        check_rendezvous,
+        lambda: check_data(data_dir),
+        lambda: check_disk(output),
+    )
+    findings = [finding for check in checks for finding in check()]
+    table = Table("what", "found", "state", "remedy")
+    for finding in findings:
+        table.add_row(
+            finding.what, finding.found, "ok" if finding.ok else "problem", finding.remedy
+        )
+    Console().print(table)
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def check_versions() -> Iterator[Finding]:
+    yield Finding("paceline", __version__)
+    for name in ("torch", "numpy", "pillow", "safetensors", "tomli-w", "typer", "rich"):
+        try:
+            yield Finding(name, version(name))
+        except PackageNotFoundError:
+            yield Finding(name, "missing", False, f"pip install {name}")
+
+
+def check_devices() -> Iterator[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        yield Finding("devices", str(error), False, "install torch for this machine")
+        return
+    yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = f"{properties.total_memory / 2**30:.0f} GiB"
+            yield Finding(f"cuda:{index}", f"{properties.name}, {memory}")
+        nccl = dist.is_nccl_available()
+        yield Finding(
+            "nccl", "there" if nccl else "missing", nccl, "" if nccl else "install torch with CUDA"
+        )
+    elif torch.version.cuda and shutil.which("nvidia-smi"):
+        yield Finding(
+            "cuda",
+            "a driver, but no usable GPU",
+            False,
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+        )
+    else:
+        yield Finding("cuda", "none; training runs on the CPU")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield Finding(
+        "gloo", "there" if gloo else "missing", gloo, "" if gloo else "install torch with Gloo"
+    )
+
+
+def check_rendezvous() -> Iterator[Finding]:
+    try:
+        topology = Topology.from_env(os.environ)
+    except PacelineError as error:
+        yield Finding("rendezvous", error.cause, False, error.remedy)
+        return
+    where = f"{topology.master_addr}:{topology.master_port}"
+    yield Finding("launcher", f"{topology.launcher}, rank {topology.rank} of {topology.world_size}")
+    try:
+        address = socket.getaddrinfo(topology.master_addr, topology.master_port)[0][4][0]
+    except OSError:
+        yield Finding(
+            "rendezvous", f"{where} cannot be resolved", False, "set MASTER_ADDR to rank 0's host"
+        )
+        return
+    yield _port_state(where, str(address), topology.master_port)
+
+
+def _port_state(where: str, address: str, port: int) -> Finding:
+    """A port on this host must be free to listen on; one of another host cannot be tried so."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except PermissionError:
+            return Finding("rendezvous", f"{where} not allowed", False, "use a port above 1024")
+        except OSError as error:
+            if error.errno == 98:
+                return Finding(
+                    "rendezvous", f"{where} in use", False, "set MASTER_PORT to a free port"
+                )
+            return Finding("rendezvous", f"{where} is another host's")
+    return Finding("rendezvous", f"{where} free")
+
+
+def check_data(data_dir: str) -> Iterator[Finding]:
+    from paceline.data.settings import DataSettings
+    from paceline.data.source import open_source
+
+    settings = DataSettings(dir=data_dir, source="auto" if data_dir else "embedded")
+    for split in ("train", "val"):
+        try:
+            source = open_source(settings, split)
+        except PacelineError as error:
+            yield Finding(f"data {split}", error.cause, False, error.remedy)
+            continue
+        where = data_dir or "embedded"
+        yield Finding(
+            f"data {split}", f"{where}: {len(source)} images, {len(source.classes)} classes"
+        )
+        source.close()
+
+
+def check_disk(output: Path) -> Iterator[Finding]:
+    there = output
+    while not there.exists():
+        there = there.absolute().parent
+    if not os.access(there, os.W_OK):
+        yield Finding("disk", f"{there} cannot be written", False, "choose another --output")
+        return
+    free = shutil.disk_usage(there).free
+    enough = free >= _ENOUGH_DISK_BYTES
+    yield Finding(
+        "disk",
+        f"{free / 2**30:.1f} GiB free for {output}",
+        enough,
+        "" if enough else "free space, or choose another --output",
+    )

@@ -1,0 +1,51 @@
+"""`paceline eval CHECKPOINT`: top-1 and top-5 of a saved model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+
+def evaluate_checkpoint(
+    checkpoint: Path = typer.Argument(help="A checkpoint, or a run folder (its best)."),
+    data_dir: str | None = typer.Option(None, help="Default: the data that it was trained on."),
+    batch_size: int = typer.Option(256, "--batch-size", "-b", min=1, help="Of one process."),
+    workers: int | None = typer.Option(None, help="Threads that decode."),
+    device: str | None = typer.Option(None, help="auto, cpu or cuda."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+) -> int:
+    """Evaluate a checkpoint on the validation images."""
+    from paceline.train.checkpoint_shelf import find_checkpoint
+    from paceline.train.evaluation import evaluate_file
+
+    path = find_checkpoint(checkpoint)
+    overrides: dict[str, str | int] = {"run.device": device or "auto"}
+    if data_dir is not None:
+        overrides |= {"data.dir": data_dir, "data.source": "auto"}
+    if workers is not None:
+        overrides["data.workers"] = workers
+    result, config, rank = evaluate_file(path, overrides, batch_size)
+    if rank != 0:
+        return 0
+    if as_json:
+        table = {
+            "checkpoint": str(path),
+            "model": config.model.name,
+            "top1": result.top1,
+            "top5": result.top5,
+            "loss": result.loss,
+            "samples": result.samples,
+            "corrupt_samples": result.corrupt_count,
+            "eval_s": result.eval_s,
+        }
+        typer.echo(json.dumps(table))
+        return 0
+    for sample in result.corrupt_here:
+        typer.echo(f"corrupt, left out: {sample.name} ({sample.reason})")
+    typer.echo(
+        f"{path}: top-1 {result.top1:.2f} %, top-5 {result.top5:.2f} %, loss {result.loss:.4f} "
+        f"on {result.samples} images in {result.eval_s:.1f} s"
+    )
+    return 0

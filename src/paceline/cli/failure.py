@@ -1,0 +1,71 @@
+"""`Failure`: how a process ended badly, and how a launcher learns of it.
+
+In: an error. Out: one line on standard error (or a traceback, for a bug of ours), and the error file
+that torchrun's agent reads, in its own format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import PacelineError
+
+# Set by `paceline train --nproc-per-node` for its children.
+CHILD_MARK = "PACELINE_CHILD"
+
+
+def is_child_of_launcher() -> bool:
+    return os.environ.get(CHILD_MARK) == "1"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`consequence`: another rank's failure is the cause, and is shown in its place."""
+
+    line: str
+    exit_code: int
+    trace: str = ""
+    consequence: bool = False
+
+    @classmethod
+    def of(cls, error: PacelineError) -> Failure:
+        return cls(str(error), error.exit_code, consequence=type(error).__name__ == "PeerError")
+
+    def show(self) -> None:
+        if self.trace:
+            sys.stderr.write(self.trace)
+        sys.stderr.write(f"paceline: error: {self.line}\n")
+        sys.stderr.flush()
+
+    def record(self) -> None:
+        """Writes the error file that torch's agent names, if it names one."""
+        target = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if not target:
+            return
+        extra = {"py_callstack": self.trace, "timestamp": str(int(time.time()))}
+        extra |= {"exit_code": str(self.exit_code), "consequence": str(int(self.consequence))}
+        with suppress(OSError):  # an error about an error helps nobody
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            Path(target).write_text(
+                json.dumps({"message": {"message": self.line, "extraInfo": extra}}),
+                encoding="utf-8",
+            )
+
+    @classmethod
+    def from_record(cls, message: object, exit_code: int) -> Failure | None:
+        """The inverse of `record`, from what the agent hands over."""
+        if not isinstance(message, dict):
+            return None
+        extra = message.get("extraInfo", {})
+        return cls(
+            str(message.get("message", "")),
+            int(extra.get("exit_code", exit_code)),
+            str(extra.get("py_callstack", "")),
+            extra.get("consequence") == "1",
+        )

@@ -1,0 +1,111 @@
+"""Agreement over the rendezvous store, apart from the collectives.
+
+In: what each rank found (an error, or facts that must be equal everywhere). Out: on every rank the
+same verdict: all is well, or one and the same error. It works before the first collective, between
+ranks whose state differs, and needs neither GPU nor backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from paceline.core.errors import CommError, PacelineError
+from paceline.core.topology import Topology
+
+_FAULT = "paceline/fault"
+
+
+class AgreedError(PacelineError):
+    """An error that every rank raises alike; `exit_code` is that of the rank that found it."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Agreement:
+    """Settles phases of a run among all ranks. Each phase's name is used once."""
+
+    def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
+        self._store = store
+        self._topology = topology
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def settle(
+        self,
+        phase: str,
+        error: PacelineError | None = None,
+        facts: Mapping[str, Any] | None = None,
+        remedy: str = "start every rank with the same recipe and flags",
+    ) -> None:
+        """Returns on every rank, or raises the same `AgreedError` on every rank."""
+        mine = {"error": str(error) if error else None, "code": error.exit_code if error else 0}
+        self._store.set(
+            self._key(phase, self._topology.rank), json.dumps({**mine, "facts": dict(facts or {})})
+        )
+        if self._topology.is_main:
+            verdict = self._judge(phase, remedy)
+            self._store.set(self._key(phase, "verdict"), json.dumps(verdict))
+        else:
+            verdict = json.loads(self._wait(phase, "verdict"))
+        if verdict["error"]:
+            raise AgreedError(verdict["error"], verdict["code"])
+
+    def _judge(self, phase: str, remedy: str) -> dict[str, Any]:
+        """Rank 0 reads all ranks; the first error, else the first difference, is the verdict."""
+        said = []
+        for rank in range(self._topology.world_size):
+            try:
+                said.append(json.loads(self._wait(phase, rank)))
+            except CommError as error:
+                return {"error": str(error), "code": error.exit_code}
+        for rank, word in enumerate(said):
+            if word["error"]:
+                where = f"rank {rank}: " if self._topology.world_size > 1 else ""
+                return {"error": where + word["error"], "code": word["code"]}
+        for rank, word in enumerate(said):
+            for name in sorted(said[0]["facts"].keys() | word["facts"].keys()):
+                ours, theirs = said[0]["facts"].get(name), word["facts"].get(name)
+                if ours != theirs:
+                    text = f"ranks differ in {name}: {ours!r} on rank 0, {theirs!r} on rank {rank}"
+                    return {"error": f"{text}; {remedy}", "code": 2}
+        return {"error": None, "code": 0}
+
+    def _key(self, phase: str, who: int | str) -> str:
+        return f"paceline/{phase}/{who}"
+
+    def _wait(self, phase: str, who: int | str) -> bytes:
+        try:
+            self._store.wait([self._key(phase, who)], self._timeout)
+            return bytes(self._store.get(self._key(phase, who)))
+        except RuntimeError:
+            missing = "rank 0" if who == "verdict" else f"rank {who}"
+            raise CommError(
+                f"{missing} did not reach '{phase}' within {self._timeout.total_seconds():g} s",
+                f"look into the log of {missing}; comm.rendezvous_timeout_s sets the wait",
+            ) from None
+
+    def post_fault(self, error: PacelineError) -> None:
+        """Leaves this rank's error where the others find it; the first one stays."""
+        word = json.dumps(
+            {"rank": self._topology.rank, "error": str(error), "code": error.exit_code}
+        )
+        self._store.compare_set(_FAULT, "", word)
+
+    def read_fault(self, wait_s: float = 0.0) -> AgreedError | None:
+        """The error that some rank left, if any; waits up to `wait_s` for one."""
+        try:
+            if wait_s > 0:
+                self._store.wait([_FAULT], timedelta(seconds=wait_s))
+            elif not self._store.check([_FAULT]):
+                return None
+            word = json.loads(self._store.get(_FAULT))
+        except RuntimeError:  # nothing came, or the store went away with its host
+            return None
+        where = f"rank {word['rank']}: " if self._topology.world_size > 1 else ""
+        return AgreedError(where + word["error"], word["code"])

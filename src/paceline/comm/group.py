@@ -1,0 +1,156 @@
+"""`Group`: the ranks of a run and what they do together.
+
+In: a `Topology`, settings and this rank's device. Out: collectives on tensors, broadcast of bytes,
+agreement. A single process without a launcher is a group of one that needs no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.rendezvous import meet
+from paceline.comm.settings import CommSettings
+from paceline.core.errors import CommError, PacelineError
+from paceline.core.topology import Topology
+
+# How long a rank whose collective broke waits to be told by the culprit what happened.
+_FAULT_WAIT_S = 2.0
+
+
+class PeerError(CommError):
+    """A collective broke because another rank failed: a consequence, not a cause."""
+
+
+class Group:
+    """All ranks of the run. Every method but `close` is called by all of them alike."""
+
+    def __init__(self, topology: Topology, settings: CommSettings, device: torch.device) -> None:
+        self.topology = topology
+        self.device = device
+        self.backend = choose_backend(settings, topology, device)
+        self._agreement: Agreement | None = None
+        self._own_fault: PacelineError | None = None
+        if self.backend == "none":
+            return
+        store = meet(topology, settings.rendezvous_timeout_s)
+        self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
+        # Everyone is here before the backend connects: a late or dead rank is named, not waited for
+        # in the backend's own, unnamed handshake.
+        self._agreement.settle("join")
+        self._watched(
+            "joining the process group",
+            lambda: dist.init_process_group(
+                self.backend,
+                store=PrefixStore("paceline", store),
+                rank=topology.rank,
+                world_size=topology.world_size,
+                timeout=timedelta(seconds=settings.timeout_s),
+                device_id=device if self.backend == "nccl" else None,
+            ),
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by its sum over ranks, bit-identical on all of them."""
+        if self.backend != "none":
+            self._watched("all-reduce", lambda: dist.all_reduce(tensor))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by rank 0's."""
+        if self.backend != "none":
+            self._watched("broadcast", lambda: dist.broadcast(tensor, src=0))
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        if self.backend == "none":
+            assert data is not None
+            return data
+        length = torch.tensor([len(data) if data is not None else 0], device=self.device)
+        self.broadcast(length)
+        if data is not None and self.rank == 0:
+            content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
+        else:
+            content = torch.empty(max(1, int(length)), dtype=torch.uint8, device=self.device)
+        self.broadcast(content)
+        return content.cpu().numpy().tobytes()[: int(length)]
+
+    def gather(self, row: Tensor) -> Tensor | None:
+        """Every rank's `row`, one beneath the other, on rank 0's CPU; None elsewhere."""
+        if self.backend == "none":
+            return row.detach().cpu()[None].clone()
+        rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
+        self._watched("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
+        return torch.stack(rows).cpu() if rows is not None else None
+
+    def settle(
+        self,
+        phase: str,
+        error: PacelineError | None = None,
+        facts: Mapping[str, Any] | None = None,
+        remedy: str = "start every rank with the same recipe and flags",
+    ) -> None:
+        """All ranks go on, or all raise the same error (see `Agreement.settle`)."""
+        if self._agreement is not None:
+            self._agreement.settle(phase, error, facts, remedy)
+        elif error is not None:
+            raise error
+
+    def post_fault(self, error: PacelineError) -> None:
+        """Tells the others what happened here, for when they ask."""
+        self._own_fault = error
+        if self._agreement is not None:
+            self._agreement.post_fault(error)
+
+    def fault(self) -> PacelineError:
+        """The error that some rank posted; called once a collective has said that there is one."""
+        found = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else self._own_fault
+        return found or CommError("a rank failed without saying why", "look into the ranks' logs")
+
+    def close(self) -> None:
+        """Leaves the group. Never waits for ranks that may be gone."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _watched(self, what: str, action: Callable[[], object]) -> None:
+        """Runs a collective; when it breaks, says which rank failed and why, where that is known."""
+        try:
+            action()
+        except RuntimeError as error:
+            told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
+            if told is not None:
+                raise PeerError(str(told)) from error
+            reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else "no reason"
+            raise PeerError(
+                f"{what} broke on rank {self.rank}: another rank is gone ({reason})",
+                "the first rank to fail tells the cause; resume with --resume auto",
+            ) from error
+
+
+def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:
+    """`auto` means NCCL on GPUs, Gloo elsewhere, and none for a process that stands alone."""
+    if topology.launcher == "single" and topology.world_size == 1:
+        return "none"
+    backend = settings.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise CommError(
+            "comm.backend = 'nccl' needs CUDA devices and a torch built with NCCL",
+            "use --set comm.backend=gloo",
+        )
+    return backend

@@ -1,0 +1,209 @@
+"""`RunConfig`: everything that defines a run, assembled from the rooms' own settings.
+
+In: a recipe (shipped, by name, or a TOML file) and overriding values. Order: defaults < recipe <
+flags. Out: one frozen object, and the TOML that reproduces it. Unknown keys fail.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from paceline.comm.settings import CommSettings
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.settings import flatten, from_table, to_table
+from paceline.data.settings import DataSettings
+from paceline.models.settings import ModelSettings
+from paceline.optim.settings import OptimSettings
+
+RECIPES = Path(__file__).parent / "recipes"
+DEVICES = ("auto", "cpu", "cuda")
+Tables = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The section `[run]`: how long, how large, on what, and what to write."""
+
+    name: str = "run"
+    epochs: int = 90
+    global_batch_size: int | None = None
+    batch_size: int | None = None
+    smoothing: float = 0.1
+    seed: int = 0
+    device: str = "auto"
+    threads: int = 0
+    channels_last: bool = True
+    output: str = ""
+    resume: str = ""
+    pretrained: str = ""
+    log_interval: int = 10
+    eval_interval_epochs: int = 1
+    target_top1: float | None = None
+    max_skipped_steps: int = 50
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"run.{name}", getattr(self, name), "must be at least 1")
+        for name in ("global_batch_size", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"run.{name}", value, "must be at least 1")
+        if not 0 <= self.smoothing < 1:
+            raise ConfigError("run.smoothing", self.smoothing, "must be in [0, 1)", "try 0.1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("run.seed", self.seed, "must be 0 or more, and below 2^63")
+        if self.threads < 0:
+            raise ConfigError("run.threads", self.threads, "must be 0 (automatic) or more")
+        if self.target_top1 is not None and not 0 < self.target_top1 <= 100:
+            raise ConfigError(
+                "run.target_top1", self.target_top1, "must be a percentage in (0, 100]"
+            )
+        if self.device not in DEVICES:
+            raise ConfigError("run.device", self.device, "unknown", nearest(self.device, DEVICES))
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """The section `[checkpoint]`: 0 switches an interval off; the end of a run is always saved."""
+
+    interval_epochs: int = 1
+    interval_steps: int = 0
+    keep: int = 2
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("interval_epochs", "interval_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be 0 or more")
+        if self.keep < 1:
+            raise ConfigError("checkpoint.keep", self.keep, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One section for each room that has settings."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    comm: CommSettings = field(default_factory=CommSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
+        """Builds the configuration; a section or key that does not exist fails by name."""
+        values: dict[str, Any] = {}
+        for section, table in tables.items():
+            if not isinstance(table, dict):
+                raise ConfigError(section, table, "stands outside a section", _nearest_key(section))
+            if section not in SECTIONS:
+                raise ConfigError(section, None, "unknown section", nearest(section, SECTIONS))
+            values[section] = from_table(SECTIONS[section], section, table)
+        return cls(**values)
+
+    def to_tables(self) -> Tables:
+        return {f.name: to_table(getattr(self, f.name)) for f in fields(self)}
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.to_tables())
+
+    def flat(self) -> dict[str, Any]:
+        """`{"run.seed": 0, …}`."""
+        return flatten(self.to_tables())
+
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """A copy with `{"section.key": value}` laid over it."""
+        return RunConfig.from_tables(merge(self.to_tables(), unflatten(values)))
+
+
+SECTIONS: dict[str, type] = {
+    "run": RunSettings,
+    "data": DataSettings,
+    "model": ModelSettings,
+    "optim": OptimSettings,
+    "comm": CommSettings,
+    "checkpoint": CheckpointSettings,
+}
+
+
+def _nearest_key(name: str) -> str:
+    """The nearest `section.key`, found by the key alone where no section is given."""
+    known = {f.name: f"{s}.{f.name}" for s, kind in SECTIONS.items() for f in fields(kind)}
+    hint = nearest(name.rpartition(".")[2], known)
+    for key, full in known.items():
+        hint = hint.replace(f"{key!r}", f"{full!r}")
+    return hint if hint.startswith("did you mean") else "give it as section.key"
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def read_recipe(name: str) -> Tables:
+    """The tables of a shipped recipe, or of a TOML file where `name` is a path."""
+    path = RECIPES / f"{name}.toml"
+    if name not in recipe_names():
+        path = Path(name)
+        if path.suffix != ".toml" and not path.is_file():
+            raise ConfigError("recipe", name, "unknown", nearest(name, recipe_names()))
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            "recipe", name, "no such file", "shipped: " + ", ".join(recipe_names())
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("recipe", name, f"cannot be read ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("recipe", name, f"is not TOML: {error}", "mend that line") from None
+    tables.setdefault("run", {})
+    if isinstance(tables["run"], dict):
+        tables["run"].setdefault("name", path.stem)
+    return tables
+
+
+def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
+    """Defaults < recipe < overrides (`{"section.key": value}`)."""
+    tables = read_recipe(recipe) if recipe else {}
+    RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
+    return RunConfig.from_tables(merge(tables, unflatten(overrides)))
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
+    """Lays the sections of `above` over those of `below`, key by key."""
+    merged = {section: dict(table) for section, table in below.items()}
+    for section, table in above.items():
+        merged.setdefault(section, {}).update(table)
+    return merged
+
+
+def unflatten(values: Mapping[str, Any]) -> Tables:
+    """`{"run.seed": 1}` → `{"run": {"seed": 1}}`; a key without a section fails by name."""
+    tables: Tables = {}
+    for name, value in values.items():
+        section, dot, key = name.partition(".")
+        if not dot or not key:
+            raise ConfigError(name, None, "is not of the form section.key", _nearest_key(name))
+        tables.setdefault(section, {})[key] = value
+    return tables
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`section.key=value`, as `--set` takes it; the value is TOML, bare words are texts."""
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise ConfigError("--set", text, "is not of the form section.key=value")
+    try:
+        return name, tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value.strip()

@@ -1,0 +1,77 @@
+"""Errors that a user can cause: one line each, with the cause and the remedy.
+
+In: what is wrong and what to do about it. Out: an exception whose text is the very line that the
+command line shows, and the exit code it leaves with. Our own bugs are not these: they keep their
+traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class PacelineError(ValueError):
+    """A mistake or mishap that a user can mend; `str()` is one line, `cause; remedy`."""
+
+    exit_code = 1
+
+    def __init__(self, cause: str, remedy: str = "") -> None:
+        self.cause = " ".join(cause.split())
+        self.remedy = " ".join(remedy.split())
+        super().__init__(f"{self.cause}; {self.remedy}" if self.remedy else self.cause)
+
+    def __reduce__(self) -> tuple[Callable[..., PacelineError], tuple[Any, ...]]:
+        # Errors cross process borders. Python's own way calls the class with the finished line,
+        # which a subclass with other parameters does not take.
+        return _revive, (type(self), self.args, self.__dict__)
+
+
+def _revive(
+    cls: type[PacelineError], args: tuple[Any, ...], state: dict[str, Any]
+) -> PacelineError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(PacelineError):
+    """A setting that cannot be used. Names the field, its value and a value that would do."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, problem: str, remedy: str = "") -> None:
+        self.field = field
+        shown = "" if value is None else f" = {value!r}"
+        super().__init__(f"{field}{shown}: {problem}", remedy)
+
+
+class DataError(PacelineError):
+    """Data that is missing, unreadable or wrongly labelled."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint that cannot be written, read, or used for this run."""
+
+
+class CommError(PacelineError):
+    """Ranks that cannot meet, or do not agree."""
+
+
+class LaunchError(PacelineError):
+    """A child process that could not be started, or that failed."""
+
+
+class RunError(PacelineError):
+    """A run that had to stop: diverged, or failed on some rank."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?`, or the whole list where nothing is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return "known: " + ", ".join(names)

@@ -1,0 +1,184 @@
+"""Event records: what happens in a run, one JSON object a line.
+
+In: the moments of a run, as small dataclasses. Out: lines of `metrics.jsonl`. A resumed run
+appends; who reads takes the last record of a step. Every line has `event` and `time` (seconds since
+1970).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from paceline.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all records; `kind` becomes the field `event`."""
+
+    kind: ClassVar[str] = "event"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"event": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class StartEvent(Event):
+    """A process begins or resumes at `step`."""
+
+    kind: ClassVar[str] = "start"
+    step: int
+    total_steps: int
+    steps_per_epoch: float
+    world_size: int
+    global_batch_size: int
+    resumed_from: str | None = None
+    chosen: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepEvent(Event):
+    """One optimizer step; `step` counts completed ones, this one included. The loss is all ranks'."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: float
+    loss: float
+    lr: float
+    images_per_s: float
+    step_s: float
+    data_s: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class EvalEvent(Event):
+    """One pass over the validation images; counts are exact over all ranks."""
+
+    kind: ClassVar[str] = "eval"
+    step: int
+    epoch: float
+    top1: float
+    top5: float
+    loss: float
+    samples: int
+    eval_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointEvent(Event):
+    """A checkpoint is in its place."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    save_s: float
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class CorruptEvent(Event):
+    """A sample that could not be decoded and was replaced by its successor."""
+
+    kind: ClassVar[str] = "corrupt"
+    step: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopEvent(Event):
+    """Why the process left the loop: finished, target, signal or error."""
+
+    kind: ClassVar[str] = "stop"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class NoteEvent(Event):
+    """Anything a person should see once: an automatic choice, a warning."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+
+
+class Observer(Protocol):
+    """Whoever wants to see the events of a run: file, display, TensorBoard."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlWriter:
+    """Appends events to a file; each line is flushed whole, so a kill loses no earlier one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def on_event(self, event: Event) -> None:
+        record = {**event.to_dict(), "time": round(time.time(), 6)}
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Cuts off what a kill left without its line end: the next record must not grow onto it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, 2)
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a loss that is not a number is written as null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of `path`; a last line cut short by a kill is passed over.
+
+    Any other line that is not one JSON object with an `event` raises a `DataError` that names it.
+    """
+    # As bytes: only "\n" ends a line here, and a cut line may end inside a character.
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError:  # also bytes that are not UTF-8
+                record = None
+            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+                raise DataError(
+                    f"{path}: line {number} is not an event record",
+                    "restore the file, or delete that line",
+                )
+            yield record

@@ -1,0 +1,83 @@
+"""Settings: frozen dataclasses read from plain tables, such as TOML gives.
+
+In: a dataclass type, its section's name and a table of values. Out: an instance whose every value has
+the declared type, or a `ConfigError` that names `section.key`, the value and what would do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from paceline.core.errors import ConfigError, nearest
+
+Settings = TypeVar("Settings")
+
+
+def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:
+    """Builds `cls`; unknown keys and wrong types fail, absent keys keep their default."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ConfigError(f"{section}.{key}", None, "unknown setting", nearest(key, hints))
+        values[key] = convert(value, hints[key], f"{section}.{key}")
+    return cls(**values)
+
+
+def to_table(settings: object) -> dict[str, Any]:
+    """The inverse of `from_table`; TOML has no null, so unset values are left out."""
+    assert dataclasses.is_dataclass(settings)
+    table = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None:
+            table[field.name] = list(value) if isinstance(value, tuple) else value
+    return table
+
+
+def convert(value: Any, hint: Any, name: str) -> Any:
+    """`value` as `hint` says. An integer may stand for a float, a list for a tuple; nothing else."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (inner,) = [argument for argument in arguments if argument is not type(None)]
+        return convert(value, inner, name)
+    if origin is tuple:
+        return _tuple(value, arguments, name)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(name, value, f"is a {type(value).__name__}", f"give {_KINDS[hint]}")
+    return value
+
+
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text in quotes",
+    bool: "true or false",
+}
+
+
+def _tuple(value: Any, arguments: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        value = [value]
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return tuple(convert(item, arguments[0], name) for item in value)
+    if len(value) != len(arguments):
+        raise ConfigError(name, value, f"has {len(value)} values", f"give {len(arguments)}")
+    return tuple(convert(item, hint, name) for item, hint in zip(value, arguments, strict=True))
+
+
+def flatten(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """`{"run": {"seed": 1}}` → `{"run.seed": 1}`, for comparing and for showing."""
+    return {
+        f"{section}.{key}": value
+        for section, table in tables.items()
+        for key, value in table.items()
+    }

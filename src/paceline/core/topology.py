@@ -1,0 +1,223 @@
+"""`Topology`: which rank this is, among how many, on which node.
+
+In: the environment that a launcher leaves (torchrun's names, SLURM's, OpenMPI's, PMI's). Out:
+ranks, local ranks and the rendezvous address. The launcher is named, so that what was chosen can be
+shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.core.errors import CommError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = DEFAULT_PORT
+    launcher: str = "single"
+
+    def __post_init__(self) -> None:
+        for field, value, limit in (
+            ("rank", self.rank, self.world_size),
+            ("local rank", self.local_rank, self.local_world_size),
+        ):
+            if not 0 <= value < limit:
+                raise CommError(
+                    f"{field} {value} does not fit a {field.replace('rank', 'world')} of {limit} "
+                    f"({self.launcher})",
+                    "check the launcher's environment variables",
+                )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a job with equally many ranks on each; rounded up where they are not."""
+        return -(-self.world_size // self.local_world_size)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """Reads the first launcher that left its mark; torchrun's names win over a scheduler's."""
+        if "RANK" in env and "WORLD_SIZE" in env:
+            return _torchrun(env)
+        # Before SLURM: inside an allocation mpirun starts its helpers with srun, and what they
+        # start inherits SLURM's variables, which then count the helpers.
+        if "OMPI_COMM_WORLD_RANK" in env:
+            return _openmpi(env)
+        if "PMI_RANK" in env and "MPI_LOCALNRANKS" in env:
+            return _pmi(env)
+        # A shell inside an allocation has SLURM_NTASKS but no step: only srun's tasks are ranks.
+        if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and "SLURM_NTASKS" in env:
+            return _slurm(env)
+        if "PMI_RANK" in env:
+            return _pmi(env)
+        if "RANK" in env:
+            raise CommError(
+                f"RANK = {env['RANK']} but WORLD_SIZE is not set",
+                "start with torchrun, srun or mpirun, or unset RANK",
+            )
+        if "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE", 1) > 1:
+            raise CommError(
+                f"WORLD_SIZE = {env['WORLD_SIZE']} but RANK is not set",
+                "start with torchrun, srun or mpirun, or unset WORLD_SIZE",
+            )
+        return cls()
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise CommError(f"{name} is not set", "start with torchrun, srun or mpirun")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise CommError(f"{name} = {text!r} is not a whole number", f"set {name} anew") from None
+
+
+def _address(env: Mapping[str, str], world_size: int, first_host: str | None) -> tuple[str, int]:
+    """The rendezvous: MASTER_ADDR/MASTER_PORT, else what the scheduler tells, never a guess."""
+    address = env.get("MASTER_ADDR") or first_host
+    if address is None:
+        if world_size > 1:
+            raise CommError(
+                "MASTER_ADDR is not set, so the ranks cannot find rank 0",
+                "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<free port> to every rank",
+            )
+        address = "127.0.0.1"
+    port = _integer(env, "MASTER_PORT", DEFAULT_PORT)
+    if not 0 < port < 65536:
+        raise CommError(f"MASTER_PORT = {port} is not a port", "set a free one, 1024 to 65535")
+    return address, port
+
+
+def _local_world(env: Mapping[str, str], name: str, world: int) -> int:
+    """Ranks on this node. Without it ranks would disagree on who shares a node, so none guesses."""
+    if name not in env and world > 1:
+        raise CommError(
+            f"{name} is not set, so the number of ranks on this node is unknown",
+            f"export {name}=<ranks on this node> to every rank",
+        )
+    local = _integer(env, name, 1)
+    if not 1 <= local <= world:
+        raise CommError(
+            f"{name} = {local} does not fit a world of {world}", "check the launcher's variables"
+        )
+    return local
+
+
+def _torchrun(env: Mapping[str, str]) -> Topology:
+    world, rank = _integer(env, "WORLD_SIZE"), _integer(env, "RANK")
+    address, port = _address(env, world, None)
+    # Kubernetes' PyTorchJob sets neither of the local names: there a process has its pod to itself.
+    alone = "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env
+    local = 1 if alone else _local_world(env, "LOCAL_WORLD_SIZE", world)
+    return Topology(
+        rank=rank,
+        world_size=world,
+        local_rank=_integer(env, "LOCAL_RANK", 0 if alone or local == 1 else None),
+        local_world_size=local,
+        node_rank=_integer(env, "GROUP_RANK", rank // local),
+        master_addr=address,
+        master_port=port,
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment",
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Topology:
+    world = _integer(env, "SLURM_NTASKS")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    address, port = _address(env, world, first_slurm_host(nodes))
+    if "MASTER_PORT" not in env and "SLURM_JOB_ID" in env:
+        # Two jobs that share a node must not meet on one port; the job's number tells them apart.
+        port = 20000 + _integer(env, "SLURM_JOB_ID") % 20000
+    return Topology(
+        rank=_integer(env, "SLURM_PROCID"),
+        world_size=world,
+        local_rank=_integer(env, "SLURM_LOCALID", 0),
+        local_world_size=_slurm_local_world(env, world),
+        node_rank=_integer(env, "SLURM_NODEID", 0),
+        master_addr=address,
+        master_port=port,
+        launcher="slurm",
+    )
+
+
+def _slurm_local_world(env: Mapping[str, str], world: int) -> int:
+    """Tasks on this node. SLURM writes `4(x2),3`: four on each of two nodes, then three."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    if not text:
+        return max(1, world // max(1, _integer(env, "SLURM_NNODES", 1)))
+    node = _integer(env, "SLURM_NODEID", 0)
+    counts: list[int] = []
+    try:
+        for part in text.split(","):
+            tasks, _, repeat = part.partition("(x")
+            counts += [int(tasks)] * (int(repeat.rstrip(")")) if repeat else 1)
+        return counts[node]
+    except (ValueError, IndexError):
+        raise CommError(
+            f"SLURM_TASKS_PER_NODE = {text!r} cannot be read", "start the ranks with srun"
+        ) from None
+
+
+def first_slurm_host(nodelist: str) -> str | None:
+    """The first host of SLURM's compressed list: `gpu[003-007,9],login` → `gpu003`."""
+    if not nodelist:
+        return None
+    # A comma inside brackets parts numbers, one outside parts hosts. A name may have several
+    # bracketed numbers, and each gives its first.
+    host = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)
+    assert host is not None
+    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", host.group())
+
+
+def _openmpi(env: Mapping[str, str]) -> Topology:
+    world, rank = _integer(env, "OMPI_COMM_WORLD_SIZE"), _integer(env, "OMPI_COMM_WORLD_RANK")
+    local = _local_world(env, "OMPI_COMM_WORLD_LOCAL_SIZE", world)
+    # All ranks on this host: rank 0 is here too, so the loopback address is certain.
+    address, port = _address(env, world, "127.0.0.1" if local == world else None)
+    return Topology(
+        rank=rank,
+        world_size=world,
+        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0 if local == 1 else None),
+        local_world_size=local,
+        # OpenMPI's NODE_RANK is a rank within the node, not the node's number; mpirun fills one
+        # node after the other unless told otherwise.
+        node_rank=rank // local,
+        master_addr=address,
+        master_port=port,
+        launcher="openmpi",
+    )
+
+
+def _pmi(env: Mapping[str, str]) -> Topology:
+    world, rank = _integer(env, "PMI_SIZE"), _integer(env, "PMI_RANK")
+    local = _local_world(env, "MPI_LOCALNRANKS", world)
+    address, port = _address(env, world, "127.0.0.1" if local == world else None)
+    return Topology(
+        rank=rank,
+        world_size=world,
+        local_rank=_integer(env, "MPI_LOCALRANKID", rank % local),
+        local_world_size=local,
+        node_rank=rank // local,
+        master_addr=address,
+        master_port=port,
+        launcher="mpi",
+    )

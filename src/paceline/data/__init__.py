@@ -1,0 +1,52 @@
+"""The input pipeline: sources, decoding, augmentation, batches.
+
+In: `DataSettings`. Out: batches of pixels and labels, prepared in the background. The public names are
+imported when they are first used, so that reading settings does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.data.batch import Batch
+    from paceline.data.batch_plan import BatchPlan
+    from paceline.data.corrupt import CorruptSample
+    from paceline.data.loader import EvalLoader, TrainLoader
+    from paceline.data.normalize import Normalizer
+    from paceline.data.order import SampleOrder
+    from paceline.data.settings import DataSettings
+    from paceline.data.source import Source, open_source
+
+_HOMES = {
+    "Batch": "batch",
+    "BatchPlan": "batch_plan",
+    "CorruptSample": "corrupt",
+    "DataSettings": "settings",
+    "EvalLoader": "loader",
+    "Normalizer": "normalize",
+    "SampleOrder": "order",
+    "Source": "source",
+    "TrainLoader": "loader",
+    "open_source": "source",
+}
+
+__all__ = [
+    "Batch",
+    "BatchPlan",
+    "CorruptSample",
+    "DataSettings",
+    "EvalLoader",
+    "Normalizer",
+    "SampleOrder",
+    "Source",
+    "TrainLoader",
+    "open_source",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,149 @@
+"""Augmentation: from a decoded image to the square of pixels that the model takes.
+
+In: a PIL image, a row of uniform numbers (training only) and the place to write to. Out: height ×
+width × channels in uint8, written in place. All chance is in the row, so the same row gives the same
+pixels in any thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from paceline.data.settings import DataSettings
+
+Pixels = npt.NDArray[np.uint8]
+Box = tuple[float, float, float, float]
+_TRIES = 10
+_FLIP, _TOP, _LEFT, _FIRST_TRY = 0, 1, 2, 3
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+class Transform(Protocol):
+    """`draws` is the length of the row of uniform numbers that a call takes."""
+
+    @property
+    def draws(self) -> int: ...
+
+    def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None: ...
+
+
+class TrainTransform:
+    """Random resized crop, or padding and a random crop, or neither; then a random flip."""
+
+    def __init__(self, settings: DataSettings) -> None:
+        self._settings = settings
+        self._size = settings.image_size
+        self._resampling = _RESAMPLING[settings.interpolation]
+        resized_crop = settings.augment == "random_resized_crop"
+        self.draws = _FIRST_TRY + (2 * _TRIES if resized_crop else 0)
+
+    def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
+        target = out[:, ::-1] if self._settings.flip and row[_FLIP] < 0.5 else out
+        if self._settings.augment == "random_resized_crop":
+            box = random_box(
+                image.width, image.height, row, self._settings.crop_scale, self._settings.crop_ratio
+            )
+            target[...] = _resized(image, self._size, self._resampling, box)
+        else:
+            pixels = _fitted(image, self._size, self._size, self._resampling)
+            if self._settings.augment == "pad_crop":
+                _shift_into(target, pixels, row, self._settings.crop_padding)
+            else:
+                target[...] = pixels
+
+
+class EvalTransform:
+    """Short side to `eval_resize`, then the square in the centre."""
+
+    draws = 0
+
+    def __init__(self, settings: DataSettings) -> None:
+        self._size = settings.image_size
+        self._short_side = settings.eval_resize or settings.image_size
+        self._resampling = _RESAMPLING[settings.interpolation]
+
+    def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
+        out[...] = _fitted(image, self._short_side, self._size, self._resampling)
+
+
+def random_box(
+    width: int,
+    height: int,
+    row: Sequence[float],
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Box:
+    """A box of random area and aspect ratio (Szegedy et al. 2014), as left, top, right, bottom.
+
+    Up to ten tries of an area in `scale` and a ratio, even in its logarithm, in `ratio`; should none
+    fit, the largest centred box whose ratio is allowed.
+    """
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for t in range(_FIRST_TRY, _FIRST_TRY + 2 * _TRIES, 2):
+        area = width * height * (scale[0] + row[t] * (scale[1] - scale[0]))
+        aspect = math.exp(low + row[t + 1] * (high - low))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top = int(row[_TOP] * (height - h + 1))
+            left = int(row[_LEFT] * (width - w + 1))
+            return left, top, left + w, top + h
+    w, h = width, height
+    if width / height < ratio[0]:
+        h = min(height, round(width / ratio[0]))
+    elif width / height > ratio[1]:
+        w = min(width, round(height * ratio[1]))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def _fitted(image: Image.Image, short_side: int, size: int, resampling: Image.Resampling) -> Pixels:
+    """The central `size` × `size` of the image scaled to `short_side`.
+
+    The square is traced back into the source and only it is resampled: the same pixels as scaling
+    everything and cutting, without the strip that an image of extreme shape would become.
+    """
+    width, height = image.size
+    if width == height == short_side == size:
+        return _pixels(image)
+    shorter = min(width, height)
+    scaled = (short_side * width // shorter, short_side * height // shorter)
+    left, top = (round((side - size) / 2) for side in scaled)
+    x, y = width / scaled[0], height / scaled[1]
+    return _resized(
+        image, size, resampling, (left * x, top * y, (left + size) * x, (top + size) * y)
+    )
+
+
+def _resized(image: Image.Image, size: int, resampling: Image.Resampling, box: Box) -> Pixels:
+    return _pixels(image.resize((size, size), resampling, box=box))
+
+
+def _shift_into(target: Pixels, pixels: Pixels, row: Sequence[float], padding: int) -> None:
+    """A random crop of the image padded with zeros on all sides, without building the padding."""
+    size = len(target)
+    down = padding - int(row[_TOP] * (2 * padding + 1))
+    right = padding - int(row[_LEFT] * (2 * padding + 1))
+    target[...] = 0
+    rows, columns = size - abs(down), size - abs(right)
+    to_row, to_column = max(down, 0), max(right, 0)
+    from_row, from_column = max(-down, 0), max(-right, 0)
+    target[to_row : to_row + rows, to_column : to_column + columns] = pixels[
+        from_row : from_row + rows, from_column : from_column + columns
+    ]
+
+
+def _pixels(image: Image.Image) -> Pixels:
+    """Always three axes: a greyscale image has one channel."""
+    pixels: Pixels = np.asarray(image)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels

@@ -1,0 +1,49 @@
+"""`Batch`: what a loader hands over.
+
+In: nothing; it is a record. Out: pixels and labels of one micro-batch, in host memory, and the corrupt
+samples met for the first time on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.data.corrupt import CorruptSample
+
+__all__ = ["Batch", "BatchBuffer", "CorruptSample"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`images` is uint8, samples × height × width × channels; `labels` is int64."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    corrupt: tuple[CorruptSample, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class BatchBuffer:
+    """Memory for one batch, that threads fill through its NumPy side; pinned where asked for."""
+
+    def __init__(self, samples: int, image_size: int, channels: int, pin_memory: bool) -> None:
+        shape = (samples, image_size, image_size, channels)
+        self._images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin_memory)
+        self._labels = torch.empty(samples, dtype=torch.int64, pin_memory=pin_memory)
+        self.images: npt.NDArray[np.uint8] = self._images.numpy()
+        self.labels: npt.NDArray[np.int64] = self._labels.numpy()
+
+    def batch(self, corrupt: tuple[CorruptSample, ...], dropped: Sequence[int] = ()) -> Batch:
+        """The filled batch, without the rows `dropped`."""
+        if not dropped:
+            return Batch(self._images, self._labels, corrupt)
+        kept = torch.ones(len(self._labels), dtype=torch.bool)
+        kept[list(dropped)] = False
+        return Batch(self._images[kept], self._labels[kept], corrupt)

@@ -1,0 +1,112 @@
+"""`Prefetcher`: work done ahead of its use, by a bounded number of threads, in order.
+
+In: an iterator of jobs, each of independent chunks. Out: their results one by one, in the order of the
+jobs, however the threads ran. An error inside a chunk surfaces where its job's result was due.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+Part = TypeVar("Part")
+Check = Callable[[], None]
+# Below this a chunk costs more to hand out than it saves; above it, one thread keeps others waiting.
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 8, 64
+
+
+class Stopped(Exception):  # noqa: N818  (nothing went wrong)
+    """Raised inside a chunk whose result nobody wants any more."""
+
+
+@dataclass(frozen=True)
+class Job(Generic[Part, Result]):
+    """`chunks` may run at the same time; `finish` puts their parts together, in the consumer.
+
+    A chunk gets a function to call between samples: it raises once nobody wants the result.
+    """
+
+    chunks: Sequence[Callable[[Check], Part]]
+    finish: Callable[[list[Part]], Result]
+
+
+class Prefetcher(Generic[Part, Result]):
+    """With 0 workers the consumer does each job when it asks for it."""
+
+    def __init__(self, jobs: Iterator[Job[Part, Result]], workers: int, depth: int) -> None:
+        """`depth` jobs at most are under way or done and waiting."""
+        self._jobs = jobs
+        self._depth = depth
+        self._waiting: deque[tuple[Job[Part, Result], list[Future[Part]]]] = deque()
+        self._stopping = threading.Event()
+        self._pool = (
+            ThreadPoolExecutor(workers, thread_name_prefix="paceline-data") if workers else None
+        )
+
+    def __iter__(self) -> Iterator[Result]:
+        return self
+
+    def __next__(self) -> Result:
+        if self._stopping.is_set():
+            raise RuntimeError("the loader is closed")
+        try:
+            if self._pool is None:
+                job = next(self._jobs)
+                return job.finish([chunk(self._check) for chunk in job.chunks])
+            self._fill(self._pool)
+            if not self._waiting:
+                raise StopIteration
+            job, futures = self._waiting.popleft()
+            parts = [future.result() for future in futures]
+            self._fill(self._pool)
+            return job.finish(parts)
+        except StopIteration:
+            self._shut_down()
+            raise
+        except Exception:
+            # Whoever iterates to the end, or into an error, leaves no thread behind.
+            self.close()
+            raise
+
+    def _fill(self, pool: ThreadPoolExecutor) -> None:
+        while len(self._waiting) < self._depth:
+            job = next(self._jobs, None)
+            if job is None:
+                return
+            self._waiting.append((job, [pool.submit(self._run, chunk) for chunk in job.chunks]))
+
+    def _run(self, chunk: Callable[[Check], Part]) -> Part:
+        self._check()
+        return chunk(self._check)
+
+    def _check(self) -> None:
+        if self._stopping.is_set():
+            raise Stopped
+
+    def _shut_down(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Returns once no thread is left; each finishes the sample in hand and no more."""
+        self._stopping.set()
+        self._shut_down()
+
+    def __enter__(self) -> Prefetcher[Part, Result]:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+def cut(length: int, workers: int) -> list[tuple[int, int]]:
+    """Chunks of a batch of `length`: about one a worker, neither tiny nor huge."""
+    wanted = -(-length // max(1, workers))
+    size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)
+    return [(start, min(start + size, length)) for start in range(0, length, size)]

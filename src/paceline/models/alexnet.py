@@ -1,0 +1,163 @@
+"""AlexNet three times: torchvision's, the same with batch norm, and the original of 2012.
+
+In: images (N, in_channels, H, W), H and W at least `MIN_PIXELS`. Out: logits (N, num_classes).
+`AlexNet` has torchvision's layers and keys (Krizhevsky 2014, one column of "One weird trick"), with
+batch norms put in by name where asked; `AlexNet2012` is Krizhevsky et al. 2012, with its two
+groups and its local response normalisation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Below this edge the last of the three pools has no window left.
+MIN_PIXELS = 63
+POOLED_PIXELS = 6
+HIDDEN_FEATURES = 4096
+
+# One after each convolution, named by the convolution's number in `features`, and one after pool5.
+NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
+
+
+class AlexNet(nn.Module):
+    """torchvision's AlexNet; `norms` names the batch norms to add, out of `NORM_NAMES`.
+
+    A batch norm stands under its own name inside `features`, so that the convolutions keep
+    torchvision's numbers. The convolutions keep their bias for the same reason: weights of a plain
+    AlexNet load here, and the weights of these convolutions load there.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        dropout: float = 0.5,
+        norms: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        assert set(norms) <= set(NORM_NAMES), norms
+        plain: list[nn.Module] = [
+            nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(64, 192, 5, padding=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(192, 384, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(256, 256, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2),
+        ]
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        channels = in_channels
+        for number, layer in enumerate(plain):
+            layers[str(number)] = layer
+            if isinstance(layer, nn.Conv2d):
+                channels = layer.out_channels
+            if f"bn{number}" in norms:
+                layers[f"bn{number}"] = nn.BatchNorm2d(channels)
+        if "bn_pool5" in norms:
+            layers["bn_pool5"] = nn.BatchNorm2d(channels)
+        self.features = nn.Sequential(layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(POOLED_PIXELS)
+        self.classifier = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Linear(channels * POOLED_PIXELS**2, HIDDEN_FEATURES),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(HIDDEN_FEATURES, HIDDEN_FEATURES),
+            nn.ReLU(inplace=True),
+            nn.Linear(HIDDEN_FEATURES, num_classes),
+        )
+
+    @property
+    def added_norm_prefixes(self) -> tuple[str, ...]:
+        """The key prefixes of the batch norms that a file of torchvision's AlexNet cannot have."""
+        return tuple(f"features.{name}." for name in NORM_NAMES if hasattr(self.features, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return logits
+
+
+class LocalResponseNorm(nn.Module):
+    """b = a / (k + alpha * sum of a² over n neighbouring channels)^beta, with the paper's values.
+
+    Computed in float32: squares leave float16's range from 256 on.
+    """
+
+    neighbours = 5
+    k = 2.0
+    alpha = 1e-4
+    beta = 0.75
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Torch takes the mean of the squares, the paper their sum.
+        alpha = self.alpha * self.neighbours
+        wide = F.local_response_norm(x.float(), self.neighbours, alpha, self.beta, self.k)
+        return wide.to(x.dtype)
+
+
+class AlexNet2012(nn.Module):
+    """The original: 96/256/384/384/256 channels, two groups in conv2, conv4 and conv5.
+
+    The paper says 224 pixels, which fits its 55x55 maps only with a padding of 2; 227 pixels give
+    6x6 at the end as well.
+    """
+
+    def __init__(
+        self, *, num_classes: int = 1000, in_channels: int = 3, dropout: float = 0.5
+    ) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(in_channels, 96, 11, stride=4, padding=2),
+            nn.ReLU(inplace=True),
+            LocalResponseNorm(),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(96, 256, 5, padding=2, groups=2),
+            nn.ReLU(inplace=True),
+            LocalResponseNorm(),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(256, 384, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(384, 384, 3, padding=1, groups=2),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, 3, padding=1, groups=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2),
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d(POOLED_PIXELS)
+        self.classifier = nn.Sequential(
+            nn.Linear(256 * POOLED_PIXELS**2, HIDDEN_FEATURES),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(HIDDEN_FEATURES, HIDDEN_FEATURES),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(HIDDEN_FEATURES, num_classes),
+        )
+        self._init_as_published()
+
+    def _init_as_published(self) -> None:
+        """Normal weights of deviation 0.01. A bias of 1 in conv2, 4, 5 and the hidden layers puts
+        their inputs on the living side of the ReLU at the start; the others start at 0."""
+        first, *rest = (m for m in self.modules() if isinstance(m, nn.Conv2d | nn.Linear))
+        for layer in (first, *rest):
+            is_lit = layer is not self.classifier[-1] and (
+                isinstance(layer, nn.Linear) or layer.groups == 2
+            )
+            nn.init.normal_(layer.weight, std=0.01)
+            assert layer.bias is not None
+            nn.init.constant_(layer.bias, 1.0 if is_lit else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return logits

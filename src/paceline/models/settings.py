@@ -1,0 +1,80 @@
+"""`ModelSettings`: which network, and how it starts. Torch-free, so that `--help` stays quick.
+
+In: the values of the section `[model]`. Out: checked settings, and `MODEL_NAMES`, the names that
+`create_model` builds; a wrong name fails here, before torch is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError, nearest
+
+# The stems that each model can have; `auto` is allowed for all of them.
+_RESNET_STEMS = ("imagenet", "small")
+_STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
+    "resnet18": _RESNET_STEMS,
+    "resnet34": _RESNET_STEMS,
+    "resnet50": _RESNET_STEMS,
+    "resnet101": _RESNET_STEMS,
+    "resnet152": _RESNET_STEMS,
+    "resnet_tiny": ("small",),
+    "alexnet": (),
+    "alexnet2012": (),
+    "alexnet_bn": (),
+}
+
+MODEL_NAMES: tuple[str, ...] = tuple(_STEMS_OF_MODEL)
+STEM_NAMES: tuple[str, ...] = ("auto", *_RESNET_STEMS)
+
+# Images of at most this edge lose too much in a 7x7/2 convolution and a pool at the very start.
+SMALL_STEM_MAX_PIXELS = 64
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The section `[model]` of a recipe."""
+
+    name: str = "resnet50"
+    num_classes: int | None = None  # None: taken from the data
+    stem: str = "auto"  # imagenet | small | auto: small for images of at most 64 pixels
+    zero_init_gamma: bool = True  # last gamma of each residual branch; no effect on AlexNet
+    dropout: float = 0.5  # AlexNet's; no effect on residual nets
+
+    def __post_init__(self) -> None:
+        check_model_name(self.name)
+        if self.num_classes is not None and self.num_classes < 1:
+            raise ConfigError(
+                "model.num_classes",
+                self.num_classes,
+                "must be at least 1",
+                "leave it out to take the number from the data",
+            )
+        self._check_stem()
+        # Written so that NaN fails too.
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(
+                "model.dropout", self.dropout, "must be at least 0 and below 1", "0.5 is usual"
+            )
+
+    def _check_stem(self) -> None:
+        if self.stem not in STEM_NAMES:
+            raise ConfigError(
+                "model.stem", self.stem, "is not a stem", nearest(self.stem, STEM_NAMES)
+            )
+        if self.stem != "auto" and self.stem not in _STEMS_OF_MODEL[self.name]:
+            raise ConfigError(
+                "model.stem", self.stem, f"{self.name} has no such stem", "set model.stem to 'auto'"
+            )
+
+    def stem_for(self, image_size: int) -> str:
+        """The stem that a residual net gets: as set, or by the edge of the images in pixels."""
+        if self.stem != "auto":
+            return self.stem
+        return "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"
+
+
+def check_model_name(name: str) -> None:
+    """Raises ConfigError, with the nearest known name, where `name` is no model."""
+    if name not in _STEMS_OF_MODEL:
+        raise ConfigError("model.name", name, "is not a model", nearest(name, MODEL_NAMES))

@@ -1,0 +1,1 @@
+"""Optimizers and schedules; torch is imported only by what needs it."""

@@ -1,0 +1,49 @@
+"""The learning rate as a pure function of the step.
+
+In: the settings, the batch and the length of the run. Out: `rate(step)`, the rate for the step of
+that number, counted from 0 over batches consumed. No state: a resumed run needs nothing but the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.optim.settings import OptimSettings
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """Linear warm-up from `warmup_start` to `peak`, then the decay that the settings name."""
+
+    settings: OptimSettings
+    peak: float
+    total_steps: int
+    steps_per_epoch: float
+
+    @property
+    def warmup_steps(self) -> float:
+        return min(self.settings.warmup_epochs * self.steps_per_epoch, float(self.total_steps))
+
+    def rate(self, step: int) -> float:
+        """The rate of `step`. The first step of a warm-up is not zero: it would be wasted."""
+        if step + 1 < self.warmup_steps:
+            start = self.settings.warmup_start
+            return start + (self.peak - start) * (step + 1) / self.warmup_steps
+        return self._decayed(step)
+
+    def _decayed(self, step: int) -> float:
+        kind, end = self.settings.schedule, self.settings.lr_end
+        if kind == "constant":
+            return self.peak
+        if kind == "step":
+            passed = sum(
+                step >= epoch * self.steps_per_epoch for epoch in self.settings.decay_epochs
+            )
+            return self.peak * float(self.settings.decay_rate**passed)
+        span = max(self.total_steps - self.warmup_steps, 1.0)
+        left = 1.0 - min(max(step - self.warmup_steps, 0.0) / span, 1.0)
+        if kind == "poly":
+            return end + (self.peak - end) * float(left**self.settings.poly_power)
+        assert kind == "cosine", kind
+        return end + (self.peak - end) * 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))

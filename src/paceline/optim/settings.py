@@ -1,0 +1,63 @@
+"""Settings of the optimizer and its schedule: the section `[optim]` of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError, nearest
+
+OPTIMIZERS = ("sgd",)
+SCHEDULES = ("constant", "cosine", "poly", "step")
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """`lr` is the peak rate as it is; without it the peak is lr_base · global batch / lr_base_batch."""
+
+    name: str = "sgd"
+    lr: float | None = None
+    lr_base: float = 0.1
+    lr_base_batch: int = 256
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 5e-5
+    decay_bias_norm: bool = False
+    warmup_epochs: float = 5.0
+    warmup_start: float = 0.0
+    schedule: str = "cosine"
+    decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
+    decay_rate: float = 0.1
+    poly_power: float = 2.0
+    lr_end: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ConfigError("optim.name", self.name, "unknown", nearest(self.name, OPTIMIZERS))
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(
+                "optim.schedule", self.schedule, "unknown", nearest(self.schedule, SCHEDULES)
+            )
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise ConfigError("optim.lr", self.lr, "must be above 0", "0.1 is a common start")
+        if not 0 < self.lr_base < float("inf"):
+            raise ConfigError("optim.lr_base", self.lr_base, "must be above 0", "try 0.1")
+        if self.lr_base_batch < 1:
+            raise ConfigError("optim.lr_base_batch", self.lr_base_batch, "must be at least 1")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError("optim.momentum", self.momentum, "must be in [0, 1)", "try 0.9")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("optim.nesterov", True, "needs momentum", "set optim.momentum = 0.9")
+        for name in ("weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"optim.{name}", value, "must be 0 or more")
+        if not 0 < self.decay_rate <= 1:
+            raise ConfigError("optim.decay_rate", self.decay_rate, "must be in (0, 1]", "try 0.1")
+        if list(self.decay_epochs) != sorted(self.decay_epochs):
+            raise ConfigError("optim.decay_epochs", self.decay_epochs, "must rise")
+
+    def peak_lr(self, global_batch: int) -> float:
+        """Linear scaling (Goyal et al. 2017), unless the rate is given as it is."""
+        if self.lr is not None:
+            return self.lr
+        return self.lr_base * global_batch / self.lr_base_batch

@@ -1,0 +1,86 @@
+"""`FusionPlan`: ordered buffers, each with its tensors, its algorithm and its wire format.
+
+In: the tensors' names in the order in which backward makes them ready. Out: the one object that the
+simulator scores, the communication module executes and the checkpoint pins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FusionBuffer:
+    """Tensors that travel as one message."""
+
+    tensors: tuple[str, ...]
+    algorithm: str = "native"
+    wire: str = "float32"
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """Buffers in the order in which they are sent."""
+
+    buffers: tuple[FusionBuffer, ...]
+
+    @classmethod
+    def single(cls, tensors: Sequence[str]) -> FusionPlan:
+        """Everything in one buffer, by the backend's own all-reduce."""
+        return cls((FusionBuffer(tuple(tensors)),))
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All tensors, in sending order."""
+        return tuple(name for buffer in self.buffers for name in buffer.tensors)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly where their plans are equal."""
+        text = json.dumps(self.to_table(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def check(self, tensors: Sequence[str]) -> None:
+        """Fails unless the plan carries each of the model's `tensors` exactly once."""
+        planned = self.tensors
+        missing = sorted(set(tensors) - set(planned))
+        foreign = sorted(set(planned) - set(tensors))
+        twice = sorted({name for name in planned if planned.count(name) > 1})
+        for problem, names in (("lacks", missing), ("names unknown", foreign), ("repeats", twice)):
+            if names:
+                raise ConfigError(
+                    "plan",
+                    None,
+                    f"{problem} {', '.join(names[:3])} ({len(names)} in all)",
+                    "make the plan for this very model",
+                )
+
+    def to_table(self) -> dict[str, Any]:
+        """Plain lists and strings, for TOML, JSON and the checkpoint."""
+        return {
+            "buffer": [
+                {"tensors": list(b.tensors), "algorithm": b.algorithm, "wire": b.wire}
+                for b in self.buffers
+            ]
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> FusionPlan:
+        """The inverse of `to_table`."""
+        try:
+            return cls(
+                tuple(
+                    FusionBuffer(tuple(b["tensors"]), b["algorithm"], b["wire"])
+                    for b in table["buffer"]
+                )
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                "plan", None, f"not a fusion plan ({error})", "make it anew"
+            ) from None

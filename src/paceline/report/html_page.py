@@ -1,0 +1,122 @@
+"""The report of a run: one HTML page that needs nothing beside it.
+
+In: a `RunFiles`. Out: the page as text, with its style and charts inline, no script, nothing to
+load, every name escaped. An unfinished run gives a page of what there is.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+from paceline.report import incident_tables, tables
+from paceline.report.html_table import html_pairs, html_table
+from paceline.report.outcome import Outcome
+from paceline.report.page_style import STYLE
+from paceline.report.quantities import moment, shown
+from paceline.report.run_charts import run_charts
+from paceline.report.run_files import RunFiles, finite
+from paceline.report.svg_chart import line_chart
+from paceline.report.tables import Table
+from paceline.report.text_summary import verdict
+
+# What a reader came for; the other figures stand below in small.
+_LARGE = ("top-1", "top-5", "images/s", "training time", "time to target")
+
+# A line must not break between a number and its unit.
+_UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
+
+
+def render(run: RunFiles) -> str:
+    """The whole page."""
+    title = escape(verdict(run))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in _parts(run) if part)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _parts(run: RunFiles) -> list[str]:
+    results = tables.result_rows(run)
+    return [
+        _header(run),
+        html_pairs([row for row in results if row[0] in _LARGE], "tiles"),
+        html_pairs([row for row in results if row[0] not in _LARGE], "facts"),
+        _charts(run),
+        _section("Evaluations", [tables.epoch_table(run)]),
+        _section(
+            "Incidents",
+            [
+                incident_tables.resume_table(run),
+                incident_tables.skipped_table(run),
+                incident_tables.corrupt_table(run),
+            ],
+            titled=True,
+        ),
+        _remarks(run),
+        _section(
+            "Files and ranks",
+            [incident_tables.checkpoint_table(run), incident_tables.rank_table(run)],
+            titled=True,
+        ),
+        _cards("Configuration", tables.configuration_tables(run), "config.toml is not there"),
+        _cards("Environment", tables.environment_tables(run), "known once the run has ended"),
+        _footer(run),
+    ]
+
+
+def _header(run: RunFiles) -> str:
+    outcome = Outcome.of(run)
+    starts = run.of_kind("start")
+    began = moment(finite(starts[0], "time")) if starts else "not started"
+    model = (run.summary or {}).get("model")
+    facts = [shown(run.path.resolve().name), began, *([shown(model)] if model else [])]
+    return (
+        f'<header><p><span class="state {outcome.state}">{outcome.state}</span>'
+        f"{escape(' · '.join(facts))}</p>\n<h1>{_UNIT_GAP.sub('&nbsp;', escape(verdict(run)))}</h1></header>"
+    )
+
+
+def _charts(run: RunFiles) -> str:
+    figures = "\n".join(
+        f"<figure><figcaption>{escape(chart.title)} <span>{escape(chart.note)}</span>"
+        f"</figcaption>{line_chart(chart)}</figure>"
+        for chart in run_charts(run)
+    )
+    return f'<section class="charts">\n{figures}\n</section>'
+
+
+def _section(title: str, content: list[Table], *, titled: bool = False) -> str:
+    """A heading and a card for each table; nothing where all are empty."""
+    filled = [html_table(table, titled=titled) for table in content if table.rows]
+    if not filled:
+        return ""
+    cards = "\n".join(f'<div class="card">{table}</div>' for table in filled)
+    return f'<section><h2>{escape(title)}</h2>\n<div class="wide">{cards}</div></section>'
+
+
+def _cards(title: str, content: list[Table], otherwise: str) -> str:
+    """Small tables side by side."""
+    filled = [f'<div class="card">{html_table(table)}</div>' for table in content if table.rows]
+    body = f'<p class="note">{escape(otherwise)}</p>'
+    if filled:
+        body = '<div class="cards">' + "\n".join(filled) + "</div>"
+    return f"<section><h2>{escape(title)}</h2>\n{body}</section>"
+
+
+def _remarks(run: RunFiles) -> str:
+    items = "".join(
+        f"<li>{escape(text)}</li>" for text in incident_tables.notes(run)[: tables.MAX_ROWS]
+    )
+    if not items:
+        return ""
+    return f'<section><h2>Remarks</h2>\n<ul class="card remarks">{items}</ul></section>'
+
+
+def _footer(run: RunFiles) -> str:
+    digest = (run.summary or {}).get("weights_sha256")
+    weights = f" · weights sha256 {escape(shown(digest))}" if digest else ""
+    return f"<footer>Paceline run report{weights}</footer>"

@@ -1,0 +1,166 @@
+"""Tables of a run: result, evaluations, configuration, environment.
+
+In: a `RunFiles`. Out: `Table`s of plain text cells, or rows of (label, value), for the terminal and
+the page alike. A table that would be endless shows its first rows and says how many it left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.report.outcome import Outcome
+from paceline.report.quantities import (
+    UNKNOWN,
+    count,
+    duration,
+    loss,
+    number,
+    percent,
+    rate,
+    shown,
+)
+from paceline.report.run_files import Record, RunFiles, finite
+from paceline.report.series import median
+
+Row = tuple[str, ...]
+MAX_ROWS = 200
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a title. `text_columns` are set to the left, the others to the right."""
+
+    title: str
+    columns: Row
+    rows: tuple[Row, ...]
+    text_columns: frozenset[int] = frozenset({0})
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        columns: Row,
+        rows: Sequence[Row],
+        text_columns: set[int],
+        max_rows: int = MAX_ROWS,
+    ) -> Table:
+        """A table of at most `max_rows` rows."""
+        left_out = len(rows) - max_rows
+        note = f"{count(left_out)} more not shown" if left_out > 0 else ""
+        return cls(title, columns, tuple(rows[:max_rows]), frozenset(text_columns), note)
+
+
+def result_rows(run: RunFiles) -> list[tuple[str, str]]:
+    """The figures of the run; what does not apply is left out."""
+    outcome = Outcome.of(run)
+    steps = count(outcome.steps)
+    if outcome.total_steps and outcome.total_steps != outcome.steps:
+        steps += f" of {count(outcome.total_steps)}"
+    rows = [
+        ("top-1", percent(outcome.top1)),
+        ("top-5", percent(outcome.top5)),
+        ("images/s", rate(outcome.images_per_s)),
+        ("training time", duration(outcome.train_s)),
+        ("epochs", number(outcome.epochs)),
+        ("steps", steps),
+        ("global batch", count(outcome.global_batch_size)),
+        ("ranks", count(outcome.world_size)),
+        ("stopped by", outcome.stopped_by or ("not ended" if run.summary is None else UNKNOWN)),
+    ]
+    if outcome.best_top1 is not None and outcome.best_top1 > (outcome.top1 or 0.0) + 0.005:
+        rows.insert(1, ("best top-1", percent(outcome.best_top1)))
+    if outcome.time_to_target_s is not None:
+        rows.insert(4, ("time to target", duration(outcome.time_to_target_s)))
+    for label, amount in (
+        ("corrupt samples", outcome.corrupt_samples),
+        ("skipped steps", outcome.skipped_steps),
+        ("steps without a finite loss", outcome.steps_without_loss),
+        ("resumes", outcome.resumes),
+    ):
+        if amount:
+            rows.append((label, count(amount)))
+    return rows
+
+
+def epoch_table(run: RunFiles) -> Table:
+    """One row an evaluation, with the training since the one before it."""
+    rows, steps, place = [], sorted(run.of_kind("step"), key=lambda record: record["step"]), 0
+    for record in sorted(run.of_kind("eval"), key=lambda record: record["step"]):
+        first = place
+        while place < len(steps) and steps[place]["step"] <= record["step"]:
+            place += 1
+        since = steps[first:place]
+        rows.append(
+            (
+                number(finite(record, "epoch")),
+                count(record["step"]),
+                percent(finite(record, "top1")),
+                percent(finite(record, "top5")),
+                loss(finite(record, "loss")),
+                loss(median_of(since, "loss")),
+                number(finite(since[-1], "lr") if since else None),
+                rate(median_of(since, "images_per_s")),
+                duration(finite(record, "eval_s")),
+            )
+        )
+    # The latest first: that is what a reader looks for, and what must not be left out.
+    rows.reverse()
+    columns = (
+        "epoch",
+        "step",
+        "top-1",
+        "top-5",
+        "validation loss",
+        "training loss",
+        "learning rate",
+        "images/s",
+        "evaluated in",
+    )
+    return Table.of("Evaluations", columns, rows, set())
+
+
+def configuration_tables(run: RunFiles) -> list[Table]:
+    """One table a section of `config.toml`; what stands outside of sections comes first."""
+    general = [(shown(k), shown(v)) for k, v in run.config.items() if not isinstance(v, dict)]
+    sections = {"general": general} if general else {}
+    for section, table in run.config.items():
+        if isinstance(table, dict):
+            sections[shown(section)] = [(key, shown(value)) for key, value in _flat(table)]
+    return [
+        Table(name, ("setting", "value"), tuple(rows), frozenset({0, 1}))
+        for name, rows in sections.items()
+    ]
+
+
+def environment_tables(run: RunFiles) -> list[Table]:
+    """Versions and hardware, and what the run chose by itself."""
+    summary = run.summary or {}
+    starts = run.of_kind("start")
+    tables = []
+    for title, content in (
+        ("Versions", summary.get("versions")),
+        ("Hardware", summary.get("hardware")),
+        ("Chosen automatically", starts[-1].get("chosen") if starts else None),
+    ):
+        if isinstance(content, dict) and content:
+            rows = tuple((key, shown(value)) for key, value in _flat(content))
+            tables.append(Table(title, ("", ""), rows, frozenset({0, 1})))
+    return tables
+
+
+def _flat(table: Record, prefix: str = "") -> list[tuple[str, Any]]:
+    """Tables in tables as dotted keys."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        name = f"{prefix}{shown(key)}"
+        rows += _flat(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
+    return rows
+
+
+def median_of(records: Sequence[Record], name: str) -> float | None:
+    """The median of a field over the records that have it as a finite number."""
+    values = [value for record in records if (value := finite(record, name)) is not None]
+    return median(values) if values else None

@@ -1,0 +1,42 @@
+"""Writes the report of a run beside its records.
+
+In: a run folder. Out: `report.html`, whole or not at all: who opens the page while it is written
+anew sees the old one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paceline.core.errors import DataError
+from paceline.report.html_page import render
+from paceline.report.run_files import RunFiles
+
+REPORT_NAME = "report.html"
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Writes the report of `run_dir` to `out` (a file, or a folder for it) and returns its path."""
+    page = render(RunFiles.read(run_dir)).encode("utf-8")
+    target = run_dir / REPORT_NAME if out is None else out
+    try:
+        if target.is_dir():
+            target = target / REPORT_NAME
+        # Beside the target, because a rename is atomic only within one file system.
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(page)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"report {target} cannot be written: {error.strerror}",
+            "give another place, or free disk space",
+        ) from error
+    return target

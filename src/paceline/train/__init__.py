@@ -1,0 +1,1 @@
+"""The only wiring: build a run from its configuration, step, loop, evaluate, checkpoint."""

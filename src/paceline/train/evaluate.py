@@ -1,0 +1,89 @@
+"""Evaluation: top-1 and top-5 over the validation images, exact over all ranks.
+
+In: a model that already holds the averaged batch-norm statistics. Out: counts summed over ranks; each
+image is seen by exactly one rank, so the result does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.comm.group import Group
+from paceline.core.errors import DataError, PacelineError
+from paceline.data.batch import Batch, CorruptSample
+from paceline.data.normalize import Normalizer
+from paceline.train.stop_signals import StopSignals
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Percentages and the mean loss over `samples` images. `corrupt_here` is this rank's."""
+
+    top1: float
+    top5: float
+    loss: float
+    samples: int
+    corrupt_count: int
+    corrupt_here: tuple[CorruptSample, ...]
+    eval_s: float
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    normalize: Normalizer,
+    group: Group,
+    stop: StopSignals,
+) -> EvalResult | signal.Signals:
+    """The signal, on all ranks, when one was asked to stop: the counts would be incomplete."""
+    started = time.perf_counter()
+    model.eval()
+    correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
+    correct5, loss = correct1.clone(), correct1.clone()
+    seen, failed = 0, 0
+    corrupt: list[CorruptSample] = []
+    try:
+        with torch.inference_mode():
+            for batch in batches:
+                if stop.received is not None:
+                    break
+                outputs = model(normalize(batch.images, group.device)).float()
+                labels = batch.labels.to(group.device, non_blocking=True)
+                ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
+                correct1 += ranked[:, 0].sum()
+                correct5 += ranked.sum()
+                loss += F.cross_entropy(outputs, labels, reduction="sum")
+                seen += len(labels)
+                corrupt += batch.corrupt
+    except PacelineError as error:
+        group.post_fault(error)
+        failed = 1
+    finally:
+        model.train()
+    asked = [stop.received is signal.SIGINT, stop.received is signal.SIGTERM]
+    own = torch.tensor([seen, len(corrupt), failed, *asked], dtype=torch.float64)
+    total = torch.cat([torch.stack([correct1, correct5, loss]), own.to(group.device)])
+    group.all_reduce_sum(total)
+    right1, right5, loss_sum, samples, bad, failures, interrupts, terminations = total.tolist()
+    if failures:
+        raise group.fault()
+    if terminations or interrupts:
+        return signal.SIGTERM if terminations else signal.SIGINT
+    if not samples:
+        raise DataError("no validation image could be decoded", "check the validation images")
+    return EvalResult(
+        top1=100 * right1 / samples,
+        top5=100 * right5 / samples,
+        loss=loss_sum / samples,
+        samples=round(samples),
+        corrupt_count=round(bad),
+        corrupt_here=tuple(corrupt),
+        eval_s=time.perf_counter() - started,
+    )

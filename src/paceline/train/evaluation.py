@@ -1,0 +1,71 @@
+"""Evaluating what is on disk: a checkpoint of ours, or weights of another program.
+
+In: a file, and settings that override the checkpoint's. Out: the same exact counts that a run
+reports, on one rank or many.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import CheckpointError, RunError
+from paceline.core.topology import Topology
+from paceline.data.loader import EvalLoader
+from paceline.data.normalize import Normalizer
+from paceline.data.source import open_source
+from paceline.models.registry import create_model
+from paceline.train.checkpoint import Checkpoint
+from paceline.train.evaluate import EvalResult, evaluate
+from paceline.train.machine import choose_device
+from paceline.train.stop_signals import StopSignals
+from paceline.train.weights_file import checkpoint_weights
+
+
+def evaluate_file(
+    path: Path, overrides: Mapping[str, Any], batch_size: int
+) -> tuple[EvalResult, RunConfig, int]:
+    """Result, configuration and rank. The checkpoint's own settings say how to read the images."""
+    checkpoint = Checkpoint.read(path)
+    config = RunConfig.from_tables(checkpoint.config).with_values(overrides)
+    topology = Topology.from_env(os.environ)
+    group = Group(topology, config.comm, choose_device(config, topology))
+    try:
+        source = open_source(config.data, "val")
+        if len(source.classes) > len(checkpoint.classes):
+            raise CheckpointError(
+                f"the data has {len(source.classes)} classes, {path} {len(checkpoint.classes)}",
+                "evaluate on the classes that it was trained on",
+            )
+        model = create_model(
+            config.model,
+            num_classes=config.model.num_classes or len(checkpoint.classes),
+            in_channels=config.data.channels,
+            image_size=config.data.image_size,
+        )
+        model.load_state_dict(checkpoint_weights(checkpoint))
+        if config.run.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(group.device)
+        loader = EvalLoader(
+            source,
+            config.data,
+            rank=group.rank,
+            world_size=group.world_size,
+            batch_size=batch_size,
+            pin_memory=group.device.type == "cuda",
+        )
+        normalize = Normalizer(config.data.mean, config.data.std, config.data.channels)
+        with loader, StopSignals() as stop:
+            result = evaluate(model, loader, normalize, group, stop)
+        if not isinstance(result, EvalResult):
+            raise RunError(f"stopped by {result.name}")
+        return result, config, group.rank
+    finally:
+        group.close()

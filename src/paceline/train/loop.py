@@ -1,0 +1,229 @@
+"""The training loop: steps, evaluations, checkpoints, and the reasons to stop.
+
+In: a `Training`. Out: a `RunResult`, equal on all ranks. Decisions are made from numbers that the
+step's own exchange made equal everywhere, so no rank is ever alone in its branch.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+
+from paceline.core.errors import PacelineError, RunError
+from paceline.core.events import (
+    CheckpointEvent,
+    CorruptEvent,
+    EvalEvent,
+    StartEvent,
+    StepEvent,
+    StopEvent,
+)
+from paceline.data.batch import CorruptSample
+from paceline.data.loader import EvalLoader
+from paceline.train.evaluate import evaluate
+from paceline.train.step import StepOutcome
+from paceline.train.training import Training
+
+# Evaluation needs no gradients, so its batches may be larger than training's.
+_EVAL_BATCH = 256
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """`stopped_by`: finished, target, SIGINT or SIGTERM."""
+
+    stopped_by: str
+    stop_signal: signal.Signals | None
+
+
+class TrainingLoop:
+    """Runs a `Training` from where it stands to its end."""
+
+    def __init__(self, training: Training) -> None:
+        self._t = training
+        self._before_s = training.progress.train_s
+        self._started = time.perf_counter()
+        self._saved_step = training.progress.step if training.folder.resume_from else -1
+        self._named: set[str] = set()
+
+    def run(self) -> RunResult:
+        """Ends with a checkpoint of the last step on disk, whatever the reason to stop."""
+        t, progress = self._t, self._t.progress
+        t.emit(
+            StartEvent(
+                step=progress.step,
+                total_steps=t.plan.total_steps,
+                steps_per_epoch=t.schedule.steps_per_epoch,
+                world_size=t.group.world_size,
+                global_batch_size=t.plan.global_batch,
+                resumed_from=str(t.folder.resume_from) if t.folder.resume_from else None,
+                chosen=t.chosen,
+            )
+        )
+        result = self._catch_up() or self._steps()
+        progress.train_s = self._elapsed()
+        if self._saved_step != progress.step:
+            self._save(best=False)
+        t.group.settle("end", t.step.fault)
+        t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
+        return result
+
+    def _steps(self) -> RunResult:
+        t, progress = self._t, self._t.progress
+        for number in range(progress.step, t.plan.total_steps):
+            rate = t.schedule.rate(number)
+            outcome = t.step.run(number, rate)
+            if outcome.done:
+                self._account(number, rate, outcome)
+            if outcome.stop is not None:
+                return RunResult(outcome.stop.name, outcome.stop)
+            result = self._evaluate() if self._evaluation_is_due() else None
+            if result is not None:
+                return result
+            if self._save_is_due():
+                self._save(best=False)
+        return RunResult("finished", None)
+
+    def _catch_up(self) -> RunResult | None:
+        """An evaluation that was due when the checkpoint was made, but was not done, comes first."""
+        return self._evaluate() if self._evaluation_is_due() else None
+
+    def _elapsed(self) -> float:
+        return self._before_s + time.perf_counter() - self._started
+
+    def _account(self, number: int, rate: float, outcome: StepOutcome) -> None:
+        t, progress = self._t, self._t.progress
+        first, last = t.plan.step_range(number)
+        progress.step = number + 1
+        progress.images += last - first
+        progress.step_s += outcome.step_s
+        progress.train_s = self._elapsed()
+        progress.corrupt_samples += outcome.corrupt_count
+        progress.skipped_steps += outcome.skipped
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
+        t.emit(
+            StepEvent(
+                step=progress.step,
+                epoch=t.plan.epoch_at(progress.step),
+                loss=outcome.loss,
+                lr=rate,
+                images_per_s=(last - first) / outcome.step_s,
+                step_s=outcome.step_s,
+                data_s=outcome.data_s,
+                skipped=outcome.skipped,
+            )
+        )
+        self._name_corrupt(outcome.corrupt_here)
+        self._check_health()
+
+    def _check_health(self) -> None:
+        """Too many skipped steps or corrupt samples end the run, on all ranks alike."""
+        t, progress = self._t, self._t.progress
+        if progress.skipped_in_a_row >= t.config.run.max_skipped_steps:
+            raise RunError(
+                f"gradients were not finite in {progress.skipped_in_a_row} steps in a row, "
+                f"up to step {progress.step - 1}",
+                f"lower --lr (now {t.schedule.peak:g} at its peak) or lengthen --warmup-epochs; "
+                "the last good checkpoint is kept",
+            )
+        allowed = t.config.data.max_corrupt_share * max(progress.images, t.plan.samples)
+        if progress.corrupt_samples > allowed:
+            raise RunError(
+                f"{progress.corrupt_samples} corrupt samples by step {progress.step - 1}, more than "
+                f"data.max_corrupt_share = {t.config.data.max_corrupt_share:g} allows",
+                "mend the data (metrics*.jsonl names the samples) or raise the share",
+            )
+
+    def _name_corrupt(self, samples: tuple[CorruptSample, ...]) -> None:
+        for sample in samples:
+            if sample.name not in self._named:
+                self._named.add(sample.name)
+                self._t.emit(CorruptEvent(self._t.progress.step, sample.name, sample.reason))
+
+    def _evaluation_is_due(self) -> bool:
+        t, progress = self._t, self._t.progress
+        if progress.step == 0 or progress.evaluated_step == progress.step:
+            return False
+        if progress.step == t.plan.total_steps:
+            return True
+        if not t.plan.ends_epoch(progress.step - 1):
+            return False
+        # A step may complete several epochs; it is due if a multiple of the interval is among them.
+        interval = t.config.run.eval_interval_epochs
+        before = int(t.plan.epoch_at(progress.step - 1))
+        return int(t.plan.epoch_at(progress.step)) // interval > before // interval
+
+    def _evaluate(self) -> RunResult | None:
+        """Evaluates, keeps the best, saves; a result means that the run ends here."""
+        t, progress = self._t, self._t.progress
+        loader = EvalLoader(
+            t.validation,
+            t.config.data,
+            rank=t.group.rank,
+            world_size=t.group.world_size,
+            batch_size=_EVAL_BATCH,
+            pin_memory=t.group.device.type == "cuda",
+        )
+        with t.step.batch_norm.averaged(t.group), loader:
+            found = evaluate(t.model, loader, t.step.normalize, t.group, t.stop)
+        if isinstance(found, signal.Signals):
+            return RunResult(found.name, found)
+        progress.train_s = self._elapsed()
+        progress.evaluated_step = progress.step
+        progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
+        progress.corrupt_val_samples = found.corrupt_count
+        best = found.top1 > progress.best_top1
+        if best:
+            progress.best_top1, progress.best_step = found.top1, progress.step
+        self._name_corrupt(found.corrupt_here)
+        t.emit(
+            EvalEvent(
+                step=progress.step,
+                epoch=t.plan.epoch_at(progress.step),
+                top1=found.top1,
+                top5=found.top5,
+                loss=found.loss,
+                samples=found.samples,
+                eval_s=found.eval_s,
+            )
+        )
+        target = t.config.run.target_top1
+        reached = target is not None and found.top1 >= target
+        if reached and progress.time_to_target_s is None:
+            progress.time_to_target_s = progress.train_s
+        if reached or self._save_is_due() or (best and t.config.checkpoint.keep_best):
+            self._save(best=best)
+        return RunResult("target", None) if reached else None
+
+    def _save_is_due(self) -> bool:
+        t, step = self._t, self._t.progress.step
+        if self._saved_step == step:
+            return False
+        if step == t.plan.total_steps:
+            return True
+        every_steps, every_epochs = (
+            t.config.checkpoint.interval_steps,
+            t.config.checkpoint.interval_epochs,
+        )
+        if every_steps and step % every_steps == 0:
+            return True
+        if not every_epochs or not t.plan.ends_epoch(step - 1):
+            return False
+        before, now = int(t.plan.epoch_at(step - 1)), int(t.plan.epoch_at(step))
+        return now // every_epochs > before // every_epochs
+
+    def _save(self, *, best: bool) -> None:
+        """All ranks give their statistics; rank 0 writes. A failure waits for the next exchange."""
+        t, progress = self._t, self._t.progress
+        started = time.perf_counter()
+        checkpoint = t.state.capture(progress)
+        self._saved_step = progress.step
+        if checkpoint is None:
+            return
+        try:
+            path = t.shelf.put(checkpoint, best=best and t.config.checkpoint.keep_best)
+        except PacelineError as error:
+            t.step.fault = error
+            return
+        t.emit(CheckpointEvent(progress.step, str(path), time.perf_counter() - started, best))

@@ -1,0 +1,89 @@
+"""What a run ran on: device, threads, versions, hardware.
+
+In: settings and this rank's place. Out: the device to use, and tables for summary and report.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import numpy
+import PIL
+import torch
+
+from paceline.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.core.topology import Topology
+from paceline.version import __version__
+
+
+def choose_device(config: RunConfig, topology: Topology) -> torch.device:
+    """A GPU for each rank where there are GPUs; several ranks share one only over Gloo."""
+    wanted = config.run.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError("run.device", "cuda", "no CUDA device here", "use --device cpu")
+    if topology.local_world_size > count and config.comm.backend != "gloo":
+        raise ConfigError(
+            "--nproc-per-node",
+            topology.local_world_size,
+            f"this node has {count} GPU(s), and NCCL needs one for each rank",
+            f"use --nproc-per-node {count}, or share GPUs with --set comm.backend=gloo",
+        )
+    device = torch.device("cuda", topology.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_threads(config: RunConfig, topology: Topology) -> int:
+    """The node's cores, shared out among its ranks."""
+    if config.run.threads:
+        return config.run.threads
+    return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
+
+
+def versions() -> dict[str, str]:
+    found = {
+        "paceline": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "pillow": PIL.__version__,
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def hardware(device: torch.device) -> dict[str, str]:
+    """Plain words for one rank's node."""
+    found = {
+        "device": str(device),
+        "cpu": _cpu_name(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory_gib": f"{_memory_gib():.0f}",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.0f}"
+        found["gpus"] = str(torch.cuda.device_count())
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

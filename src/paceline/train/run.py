@@ -1,0 +1,134 @@
+"""A whole training run on this rank: join, build, loop, conclude, leave.
+
+In: a configuration, and observers for rank 0. Out: a `RunOutcome`; files in the run's folder. An error
+on this rank is left for the others to find before it goes on its way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.group import Group, PeerError
+from paceline.config import RunConfig
+from paceline.core.errors import PacelineError, RunError
+from paceline.core.events import JsonlWriter, Observer
+from paceline.core.topology import Topology
+from paceline.report.write import write_report
+from paceline.train.atomic_file import write_atomically
+from paceline.train.loop import RunResult, TrainingLoop
+from paceline.train.machine import choose_device, hardware, versions
+from paceline.train.stop_signals import StopSignals
+from paceline.train.tensorboard import TensorBoardWriter
+from paceline.train.training import Training, build
+from paceline.train.weights_file import fingerprint, write_weights
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """`summary` is what `summary.json` holds; empty where a signal ended the run."""
+
+    folder: Path
+    rank: int
+    result: RunResult
+    summary: dict[str, Any]
+    report: Path | None
+
+
+def run_training(config: RunConfig, display: Callable[[], Observer]) -> RunOutcome:
+    """Trains on this rank; rank 0 also shows events on the observer that `display` makes."""
+    topology = Topology.from_env(os.environ)
+    group = Group(topology, config.comm, choose_device(config, topology))
+    try:
+        return _train(config, group, display)
+    except PeerError:
+        raise
+    except PacelineError as error:
+        group.post_fault(error)
+        raise
+    except Exception as error:
+        group.post_fault(RunError(f"{type(error).__name__}: {error}", "see its traceback"))
+        raise
+    finally:
+        group.close()
+
+
+def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> RunOutcome:
+    stop = StopSignals()
+    training = build(config, group, stop)
+    try:
+        training.observers.append(JsonlWriter(training.folder.metrics(group.rank)))
+        if group.rank == 0:
+            training.observers.append(display())
+            if config.run.tensorboard:
+                folder = training.folder.path / "tensorboard"
+                training.observers.append(TensorBoardWriter(folder, training.progress.step))
+        # From here on signals are noted and agreed upon; before, they end the process at once.
+        with stop:
+            result = TrainingLoop(training).run()
+            return _conclude(training, result)
+    finally:
+        training.close()
+
+
+def _conclude(training: Training, result: RunResult) -> RunOutcome:
+    """Checks that all ranks hold the same weights; rank 0 writes weights, summary and report."""
+    group, folder = training.group, training.folder.path
+    weights = fingerprint(training.model)
+    group.settle(
+        "weights", facts={"the final weights": weights}, remedy="this is a defect: please report it"
+    )
+    if result.stop_signal is not None:
+        return RunOutcome(folder, group.rank, result, {}, None)
+    summary = _summary(training, result, weights)
+    error: PacelineError | None = None
+    with training.step.batch_norm.averaged(group):
+        if group.rank == 0:
+            try:
+                names = {"model": training.config.model.name, "step": str(training.progress.step)}
+                write_weights(training.model.state_dict(), folder / "weights.safetensors", names)
+                text = json.dumps(summary, indent=2) + "\n"
+                write_atomically(folder / "summary.json", text.encode())
+            except PacelineError as caught:
+                error = caught
+    group.settle("conclusion", error)
+    report = write_report(folder) if group.rank == 0 else None
+    return RunOutcome(folder, group.rank, result, summary, report)
+
+
+def _summary(training: Training, result: RunResult, weights: str) -> dict[str, Any]:
+    progress, config = training.progress, training.config
+    return {
+        "recipe": config.run.name,
+        "model": config.model.name,
+        "top1": progress.top1,
+        "top5": progress.top5,
+        "val_loss": progress.val_loss,
+        "best_top1": progress.best_top1,
+        "best_step": progress.best_step,
+        "images_per_s": progress.images_per_s,
+        "epochs": training.plan.epoch_at(progress.step),
+        "steps": progress.step,
+        "images": progress.images,
+        "world_size": training.group.world_size,
+        "global_batch_size": training.sizes.global_batch,
+        "batch_size": training.sizes.micro_batch,
+        "accumulation": training.sizes.accumulation,
+        "train_s": progress.train_s,
+        "target_top1": config.run.target_top1,
+        "time_to_target_s": progress.time_to_target_s,
+        "stopped_by": result.stopped_by,
+        "skipped_steps": progress.skipped_steps,
+        "corrupt_samples": progress.corrupt_samples,
+        "corrupt_val_samples": progress.corrupt_val_samples,
+        "resumed_at_steps": progress.resumes,
+        "weights_sha256": weights,
+        "seed": config.run.seed,
+        "chosen": training.chosen,
+        "versions": versions(),
+        "hardware": hardware(training.group.device),
+    }

@@ -1,0 +1,131 @@
+"""The folder of a run, and where a resumed run finds its checkpoint.
+
+In: the configuration and whether the launcher restarted us. Out: a folder that is new, or that holds
+the very run that shall go on; never another run's.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.core.settings import flatten
+from paceline.train.atomic_file import write_atomically
+from paceline.train.checkpoint_shelf import CheckpointShelf
+
+# What may differ between a run and its continuation without making it another run.
+LOCAL_SETTINGS = frozenset(
+    {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
+    | {"data.workers", "data.prefetch_batches", "checkpoint.keep"}
+)
+ROOT = Path("runs")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`path` holds the run's files; `resume_from` is the checkpoint to start at, if any."""
+
+    path: Path
+    resume_from: Path | None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def metrics(self, rank: int) -> Path:
+        return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
+
+    def write_config(self, config: RunConfig) -> None:
+        write_atomically(self.path / "config.toml", config.to_toml().encode())
+
+
+def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
+    """`restarted`: torchrun started this process anew after a failure; that always resumes."""
+    resume = config.run.resume or ("auto" if restarted else "")
+    output = Path(config.run.output) if config.run.output else None
+    if resume and resume != "auto":
+        return _from_file(Path(resume), output)
+    if output is None:
+        found = _unfinished(config) if resume == "auto" else None
+        return _resumed(found) if found else RunFolder(_new_folder(config.run.name), None)
+    if not (output / "config.toml").exists():
+        _make(output, exist_ok=True)
+        return RunFolder(output, None)
+    if resume == "auto":
+        return _resumed(output)
+    raise ConfigError(
+        "run.output", str(output), "already holds a run",
+        "add --resume auto to continue it, or choose another --output",
+    )  # fmt: skip
+
+
+def _from_file(file: Path, output: Path | None) -> RunFolder:
+    """An explicit checkpoint continues its own run unless another folder is named."""
+    if file.is_dir():
+        newest = CheckpointShelf(file / "checkpoints", 1).newest()
+        if newest is None:
+            raise CheckpointError(f"no checkpoint in {file / 'checkpoints'}", "check --resume")
+        file = newest
+    if not file.is_file():
+        raise CheckpointError(f"no checkpoint at {file}", "check --resume")
+    if output is None:
+        home = file.resolve().parent.parent
+        output = home if (home / "config.toml").exists() else _new_folder("resumed")
+    _make(output, exist_ok=True)
+    return RunFolder(output, file)
+
+
+def _resumed(folder: Path) -> RunFolder:
+    return RunFolder(folder, CheckpointShelf(folder / "checkpoints", 1).newest())
+
+
+def _unfinished(config: RunConfig) -> Path | None:
+    """The newest folder of this name whose configuration is this one and that has not ended."""
+    wanted = _identity(config.to_tables())
+    for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
+        if (folder / "summary.json").exists():
+            continue
+        try:
+            there = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError):
+            continue
+        if _identity(there) == wanted:
+            return folder
+    return None
+
+
+def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in flatten(tables).items() if name not in LOCAL_SETTINGS}
+
+
+def _new_folder(name: str) -> Path:
+    """`runs/NAME-001`, or the next free number; two runs that start at once get two folders."""
+    number = 1
+    while True:
+        taken = [int(p.name.rpartition("-")[2]) for p in ROOT.glob(f"{name}-[0-9]*")
+                 if p.name.rpartition("-")[2].isdigit()]  # fmt: skip
+        number = max([number, *(n + 1 for n in taken)])
+        folder = ROOT / f"{name}-{number:03d}"
+        try:
+            _make(folder, exist_ok=False)
+        except FileExistsError:
+            continue
+        return folder
+
+
+def _make(folder: Path, *, exist_ok: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if exist_ok:
+            raise PacelineError(f"{folder} is not a folder", "choose another --output") from None
+        raise
+    except OSError as error:
+        raise PacelineError(
+            f"cannot make {folder}: {error.strerror}", "choose another --output"
+        ) from None

@@ -1,0 +1,126 @@
+"""`RunState`: the parts of a run that a checkpoint captures and restores.
+
+In: a checkpoint. Out: the parts as they were at the end of that step; and the other way round. A
+checkpoint of another run is refused by the name of what differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import CheckpointError
+from paceline.core.settings import flatten
+from paceline.data.batch_plan import BatchPlan
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.train.batch_norm import BatchNormState
+from paceline.train.checkpoint import Checkpoint
+from paceline.train.machine import versions
+from paceline.train.progress import Progress
+
+# A change of one of these makes it another run: the order of samples, the weights' shapes or the
+# meaning of the step count would not be the checkpoint's.
+PINNED = (
+    "run.seed", "model.name", "model.num_classes", "model.stem", "data.image_size", "data.channels",
+    "optim.name",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that changes from step to step, and what gives it its meaning."""
+
+    config: RunConfig
+    batches: BatchPlan
+    exchange_plan: FusionPlan
+    peak_lr: float
+    classes: tuple[str, ...]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch_norm: BatchNormState
+    group: Group
+
+    def restore(self, checkpoint: Checkpoint, path: Path) -> Progress:
+        """Fills the parts in place; refused before anything is touched if it is another run's."""
+        self._check(checkpoint, path)
+        try:
+            missing = self.model.load_state_dict(checkpoint.model, strict=False).missing_keys
+            self.optimizer.load_state_dict(checkpoint.optimizer)
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise CheckpointError(f"{path} does not fit ({reason})", "check --model") from None
+        lost = [key for key in missing if not _is_statistic(key)]
+        if lost:
+            raise CheckpointError(f"{path} lacks {lost[0]} ({len(lost)} in all)", "check --model")
+        saved = checkpoint.batch_norm
+        self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
+        progress = Progress.from_table(checkpoint.progress)
+        progress.resumes.append(progress.step)
+        return progress
+
+    def _check(self, checkpoint: Checkpoint, path: Path) -> None:
+        there, here = flatten(checkpoint.config), self.config.flat()
+        sampler, batches = checkpoint.sampler, self.batches
+        pairs = [(name, there.get(name), here.get(name)) for name in PINNED]
+        pairs += [
+            ("run.global_batch_size", sampler["global_batch"], batches.global_batch),
+            ("number of training images", sampler["samples"], batches.samples),
+            ("number of batch-norm layers", len(checkpoint.batch_norm["names"]),
+             len(self.batch_norm.names)),
+        ]  # fmt: skip
+        for name, before, now in pairs:
+            if before != now:
+                raise CheckpointError(
+                    f"{path} has {name} = {before!r}, this run {now!r}",
+                    "resume with the checkpoint's settings, or start anew with --pretrained",
+                )
+        if checkpoint.step > batches.total_steps:
+            raise CheckpointError(
+                f"{path} is at step {checkpoint.step}, past the {batches.total_steps} of this run",
+                "raise --epochs",
+            )
+
+    def capture(self, progress: Progress) -> Checkpoint | None:
+        """The checkpoint of this moment, on rank 0. All ranks call: statistics are gathered."""
+        rows = self.batch_norm.rows(self.group)
+        if rows is None:
+            return None
+        batches = self.batches
+        return Checkpoint(
+            progress=progress.to_table(),
+            config=self.config.to_tables(),
+            world_size=self.group.world_size,
+            threads=torch.get_num_threads(),
+            plan=self.exchange_plan.to_table(),
+            model={
+                name: value.detach().cpu()
+                for name, value in self.model.state_dict().items()
+                if not _is_statistic(name)
+            },
+            batch_norm={
+                "names": self.batch_norm.names,
+                "widths": self.batch_norm.widths,
+                "rows": rows,
+                "tracked": self.batch_norm.tracked.cpu(),
+            },
+            optimizer=self.optimizer.state_dict(),
+            sampler={
+                "position": min(progress.step * batches.global_batch, batches.total_samples),
+                "samples": batches.samples,
+                "global_batch": batches.global_batch,
+                "seed": self.config.run.seed,
+            },
+            schedule={"peak_lr": self.peak_lr, "total_steps": batches.total_steps},
+            rng={"seed": self.config.run.seed, "derived_from": "(seed, step, micro-batch)"},
+            classes=list(self.classes),
+            versions=versions(),
+        )
+
+
+def _is_statistic(name: str) -> bool:
+    return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))

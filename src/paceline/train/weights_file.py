@@ -1,0 +1,53 @@
+"""Weights for other programs.
+
+In: a model's state dict with averaged batch-norm statistics. Out: a safetensors file with
+torchvision's keys, and a fingerprint by which ranks and runs compare their weights bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from paceline.train.atomic_file import write_atomically
+from paceline.train.batch_norm import pool
+from paceline.train.checkpoint import Checkpoint
+
+
+def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Atomically, each tensor contiguous in torchvision's (NCHW) order."""
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    write_atomically(path, save(tensors, metadata={"format": "pt", **metadata}))
+
+
+def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The state dict of a checkpoint, its batch-norm statistics averaged over the ranks."""
+    state = dict(checkpoint.model)
+    pooled = pool(checkpoint.batch_norm["rows"])
+    start = 0
+    for name, width, tracked in zip(
+        checkpoint.batch_norm["names"],
+        checkpoint.batch_norm["widths"],
+        checkpoint.batch_norm["tracked"],
+        strict=True,
+    ):
+        state[f"{name}.running_mean"] = pooled[0, start : start + width]
+        state[f"{name}.running_var"] = pooled[1, start : start + width]
+        state[f"{name}.num_batches_tracked"] = tracked
+        start += width
+    return state
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over all parameters, in order. Equal iff the weights are bit-identical."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        flat = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(flat.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""Errors read as one line, and survive the way from one process to another."""
+
+import pickle
+
+import pytest
+
+from paceline.core import errors
+from paceline.core.errors import ConfigError, DataError, PacelineError, nearest
+
+ALL_KINDS = [
+    errors.CheckpointError,
+    errors.CommError,
+    errors.DataError,
+    errors.LaunchError,
+    errors.PacelineError,
+    errors.RunError,
+]
+
+
+def test_text_is_cause_then_remedy() -> None:
+    assert str(DataError("no shards in data/", "give --data-dir")) == (
+        "no shards in data/; give --data-dir"
+    )
+    assert str(DataError("no shards in data/")) == "no shards in data/"
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_text_is_always_one_line(kind: type[PacelineError]) -> None:
+    error = kind("first\nsecond\r\n\tthird\u2028fourth", "do\nthis")
+    assert str(error) == "first second third fourth; do this"
+    assert len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_kind_is_a_value_error_with_a_non_zero_exit_code(kind: type[PacelineError]) -> None:
+    error = kind("cause")
+    assert isinstance(error, ValueError)
+    assert error.exit_code != 0
+
+
+def test_config_error_names_field_value_and_remedy() -> None:
+    error = ConfigError("optim.lr", -0.1, "must be positive", "try 0.1")
+    assert str(error) == "optim.lr = -0.1: must be positive; try 0.1"
+    assert error.field == "optim.lr"
+    assert error.exit_code == 2
+
+
+def test_config_error_without_a_value_shows_none() -> None:
+    assert str(ConfigError("optim.lrr", None, "unknown setting")) == "optim.lrr: unknown setting"
+
+
+def test_config_error_with_a_value_of_several_lines_stays_one_line() -> None:
+    assert "\n" not in str(ConfigError("run.name", "a\nb", "bad"))
+
+
+def test_nearest_offers_a_close_name_or_the_whole_list() -> None:
+    assert nearest("resnet5O", ["resnet50", "alexnet"]) == "did you mean 'resnet50'?"
+    assert nearest("zzz", ["b", "a"]) == "known: a, b"
+
+
+class OtherParametersError(PacelineError):
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("cause", "remedy"),
+        ConfigError("optim.lr", -0.1, "must be positive", "try 0.1"),
+        OtherParametersError("from rank 3", 7),
+    ],
+)
+def test_errors_cross_process_borders(error: PacelineError) -> None:
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.args == error.args
+    assert arrived.__dict__ == error.__dict__
+    assert arrived.exit_code == error.exit_code

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.settings import from_table, to_table
+from paceline.data.settings import DataSettings
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("source", "tfrecord"),
+        ("augment", "pad_corp"),
+        ("interpolation", "cubic"),
+        ("image_size", 0),
+        ("channels", 2),
+        ("crop_padding", -1),
+        ("crop_scale", (0.0, 1.0)),
+        ("crop_scale", (0.5, 0.2)),
+        ("crop_scale", (0.5, 1.5)),
+        ("crop_scale", (0.5,)),
+        ("crop_scale", (float("nan"), 1.0)),
+        ("crop_ratio", (2.0, 1.0)),
+        ("crop_ratio", (1.0, float("inf"))),
+        ("eval_resize", -1),
+        ("eval_resize", 200),
+        ("eval_resize", 449),
+        ("mean", (0.5, 0.5)),
+        ("mean", ()),
+        ("mean", (124.0,)),
+        ("std", (0.0,)),
+        ("std", (0.2, 0.2, float("nan"))),
+        ("workers", -1),
+        ("prefetch_batches", 0),
+        ("max_corrupt_share", 1.0),
+        ("max_corrupt_share", -0.1),
+        ("synthetic_samples", 0),
+        ("synthetic_classes", 0),
+    ],
+)
+def test_each_wrong_value_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DataSettings(**{field: value})
+    assert caught.value.field == f"data.{field}"
+    assert repr(value) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_choice_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'pad_crop'"):
+        DataSettings(augment="pad_corp")
+
+
+def test_greyscale_needs_its_own_statistics() -> None:
+    with pytest.raises(ConfigError, match=r"data.mean.*has 3 values for data.channels = 1"):
+        DataSettings(channels=1)
+    assert DataSettings(channels=3, mean=(0.5,), std=(0.5,)).mean == (0.5,)
+
+
+def test_a_small_image_size_does_not_keep_the_large_eval_resize() -> None:
+    with pytest.raises(ConfigError, match=r"data.eval_resize = 256.*set data.eval_resize = 73"):
+        DataSettings(image_size=64)
+    assert DataSettings(image_size=64, eval_resize=73).eval_resize == 73
+
+
+def test_padding_must_leave_some_image() -> None:
+    with pytest.raises(ConfigError, match=r"data.crop_padding = 8"):
+        DataSettings(image_size=8, eval_resize=0, augment="pad_crop", crop_padding=8)
+
+
+@pytest.mark.parametrize("source", ["embedded", "synthetic"])
+def test_a_directory_that_would_not_be_read_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match="data.dir"):
+        DataSettings(source=source, dir="somewhere")
+
+
+@pytest.mark.parametrize("source", ["shards", "folder"])
+def test_a_source_in_a_directory_needs_one(source: str) -> None:
+    with pytest.raises(ConfigError, match="needs a directory"):
+        DataSettings(source=source)
+
+
+def test_survives_the_way_through_a_table() -> None:
+    settings = DataSettings(image_size=32, eval_resize=0, mean=(0.1, 0.2, 0.3), dir="x")
+    assert from_table(DataSettings, "data", to_table(settings)) == settings
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DataSettings().workers = 3  # type: ignore[misc]

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import DataError
+from paceline.data.tar_index import ShardIndex, scan_shard
+
+PATH = Path("data/train-0007.tar")
+
+
+def archive(*members: tuple[str, bytes], form: int = tarfile.USTAR_FORMAT) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def scan(content: bytes) -> ShardIndex:
+    return scan_shard(PATH, io.BytesIO(content))
+
+
+def images(content: bytes) -> dict[str, tuple[bytes, int]]:
+    index = scan(content)
+    return {
+        index.names[i]: (
+            content[index.offsets[i] : index.offsets[i] + index.sizes[i]],
+            int(index.labels[i]),
+        )
+        for i in range(len(index))
+    }
+
+
+def test_samples_are_found_where_they_lie() -> None:
+    content = archive(
+        ("a.jpg", b"first"),
+        ("a.cls", b"3"),
+        ("a.json", b"{}"),
+        ("README", b"text"),
+        ("sub/dir/b.PNG", b"x" * 1000),
+        ("sub/dir/b.cls", b" 12\n"),
+        ("c.cls", b"0"),
+        ("c.webp", b"third"),
+        ("d.jpeg", b""),
+        ("d.cls", b"1"),
+    )
+    assert images(content) == {
+        "a.jpg": (b"first", 3),
+        "sub/dir/b.PNG": (b"x" * 1000, 12),
+        "c.webp": (b"third", 0),
+        "d.jpeg": (b"", 1),
+    }
+
+
+def test_the_key_ends_at_the_first_dot() -> None:
+    content = archive(("a.jpg", b"i"), ("a.seg.png", b"mask"), ("a.cls", b"0"))
+    assert list(images(content)) == ["a.jpg"]
+
+
+def test_equal_names_in_different_folders_are_different_samples() -> None:
+    content = archive(("x/a.jpg", b"1"), ("x/a.cls", b"0"), ("y/a.jpg", b"2"), ("y/a.cls", b"1"))
+    assert len(images(content)) == 2
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_long_names(form: int) -> None:
+    name = "d/" * 80 + "ü" * 30
+    content = archive((f"{name}.jpg", b"image"), (f"{name}.cls", b"2"), form=form)
+    assert images(content) == {f"{name}.jpg": (b"image", 2)}
+
+
+def test_hidden_twins_of_another_system_are_passed_over() -> None:
+    content = archive(("._a.jpg", b"junk"), ("a.jpg", b"i"), ("a.cls", b"0"))
+    assert list(images(content)) == ["a.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("a.jpg", b"i")], r"sample 'a' has an image but no label"),
+        ([("a.cls", b"1")], r"sample 'a' has a label but no image"),
+        ([("a.jpg", b"i"), ("a.png", b"i"), ("a.cls", b"1")], r"sample 'a' is there twice"),
+        ([("a.jpg", b"i"), ("a.cls", b"1"), ("a.cls", b"1")], r"sample 'a' is there twice"),
+        ([("a.jpg", b"i"), ("a.cls", b"")], r"label of sample 'a' is ''"),
+        ([("a.jpg", b"i"), ("a.cls", b"cat")], r"label of sample 'a' is 'cat'"),
+        ([("a.jpg", b"i"), ("a.cls", b"-1")], r"label of sample 'a' is '-1'"),
+        ([("a.jpg", b"i"), ("a.cls", b"1.0")], r"label of sample 'a' is '1.0'"),
+        ([("a.jpg", b"i"), ("a.cls", b"9" * 30)], r"label of sample 'a' is '9+'"),
+        ([("a.jpg", b"i"), ("a.cls", b"1" + b" " * 99)], r"label of sample 'a'"),
+        ([("a.jpg", b"i"), ("a.cls", "²".encode())], r"label of sample 'a'"),
+    ],
+)
+def test_wrong_samples_are_named(members: list[tuple[str, bytes]], message: str) -> None:
+    with pytest.raises(DataError, match=r"data/train-0007\.tar: .*" + message):
+        scan(archive(*members))
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE]
+)
+def test_links_and_devices_are_refused(kind: bytes) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        member = tarfile.TarInfo("a.jpg")
+        member.type, member.linkname = kind, "/etc/passwd"
+        tar.addfile(member)
+    with pytest.raises(DataError, match=r"'a.jpg' is a link, device"):
+        scan(stream.getvalue())
+
+
+def test_directories_inside_are_fine() -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        folder = tarfile.TarInfo("x")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+    assert len(scan(stream.getvalue())) == 0
+
+
+@pytest.fixture
+def whole(samples: Callable[..., list[tuple[str, bytes]]]) -> bytes:
+    return archive(*samples(4))
+
+
+def test_a_cut_anywhere_is_noticed(whole: bytes) -> None:
+    end = whole.rstrip(b"\0")
+    last_block = -(-len(end) // 512) * 512
+    for length in range(0, last_block + 512, 256):
+        with pytest.raises(DataError, match=r"train-0007\.tar: (truncated|not a readable)"):
+            scan(whole[:length])
+    assert len(scan(whole[: last_block + 512])) == 4
+
+
+def test_a_damaged_header_is_noticed(whole: bytes) -> None:
+    for offset in (0, 1024, 2048, 3072):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 0xFF
+        with pytest.raises(DataError, match=r"train-0007\.tar: (damaged member|not a readable)"):
+            scan(bytes(damaged))
+
+
+def test_no_tar_at_all() -> None:
+    with pytest.raises(DataError, match="not a readable tar shard"):
+        scan(b"hello " * 1000)
+    with pytest.raises(DataError, match="not a readable tar shard"):
+        scan(b"")
+
+
+def test_memory_does_not_grow_with_the_members() -> None:
+    members = [(f"{i:05d}.{e}", b"1") for i in range(300) for e in ("jpg", "cls")]
+    kept: list[int] = []
+
+    class Watched(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            import gc
+
+            if len(kept) < 3 and self.tell() > 500_000:
+                kept.append(sum(isinstance(o, tarfile.TarInfo) for o in gc.get_objects()))
+            return super().read(size)
+
+    assert len(scan_shard(PATH, Watched(archive(*members)))) == 300
+    assert max(kept) < 20

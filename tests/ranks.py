@@ -1,0 +1,119 @@
+"""`run_ranks(n, fn)`: runs `fn(rank, *args)` on n real processes that can form a Gloo group.
+
+In: a function at a module's top level. Out: what each rank returned, in order of rank. The processes of
+a pool live on between calls, because importing torch costs seconds; each call gets a port of its own.
+A rank that fails shows its traceback, and a rank that hangs is killed with its pool.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent
+_pools: dict[int, Pool] = {}
+
+
+class RankFailed(AssertionError):
+    """A rank raised, hung or died."""
+
+
+class Pool:
+    """n processes, each at the other end of a pipe."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join()
+            pipe.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Calls `function(rank, *args)` on each of `size` ranks and returns their results."""
+    pool = _pools.get(size) or _pools.setdefault(size, Pool(size))
+    port = free_port()
+    for pipe in pool.pipes:
+        pipe.send((function, args, port))
+    results: dict[int, Any] = {}
+    failures: list[tuple[int, str]] = []
+    deadline = time.monotonic() + timeout_s
+    while len(results) + len(failures) < size and time.monotonic() < deadline:
+        for rank, pipe in enumerate(pool.pipes):
+            if rank in results or rank in dict(failures) or not pipe.poll(0.02):
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, f"rank {rank} died"
+            if ok:
+                results[rank] = value
+            else:
+                failures.append((rank, value))
+                # The others may wait for this one for ever; a moment tells who follows it.
+                deadline = min(deadline, time.monotonic() + 5)
+    if len(results) == size:
+        return [results[rank] for rank in range(size)]
+    _pools.pop(size).kill()
+    if failures:
+        rank, text = failures[0]
+        raise RankFailed(f"rank {rank} of {size} failed first:\n{text}")
+    missing = sorted(set(range(size)) - set(results))
+    raise RankFailed(f"ranks {missing} of {size} did not return within {timeout_s} s")
+
+
+def _serve(pipe: Connection, rank: int, size: int) -> None:
+    """The loop of one rank."""
+    sys.path[:0] = [str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "src")]
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, port = pipe.recv()
+        except EOFError:
+            return
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )  # fmt: skip
+        try:
+            answer = (True, function(rank, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+@atexit.register
+def _kill_pools() -> None:
+    for pool in _pools.values():
+        pool.kill()
