@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -43,7 +44,7 @@ def test_steps_are_full_but_the_last(plan: BatchPlan) -> None:
     assert ranges[-1][1] == plan.total_samples
     assert all(stop - start == plan.global_batch for start, stop in ranges[:-1])
     assert 0 < ranges[-1][1] - ranges[-1][0] <= plan.global_batch
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
 
 
 @given(plans())
@@ -108,7 +109,9 @@ def test_one_end_at_least_an_epoch_and_always_the_last(plan: BatchPlan) -> None:
     assert len(completed) == len(ends)
 
 
-@pytest.mark.parametrize("field", ["samples", "epochs", "global_batch", "micro_batch", "world_size"])
+@pytest.mark.parametrize(
+    "field", ["samples", "epochs", "global_batch", "micro_batch", "world_size"]
+)
 def test_nothing_may_be_zero(field: str) -> None:
     values = {"samples": 4, "epochs": 1, "global_batch": 4, "micro_batch": 2, "world_size": 2}
     with pytest.raises(ValueError, match=f"{field} = 0"):

@@ -73,7 +73,7 @@ def test_padding_must_leave_some_image() -> None:
 
 @pytest.mark.parametrize("source", ["embedded", "synthetic"])
 def test_a_directory_that_would_not_be_read_is_refused(source: str) -> None:
-    with pytest.raises(ConfigError, match="data.dir"):
+    with pytest.raises(ConfigError, match=r"data\.dir"):
         DataSettings(source=source, dir="somewhere")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import io
 import tarfile
 from collections.abc import Callable
@@ -159,10 +160,8 @@ def test_memory_does_not_grow_with_the_members() -> None:
 
     class Watched(io.BytesIO):
         def read(self, size: int | None = -1, /) -> bytes:
-            import gc
-
             if len(kept) < 3 and self.tell() > 500_000:
-                kept.append(sum(isinstance(o, tarfile.TarInfo) for o in gc.get_objects()))
+                kept.append(sum(type(o) is tarfile.TarInfo for o in gc.get_objects()))
             return super().read(size)
 
     assert len(scan_shard(PATH, Watched(archive(*members)))) == 300

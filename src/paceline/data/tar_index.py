@@ -100,7 +100,10 @@ def _members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> int:
     content.seek(member.offset_data)
-    text = content.read(min(member.size, _LABEL_BYTES)).strip()
+    raw = content.read(min(member.size, _LABEL_BYTES))
+    if len(raw) < min(member.size, _LABEL_BYTES):
+        raise DataError(f"{path}: truncated within the label of sample {key!r}", _REBUILD)
+    text = raw.strip()
     # Eighteen digits fit 64 bits; more can be no class index either way.
     if not text.isdigit() or len(text) > 18 or member.size > _LABEL_BYTES:
         raise DataError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -84,12 +85,21 @@ def read_weights(path: Path) -> StateDict:
     try:
         content = _read(path)
     except _DAMAGE as problem:
-        reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         raise CheckpointError(
-            f"{path} cannot be read as weights ({reason})",
+            f"{path} cannot be read as weights: {_damage(path, problem)}",
             "fetch it again, or save it anew as a plain state dict or as safetensors",
         ) from problem
     return _strip_prefixes(_unwrap(content, path))
+
+
+def _damage(path: Path, problem: Exception) -> str:
+    """Why a file could not be read. Torch's own text is long and advises to trust the file."""
+    foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(problem))
+    if foreign:
+        return f"besides tensors it holds objects of {foreign[1]}"
+    if isinstance(problem, OSError) and problem.strerror:
+        return problem.strerror
+    return "it is empty" if path.stat().st_size == 0 else "it is damaged, or no file of weights"
 
 
 def _read(path: Path) -> object:

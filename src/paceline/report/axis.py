@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _MULTIPLES = (1.0, 2.0, 5.0, 10.0)
+# Values nearer than this to one another, by their size, or to nought, would need endless labels.
+_SAME = 1e-4
+_NOUGHT = 1e-100
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,10 @@ class Axis:
             return cls._logarithmic(low, high)
         if from_zero:
             low, high = min(0.0, low), max(0.0, high)
-        if low == high:
-            room = abs(low) * 0.1 or 1.0
-            low, high = (low, high + room) if low == 0 else (low - room, high + room)
+        size = max(abs(low), abs(high))
+        if high - low <= size * _SAME or size < _NOUGHT:
+            room = 0.1 * size if size >= _NOUGHT else 1.0
+            low, high = (low - room if size >= _NOUGHT else low), high + room
         spacing = nice_spacing(low, high, target_ticks)
         if not tight:
             low = math.floor(low / spacing + 1e-9) * spacing
@@ -90,8 +94,12 @@ def tick_labels(ticks: Iterable[float]) -> list[str]:
     """`0, 20000, 40000` → `0, 20k, 40k`; `0, 0.5, 1` → `0.0, 0.5, 1.0`."""
     values = list(ticks)
     largest = max((abs(value) for value in values), default=0.0)
-    if 0 < largest < 1e-3:
-        return ["0" if value == 0 else _scientific(value) for value in values]
+    if 0 < largest < 1e-3 or largest >= 1e12:
+        return next(
+            labels
+            for digits in range(2, 18)
+            if len(set(labels := [_scientific(value, digits) for value in values])) == len(values)
+        )
     divisor, unit = next(
         ((size, sign) for size, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= size),
         (1.0, ""),
@@ -106,6 +114,7 @@ def tick_labels(ticks: Iterable[float]) -> list[str]:
     return ["0" if value == 0 and unit else f"{value:,.{decimals}f}{unit}" for value in scaled]
 
 
-def _scientific(value: float) -> str:
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
+def _scientific(value: float, digits: int = 2) -> str:
+    """`0.00025` → `2.5e-4`."""
+    mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+    return "0" if value == 0 else f"{float(mantissa):.{digits + 1}g}e{int(exponent)}"

@@ -74,9 +74,10 @@ def _header(run: RunFiles) -> str:
     began = moment(finite(starts[0], "time")) if starts else "not started"
     model = (run.summary or {}).get("model")
     facts = [shown(run.path.resolve().name), began, *([shown(model)] if model else [])]
+    title = _UNIT_GAP.sub("&nbsp;", escape(verdict(run)))
     return (
         f'<header><p><span class="state {outcome.state}">{outcome.state}</span>'
-        f"{escape(' · '.join(facts))}</p>\n<h1>{_UNIT_GAP.sub('&nbsp;', escape(verdict(run)))}</h1></header>"
+        f"{escape(' · '.join(facts))}</p>\n<h1>{title}</h1></header>"
     )
 
 

@@ -62,12 +62,12 @@ def line_chart(chart: Chart) -> str:
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
     x_axis = Axis.fit(chart.x_range or xs, tight=True, target_ticks=6)
-    y_axis = Axis.fit(ys, log=chart.log, from_zero=chart.from_zero)
+    y_axis = Axis.fit(ys, log=chart.log, from_zero=chart.from_zero, target_ticks=4)
     body = []
     if ys:
         body += _frame(chart, x_axis, y_axis)
-        body += _markers(chart, x_axis)
         body += _strips(chart, x_axis)
+        body += _markers(chart, x_axis)
         for line in sorted(chart.lines, key=lambda line: not line.faint):
             body += _line(chart, line, x_axis, y_axis)
         body += _legend(chart)

@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
     found = {
         "paceline": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a plain text: checkpoints admit nothing else
         "numpy": numpy.__version__,
         "pillow": PIL.__version__,
     }

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from ranks import run_ranks
+
+from paceline.comm.agreement import AgreedError, Agreement
+from paceline.comm.rendezvous import meet
+from paceline.core.errors import ConfigError, DataError
+from paceline.core.topology import Topology
+
+
+def _agreement(timeout_s: float = 20.0) -> tuple[Agreement, Topology]:
+    topology = Topology.from_env(os.environ)
+    return Agreement(meet(topology, 20.0), topology, timeout_s), topology
+
+
+def _settle_errors(rank: int) -> tuple[str, int]:
+    agreement, _ = _agreement()
+    agreement.settle("fine")
+    error = DataError("no images in x", "check x") if rank == 1 else None
+    with pytest.raises(AgreedError) as caught:
+        agreement.settle("data", error)
+    agreement.settle("after")  # nobody leaves before all have read
+    return str(caught.value), caught.value.exit_code
+
+
+def _settle_facts(rank: int) -> str:
+    agreement, _ = _agreement()
+    agreement.settle("same", facts={"seed": 1})
+    with pytest.raises(AgreedError) as caught:
+        agreement.settle("differ", facts={"seed": 1, "lr": 0.1 + rank})
+    agreement.settle("after")
+    return str(caught.value)
+
+
+def _absent(rank: int) -> str:
+    agreement, _ = _agreement(timeout_s=1.0)
+    if rank == 1:
+        agreement.settle("start")
+        return "left"
+    agreement.settle("start")
+    with pytest.raises(AgreedError) as caught:
+        agreement.settle("alone")
+    return str(caught.value)
+
+
+def _fault(rank: int) -> str:
+    agreement, _ = _agreement()
+    if rank == 1:
+        agreement.post_fault(ConfigError("optim.lr", 0, "too small"))
+        agreement.post_fault(DataError("a later one"))
+    found = agreement.read_fault(wait_s=10)
+    agreement.settle("after")
+    assert found is not None
+    return f"{found} ({found.exit_code})"
+
+
+def test_an_error_on_one_rank_is_raised_on_all_with_its_exit_code() -> None:
+    assert run_ranks(2, _settle_errors) == [("rank 1: no images in x; check x", 1)] * 2
+
+
+def test_different_facts_are_named_with_both_values() -> None:
+    texts = run_ranks(2, _settle_facts)
+    assert texts[0] == texts[1]
+    assert "ranks differ in lr: 0.1 on rank 0, 1.1 on rank 1" in texts[0]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    assert "rank 1 did not reach 'alone' within 1 s" in run_ranks(2, _absent)[0]
+
+
+def test_the_first_fault_stays_and_all_can_read_it() -> None:
+    assert run_ranks(2, _fault) == ["rank 1: optim.lr = 0: too small (2)"] * 2

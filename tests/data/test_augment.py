@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from paceline.data.augment import EvalTransform, TrainTransform, random_box
+from paceline.data.randomness import uniform
+from paceline.data.settings import DataSettings
+
+Make = Callable[..., DataSettings]
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+
+
+def rows(count: int, draws: int, seed: int = 0) -> list[list[float]]:
+    indices = np.arange(count)
+    return uniform(seed, np.zeros_like(indices), indices, draws).tolist()
+
+
+def photo(width: int, height: int, channels: int = 3) -> Image.Image:
+    """Smooth shapes with some texture, so that a shift by a pixel shows."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [np.sin(x / (3 + c)) * 60 + np.cos(y / (4 + c)) * 60 + 128 for c in range(channels)]
+    noise = np.random.default_rng(0).integers(-7, 7, (height, width, channels))
+    pixels = (np.stack(waves, -1) + noise).clip(0, 255).astype(np.uint8)
+    return Image.fromarray(pixels if channels == 3 else pixels[..., 0])
+
+
+def apply(transform: object, image: Image.Image, row: Sequence[float], size: int) -> np.ndarray:
+    channels = 1 if image.mode == "L" else 3
+    out = np.full((size, size, channels), 199, dtype=np.uint8)
+    transform(image, row, out)
+    return out
+
+
+# --- random resized crop -----------------------------------------------------------------------
+
+
+def reference_box(width: int, height: int, row: Sequence[float]) -> tuple[int, int, int, int]:
+    """The published algorithm on arrays: all ten tries at once, then the first that fits."""
+    tries = np.asarray(row[3:23]).reshape(10, 2)
+    area = float(width * height) * (SCALE[0] + (SCALE[1] - SCALE[0]) * tries[:, 0])
+    logs = np.log(RATIO)
+    aspect = np.exp(logs[0] + (logs[1] - logs[0]) * tries[:, 1])
+    w = np.rint(np.sqrt(area * aspect)).astype(int)
+    h = np.rint(np.sqrt(area / aspect)).astype(int)
+    fits = (w >= 1) & (h >= 1) & (w <= width) & (h <= height)
+    if fits.any():
+        first = int(np.argmax(fits))
+        w, h = int(w[first]), int(h[first])
+        top = math.floor(row[1] * (height - h + 1))
+        left = math.floor(row[2] * (width - w + 1))
+    else:
+        w, h = width, height
+        if width / height < RATIO[0]:
+            h = round(w / RATIO[0])
+        elif width / height > RATIO[1]:
+            w = round(h * RATIO[1])
+        top, left = (height - h) // 2, (width - w) // 2
+    return left, top, left + w, top + h
+
+
+@given(
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.lists(st.floats(0, 1, exclude_max=True), min_size=23, max_size=23),
+)
+def test_box_equals_the_reference(width: int, height: int, row: list[float]) -> None:
+    box = random_box(width, height, row, SCALE, RATIO)
+    assert box == reference_box(width, height, row)
+    left, top, right, bottom = box
+    assert 0 <= left < right <= width
+    assert 0 <= top < bottom <= height
+
+
+def test_boxes_are_spread_as_asked() -> None:
+    """Up to half of a square every try fits, so nothing is rejected and shares are even."""
+    boxes = np.array([random_box(400, 400, row, (0.1, 0.5), RATIO) for row in rows(4000, 23)])
+    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    share, ratio = w * h / 400**2, w / h
+    assert np.quantile(share, [0, 0.5, 1]) == pytest.approx([0.1, 0.3, 0.5], abs=0.012)
+    assert np.quantile(ratio, [0, 0.5, 1]) == pytest.approx([0.75, 1, 4 / 3], abs=0.02)
+    assert np.quantile(boxes[:, 0] / (400 - w), [0, 0.5, 1]) == pytest.approx([0, 0.5, 1], abs=0.03)
+    assert np.quantile(boxes[:, 1] / (400 - h), [0, 0.5, 1]) == pytest.approx([0, 0.5, 1], abs=0.03)
+    assert abs(np.corrcoef(boxes[:, 0], boxes[:, 1])[0, 1]) < 0.06
+
+
+def test_a_strip_falls_back_to_its_centre() -> None:
+    for row in rows(20, 23):
+        assert random_box(1000, 10, row, (0.9, 1.0), RATIO) == (493, 0, 506, 10)
+        assert random_box(10, 1000, row, (0.9, 1.0), RATIO) == (0, 493, 10, 506)
+
+
+def triangle_resize(pixels: np.ndarray, size: int, box: Sequence[float]) -> np.ndarray:
+    """Bilinear with anti-aliasing, straight from its definition: a triangle as wide as the scale."""
+
+    def weights(length: int, low: float, high: float) -> np.ndarray:
+        scale = (high - low) / size
+        centres = low + (np.arange(size) + 0.5) * scale
+        distance = abs(np.arange(length)[None] + 0.5 - centres[:, None]) / max(scale, 1.0)
+        kernel = np.maximum(0, 1 - distance)
+        return kernel / kernel.sum(1, keepdims=True)
+
+    height, width = pixels.shape[:2]
+    down, across = weights(height, box[1], box[3]), weights(width, box[0], box[2])
+    return np.einsum("ih,hwc,jw->ijc", down, pixels.astype(float), across)
+
+
+def test_random_resized_crop_equals_the_reference() -> None:
+    chosen = DataSettings(image_size=32, eval_resize=0, flip=True)
+    transform, image = TrainTransform(chosen), photo(90, 70)
+    flipped = 0
+    for row in rows(40, transform.draws):
+        want = triangle_resize(np.asarray(image), 32, reference_box(90, 70, row))
+        if row[0] < 0.5:
+            want = want[:, ::-1]
+            flipped += 1
+        got = apply(transform, image, row, 32).astype(float)
+        assert abs(got - want).max() <= 1.01
+    assert 10 < flipped < 30
+
+
+# --- padding and crop --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pad_crop_equals_the_reference(small_settings: Make, channels: int) -> None:
+    chosen = small_settings(augment="pad_crop", crop_padding=3, flip=True, channels=channels)
+    transform, image = TrainTransform(chosen), photo(8, 8, channels)
+    pixels = np.asarray(image).reshape(8, 8, channels)
+    padded = np.zeros((14, 14, channels), dtype=np.uint8)
+    padded[3:11, 3:11] = pixels
+    places = set()
+    for row in rows(400, transform.draws):
+        top, left = math.floor(row[1] * 7), math.floor(row[2] * 7)
+        want = padded[top : top + 8, left : left + 8]
+        want = want[:, ::-1] if row[0] < 0.5 else want
+        np.testing.assert_array_equal(apply(transform, image, row, 8), want)
+        places.add((top, left, row[0] < 0.5))
+    assert len(places) > 90  # of 98
+
+
+def test_no_padding_is_no_change(small_settings: Make) -> None:
+    transform = TrainTransform(small_settings(augment="pad_crop", crop_padding=0))
+    image = photo(8, 8, 1)
+    for row in rows(10, transform.draws):
+        np.testing.assert_array_equal(apply(transform, image, row, 8)[..., 0], np.asarray(image))
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_none_only_flips(small_settings: Make, flip: bool) -> None:
+    transform, image = TrainTransform(small_settings(flip=flip)), photo(8, 8, 1)
+    pixels, flips = np.asarray(image), 0
+    for row in rows(40, transform.draws):
+        got = apply(transform, image, row, 8)[..., 0]
+        if not np.array_equal(got, pixels):
+            np.testing.assert_array_equal(got, pixels[:, ::-1])
+            flips += 1
+    assert flips == 0 if not flip else 10 < flips < 30
+
+
+@pytest.mark.parametrize("augment", ["none", "pad_crop"])
+def test_other_sizes_are_brought_to_size(small_settings: Make, augment: str) -> None:
+    transform = TrainTransform(small_settings(augment=augment, crop_padding=0))
+    image = photo(16, 16, 1)
+    got = apply(transform, image, rows(1, transform.draws)[0], 8)[..., 0]
+    want = np.asarray(image.resize((8, 8), Image.Resampling.BILINEAR))
+    np.testing.assert_array_equal(got, want)
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+@given(st.integers(20, 150), st.integers(20, 150), st.integers(24, 48))
+@settings(max_examples=60)
+def test_evaluation_equals_scaling_all_then_cutting(width: int, height: int, short: int) -> None:
+    transform = EvalTransform(DataSettings(image_size=24, eval_resize=short))
+    image = photo(width, height)
+    shorter = min(width, height)
+    scaled = image.resize(
+        (int(short * width / shorter), int(short * height / shorter)), Image.Resampling.BILINEAR
+    )
+    left, top = round((scaled.width - 24) / 2.0), round((scaled.height - 24) / 2.0)
+    want = np.asarray(scaled.crop((left, top, left + 24, top + 24))).astype(int)
+    assert abs(apply(transform, image, (), 24) - want).max() <= 1
+
+
+def test_an_image_of_the_right_size_is_left_alone(small_settings: Make) -> None:
+    image = photo(8, 8, 1)
+    got = apply(EvalTransform(small_settings()), image, (), 8)
+    np.testing.assert_array_equal(got[..., 0], np.asarray(image))
+
+
+def test_an_extreme_strip_stays_cheap() -> None:
+    """Scaled whole, its long side would have 25 million pixels a row of 256."""
+    image = Image.new("RGB", (1, 100_000), (9, 8, 7))
+    got = apply(EvalTransform(DataSettings(image_size=224)), image, (), 224)
+    assert (got == [9, 8, 7]).all()
+
+
+@pytest.mark.parametrize("name", ["nearest", "bilinear", "bicubic", "lanczos"])
+def test_interpolation_is_the_one_asked_for(name: str) -> None:
+    chosen = DataSettings(image_size=16, eval_resize=0, interpolation=name)
+    image = photo(40, 40)
+    want = image.resize((16, 16), Image.Resampling[name.upper()])
+    np.testing.assert_array_equal(apply(EvalTransform(chosen), image, (), 16), np.asarray(want))

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.errors import DataError
+from paceline.data.batch import Batch
+from paceline.data.batch_plan import BatchPlan
+from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.order import SampleOrder
+from paceline.data.settings import DataSettings
+from paceline.data.source import open_source
+
+Make = Callable[..., DataSettings]
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
+
+
+def train_batches(
+    source: Any,
+    plan: BatchPlan,
+    chosen: DataSettings,
+    rank: int = 0,
+    first_step: int = 0,
+    seed: int = 4,
+) -> list[Batch]:
+    with TrainLoader(source, plan, chosen, seed=seed, rank=rank, first_step=first_step) as loader:
+        return list(loader)
+
+
+def assert_equal(got: list[Batch], want: list[Batch]) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.labels, b.labels)
+
+
+@pytest.fixture
+def augmented(small_settings: Make) -> Make:
+    def make(**changes: object) -> DataSettings:
+        return small_settings(augment="pad_crop", flip=True, **changes)
+
+    return make
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_do_not_depend_on_the_threads(
+    memory_source: Any, augmented: Make, workers: int
+) -> None:
+    source = memory_source(50, corrupt={7})
+    plan = BatchPlan(samples=50, epochs=3, global_batch=40, micro_batch=20, world_size=1)
+    want = train_batches(source, plan, augmented(workers=0))
+    got = train_batches(memory_source(50, corrupt={7}), plan, augmented(workers=workers))
+    assert_equal(got, want)
+    assert [b.corrupt for b in got] == [b.corrupt for b in want]
+    assert sum(len(b.corrupt) for b in got) == 1
+
+
+def test_every_step_can_be_resumed(memory_source: Any, augmented: Make) -> None:
+    plan = BatchPlan(samples=23, epochs=2, global_batch=8, micro_batch=4, world_size=1)
+    chosen = augmented(workers=1)
+    source = memory_source(23, corrupt={3})
+    whole = train_batches(source, plan, chosen)
+    for step in range(plan.total_steps + 1):
+        rest = sum(len(plan.micro_batches(s, 0)) for s in range(step, plan.total_steps))
+        got = train_batches(memory_source(23, corrupt={3}), plan, chosen, first_step=step)
+        assert_equal(got, whole[len(whole) - rest :])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_ranks_share_out_what_one_would_take(
+    memory_source: Any, augmented: Make, ranks: int
+) -> None:
+    source, chosen = memory_source(31), augmented()
+    alone = train_batches(source, BatchPlan(31, 2, 12, 2, 1), chosen)
+    plan = BatchPlan(31, 2, 12, 2, ranks)
+    shares = [iter(train_batches(source, plan, chosen, rank)) for rank in range(ranks)]
+    merged = []
+    for step in range(plan.total_steps):
+        pieces = sum(len(plan.micro_batches(step, rank)) for rank in range(ranks))
+        merged += [next(shares[j % ranks]) for j in range(pieces)]
+    assert_equal(merged, alone)
+    assert all(next(share, None) is None for share in shares)
+
+
+def test_a_batch_larger_than_the_data(memory_source: Any, small_settings: Make) -> None:
+    plan = BatchPlan(samples=5, epochs=4, global_batch=16, micro_batch=16, world_size=1)
+    first, last = train_batches(memory_source(5), plan, small_settings(workers=1))
+    stream = SampleOrder(5, seed=4).at(0, 20)[1].tolist()
+    assert first.labels.tolist() == stream[:16]
+    assert last.labels.tolist() == stream[16:]
+    assert last.images[:, 0, 0, 0].tolist() == stream[16:]
+
+
+def test_a_rank_without_samples_in_the_last_step(memory_source: Any, small_settings: Make) -> None:
+    plan = BatchPlan(samples=9, epochs=1, global_batch=8, micro_batch=4, world_size=2)
+    sizes = [
+        [len(b) for b in train_batches(memory_source(9), plan, small_settings(), rank)]
+        for rank in range(2)
+    ]
+    assert sizes == [[4, 1], [4]]
+
+
+def test_augmentation_changes_with_the_epoch_and_the_seed(
+    memory_source: Any, augmented: Make
+) -> None:
+    source = memory_source(40)
+    plan = BatchPlan(samples=40, epochs=2, global_batch=40, micro_batch=40, world_size=1)
+    first, second = train_batches(source, plan, augmented())
+    other, _ = train_batches(source, plan, augmented(), seed=5)
+    by_label = [dict(zip(b.labels.tolist(), b.images, strict=True)) for b in (first, second, other)]
+    for changed in by_label[1:]:
+        assert sum(torch.equal(by_label[0][i], changed[i]) for i in range(1, 40)) < 10
+
+
+def test_corrupt_samples_are_listed_once(memory_source: Any, small_settings: Make) -> None:
+    source = memory_source(30, corrupt={4, 11})
+    plan = BatchPlan(samples=30, epochs=3, global_batch=10, micro_batch=10, world_size=1)
+    chosen = small_settings(workers=2, max_corrupt_share=0.1)
+    with TrainLoader(source, plan, chosen, seed=0, rank=0) as loader:
+        batches = list(loader)
+        listed = [sample for batch in batches for sample in batch.corrupt]
+        assert loader.corrupt == tuple(listed)
+    assert sorted(sample.name for sample in listed) == ["memory:11", "memory:4"]
+    assert all(sample.reason for sample in listed)
+    seen = torch.cat([batch.labels for batch in batches])
+    assert len(seen) == 90
+    assert not {4, 11} & set(seen.tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_corrupt_samples_stop_the_run(
+    memory_source: Any, small_settings: Make, workers: int
+) -> None:
+    source = memory_source(100, corrupt={10, 40, 70})
+    plan = BatchPlan(samples=100, epochs=1, global_batch=10, micro_batch=10, world_size=1)
+    chosen = small_settings(workers=workers, max_corrupt_share=0.02)
+    stream = SampleOrder(100, seed=4).at(0, 100)[1].tolist()
+    third = sorted(stream.index(i) for i in source.corrupt)[2] // 10
+    with TrainLoader(source, plan, chosen, seed=4, rank=0) as loader:
+        assert [len(next(loader)) for _ in range(third)] == [10] * third
+        with pytest.raises(DataError, match=r"3 corrupt of 100 samples \(allowed: 2\)"):
+            next(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_corrupt_ends(memory_source: Any, small_settings: Make, workers: int) -> None:
+    source = memory_source(20, corrupt=set(range(20)))
+    plan = BatchPlan(samples=20, epochs=1, global_batch=4, micro_batch=4, world_size=1)
+    chosen = small_settings(workers=workers, max_corrupt_share=0.9)
+    with pytest.raises(DataError, match="corrupt of 20 samples"):
+        train_batches(source, plan, chosen)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_vanishes_stops_the_run(
+    tmp_path: Path, write_tar: Any, samples: Any, small_settings: Make, workers: int
+) -> None:
+    shard = write_tar(tmp_path / "train-0.tar", samples(20))
+    source = open_source(small_settings(dir=str(tmp_path)), "train")
+    shard.unlink()
+    plan = BatchPlan(samples=20, epochs=1, global_batch=4, micro_batch=4, world_size=1)
+    with pytest.raises(DataError, match=r"train-0\.tar: cannot be read"):
+        train_batches(source, plan, small_settings(workers=workers))
+
+
+def test_closing_in_the_middle(memory_source: Any, small_settings: Make) -> None:
+    source = memory_source(200)
+    plan = BatchPlan(samples=200, epochs=50, global_batch=20, micro_batch=20, world_size=1)
+    loader = TrainLoader(source, plan, small_settings(workers=2), seed=0, rank=0)
+    next(loader)
+    source.gate = threading.Event()
+    threading.Timer(0.05, source.gate.set).start()
+    begun = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begun < 5
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+    loader.close()
+
+
+def test_an_error_of_the_consumer_closes(memory_source: Any, small_settings: Make) -> None:
+    plan = BatchPlan(samples=20, epochs=9, global_batch=4, micro_batch=4, world_size=1)
+    loader = TrainLoader(memory_source(20), plan, small_settings(workers=2), seed=0, rank=0)
+
+    def consume() -> None:
+        with loader:
+            raise KeyError(len(next(loader)))
+
+    with pytest.raises(KeyError):
+        consume()
+
+
+def test_a_plan_for_other_data(memory_source: Any, small_settings: Make) -> None:
+    plan = BatchPlan(samples=20, epochs=1, global_batch=4, micro_batch=4, world_size=1)
+    with pytest.raises(ValueError, match="a plan for 20 samples, a source of 19"):
+        TrainLoader(memory_source(19), plan, small_settings(), seed=0, rank=0)
+
+
+def test_synthetic_pixels_pass_through(small_settings: Make) -> None:
+    chosen = small_settings(source="synthetic", synthetic_samples=12, synthetic_classes=3)
+    source = open_source(chosen, "train")
+    (batch,) = train_batches(source, BatchPlan(12, 1, 12, 12, 1), chosen)
+    stream = SampleOrder(12, seed=4).at(0, 12)[1].tolist()
+    for i, index in enumerate(stream):
+        assert torch.equal(batch.images[i], torch.from_numpy(source.read(index)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tiny_imagenet(tiny_imagenet: Path, workers: int) -> None:
+    chosen = DataSettings(dir=str(tiny_imagenet), image_size=48, eval_resize=56, workers=workers)
+    source = open_source(chosen, "val")
+    plan = BatchPlan(len(source), 1, 250, 125, 1)
+    with TrainLoader(source, plan, chosen, seed=1, rank=0) as loader:
+        batch = next(loader)
+    assert batch.images.shape == (125, 48, 48, 3)
+    assert batch.images.float().std() > 40
+    with EvalLoader(source, chosen, rank=1, world_size=2, batch_size=200) as loader:
+        batches = list(loader)
+    assert [len(b) for b in batches] == [200, 200, 200, 25]
+    assert torch.cat([b.labels for b in batches]).tolist() == source.labels[1::2].tolist()
+    source.close()
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_every_sample_is_evaluated_once(
+    memory_source: Any, small_settings: Make, workers: int, ranks: int
+) -> None:
+    source, seen = memory_source(33), []
+    for rank in range(ranks):
+        chosen = small_settings(workers=workers)
+        with EvalLoader(source, chosen, rank=rank, world_size=ranks, batch_size=4) as loader:
+            labels = [label for batch in loader for label in batch.labels.tolist()]
+        assert labels == list(range(rank, 33, ranks))
+        assert len(labels) == len(loader)
+        seen += labels
+    assert sorted(seen) == list(range(33))
+
+
+def test_evaluation_does_not_flip_or_crop(memory_source: Any, augmented: Make) -> None:
+    with EvalLoader(memory_source(9), augmented(), rank=0, world_size=1, batch_size=9) as loader:
+        (batch,) = loader
+    assert (batch.images == torch.arange(9).view(9, 1, 1, 1)).all()
+
+
+def test_passes_are_equal_and_corrupt_samples_listed_once(
+    memory_source: Any, small_settings: Make
+) -> None:
+    source = memory_source(40, corrupt={5, 6, 7, 38, 39})
+    chosen = small_settings(workers=2, max_corrupt_share=0.2)
+    with EvalLoader(source, chosen, rank=0, world_size=1, batch_size=2) as loader:
+        first, second = list(loader), list(loader)
+        assert [s.index for s in loader.corrupt] == [5, 6, 7, 38, 39]
+    assert_equal(second, first)
+    # The batch of 6 and 7 is empty: what it would have told comes with the next one.
+    assert [(b.labels.tolist(), [s.index for s in b.corrupt]) for b in first if b.corrupt] == [
+        ([4], [5]),
+        ([8, 9], [6, 7]),
+    ]
+    assert all(not b.corrupt for b in second)
+    assert sum(map(len, first)) == 35
+
+
+def test_too_many_corrupt_samples_stop_the_evaluation(
+    memory_source: Any, small_settings: Make
+) -> None:
+    source = memory_source(40, corrupt=set(range(10)))
+    chosen = small_settings(workers=1, max_corrupt_share=0.1)
+    with (
+        EvalLoader(source, chosen, rank=0, world_size=1, batch_size=8) as loader,
+        pytest.raises(DataError, match=r"8 corrupt of 40 samples \(allowed: 4\)"),
+    ):
+        list(loader)
+
+
+def test_a_pass_left_in_the_middle(memory_source: Any, small_settings: Make) -> None:
+    chosen = small_settings(workers=2)
+    loader = EvalLoader(memory_source(100), chosen, rank=0, world_size=1, batch_size=4)
+    for _ in loader:
+        break
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(batches)
+    assert len(list(loader)) == 25
+
+
+def test_more_ranks_than_samples(memory_source: Any, small_settings: Make) -> None:
+    chosen = small_settings(workers=1)
+    with EvalLoader(memory_source(2), chosen, rank=3, world_size=4, batch_size=8) as loader:
+        assert list(loader) == []
+
+
+def test_ranks_that_do_not_exist(memory_source: Any, small_settings: Make) -> None:
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        EvalLoader(memory_source(2), small_settings(), rank=2, world_size=2, batch_size=8)

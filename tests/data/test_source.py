@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import DataError
+from paceline.data.image_folder import ImageFolder
+from paceline.data.settings import DataSettings
+from paceline.data.source import open_source
+from paceline.data.synthetic import SyntheticImages
+from paceline.data.tar_shards import TarShards
+
+Write = Callable[[Path, list[tuple[str, bytes]]], Path]
+Samples = Callable[..., list[tuple[str, bytes]]]
+
+
+def settings(directory: Path, source: str = "auto") -> DataSettings:
+    return DataSettings(dir=str(directory), source=source)
+
+
+def test_without_a_directory_the_embedded_set() -> None:
+    for chosen in (DataSettings(), DataSettings(source="embedded")):
+        source = open_source(chosen, "val")
+        assert isinstance(source, TarShards)
+        assert len(source) == 2000
+
+
+def test_shards_are_found(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
+    write_tar(tmp_path / "train-0.tar", samples(6))
+    write_tar(tmp_path / "train-1.tar.gz", samples(3, first=6))
+    write_tar(tmp_path / "val-0.tgz", samples(2))
+    (tmp_path / "train-2.tar.part").write_bytes(b"half a download")
+    (tmp_path / "classes.json").write_text(json.dumps(["a", "b", "c", "d"]))
+    train, val = (open_source(settings(tmp_path), split) for split in ("train", "val"))
+    assert isinstance(train, TarShards)
+    assert (len(train), len(val)) == (9, 2)
+    assert train.classes == val.classes == ["a", "b", "c", "d"]
+    assert len(open_source(settings(tmp_path, "shards"), "train")) == 9
+
+
+def test_training_classes_hold_for_validation(
+    tmp_path: Path, write_tar: Write, samples: Samples
+) -> None:
+    write_tar(tmp_path / "train-0.tar", samples(6, classes=3))
+    write_tar(tmp_path / "val-0.tar", samples(4, classes=2))
+    train = open_source(settings(tmp_path), "train")
+    assert open_source(settings(tmp_path), "val", train.classes).classes == ["0", "1", "2"]
+    write_tar(tmp_path / "val-0.tar", samples(8, classes=5))
+    with pytest.raises(DataError, match="label 3 is outside the 3 classes"):
+        open_source(settings(tmp_path), "val", train.classes)
+
+
+def test_label_outside_the_declared_classes(
+    tmp_path: Path, write_tar: Write, samples: Samples
+) -> None:
+    write_tar(tmp_path / "train-0.tar", samples(6, classes=3))
+    (tmp_path / "classes.json").write_text(json.dumps(["a", "b"]))
+    with pytest.raises(DataError, match=r"train-0\.tar:000002\.png: label 2 is outside the 2"):
+        open_source(settings(tmp_path), "train")
+
+
+def make_folder(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "1.jpg").write_bytes(b"")
+
+
+def test_folders_are_found_and_validation_counts_as_training_does(tmp_path: Path) -> None:
+    make_folder(tmp_path, "train/a", "train/b", "train/c", "val/c")
+    train, val = (open_source(settings(tmp_path), split) for split in ("train", "val"))
+    assert isinstance(train, ImageFolder)
+    assert val.classes == ["a", "b", "c"]
+    assert val.labels.tolist() == [2]
+
+
+def test_validation_alone(tmp_path: Path) -> None:
+    make_folder(tmp_path, "val/x", "val/y")
+    assert open_source(settings(tmp_path), "val").labels.tolist() == [0, 1]
+    assert open_source(settings(tmp_path), "val", ["w", "x", "y"]).labels.tolist() == [1, 2]
+
+
+def test_a_validation_class_without_training(tmp_path: Path) -> None:
+    make_folder(tmp_path, "train/a", "val/b")
+    with pytest.raises(DataError, match=r"val/b: not a class of the training data"):
+        open_source(settings(tmp_path), "val")
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent: no such directory; --data-dir takes"):
+        open_source(settings(tmp_path / "absent"), "train")
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is empty; --data-dir takes"):
+        open_source(settings(tmp_path), "train")
+
+
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    with pytest.raises(DataError, match="is a file, not a directory"):
+        open_source(settings(tmp_path / "data"), "train")
+
+
+@pytest.mark.parametrize(
+    ("source", "looked_for"),
+    [
+        ("auto", r"neither val-\*.tar\[.gz\] nor val/<class>/"),
+        ("shards", r"no val-\*.tar"),
+        ("folder", r"no val/<class>/"),
+    ],
+)
+def test_missing_split(
+    tmp_path: Path, write_tar: Write, samples: Samples, source: str, looked_for: str
+) -> None:
+    write_tar(tmp_path / "train-0.tar", samples(6))
+    with pytest.raises(DataError, match=looked_for):
+        open_source(settings(tmp_path, source), "val")
+
+
+def test_both_layouts_at_once(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
+    write_tar(tmp_path / "train-0.tar", samples(6))
+    make_folder(tmp_path, "train/a")
+    with pytest.raises(DataError, match=r"holds both train-\*.tar and train/; set data.source"):
+        open_source(settings(tmp_path), "train")
+    assert len(open_source(settings(tmp_path, "folder"), "train")) == 1
+    assert len(open_source(settings(tmp_path, "shards"), "train")) == 6
+
+
+def test_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_folder(tmp_path, "pictures/train/a")
+    assert len(open_source(DataSettings(dir="~/pictures"), "train")) == 1
+
+
+def test_synthetic() -> None:
+    chosen = DataSettings(
+        source="synthetic", synthetic_samples=50, synthetic_classes=7, image_size=8, eval_resize=0
+    )
+    train, val = (open_source(chosen, split) for split in ("train", "val"))
+    assert isinstance(train, SyntheticImages)
+    assert (len(train), len(val), len(train.classes)) == (50, 5, 7)
+    assert np.shape(train.read(0)) == (8, 8, 3)
+    assert not np.array_equal(train.read(0), val.read(0))

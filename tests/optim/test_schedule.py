@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.optim.schedule import LrSchedule
+from paceline.optim.settings import SCHEDULES, OptimSettings
+
+
+def schedule(kind: str, total: int = 100, per_epoch: float = 10.0, **extra: float) -> LrSchedule:
+    return LrSchedule(OptimSettings(schedule=kind, **extra), 1.0, total, per_epoch)  # type: ignore[arg-type]
+
+
+def test_linear_scaling_follows_the_batch_unless_the_rate_is_given() -> None:
+    assert OptimSettings(lr_base=0.1).peak_lr(8192) == pytest.approx(3.2)
+    assert OptimSettings(lr_base=0.1, lr=0.7).peak_lr(8192) == 0.7
+
+
+def test_warmup_rises_in_equal_steps_and_wastes_no_step() -> None:
+    rates = [schedule("constant", warmup_epochs=1).rate(step) for step in range(12)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10:] == [1.0, 1.0]
+
+
+def test_warmup_can_start_above_zero() -> None:
+    gradual = schedule("constant", warmup_epochs=1, warmup_start=0.5)
+    assert gradual.rate(0) == pytest.approx(0.55)
+    assert gradual.rate(9) == 1.0
+
+
+def test_goyal_steps_decay_at_their_epochs() -> None:
+    settings = OptimSettings(schedule="step", warmup_epochs=5)
+    goyal = LrSchedule(settings, 3.2, 90 * 156, 156.0)
+    assert goyal.rate(30 * 156 - 1) == pytest.approx(3.2)
+    assert goyal.rate(30 * 156) == pytest.approx(0.32)
+    assert goyal.rate(60 * 156) == pytest.approx(0.032)
+    assert goyal.rate(80 * 156) == pytest.approx(0.0032)
+
+
+def test_polynomial_of_power_two() -> None:
+    poly = schedule("poly", warmup_epochs=0, poly_power=2)
+    assert poly.rate(0) == 1.0
+    assert poly.rate(50) == pytest.approx(0.25)
+    assert poly.rate(90) == pytest.approx(0.01)
+
+
+def test_cosine_halves_in_the_middle() -> None:
+    cosine = schedule("cosine", warmup_epochs=0, lr_end=0.2)
+    assert cosine.rate(50) == pytest.approx(0.6)
+    assert cosine.rate(100) == pytest.approx(0.2)
+
+
+@given(
+    kind=st.sampled_from(SCHEDULES),
+    total=st.integers(1, 500),
+    per_epoch=st.floats(0.01, 50),
+    warmup=st.floats(0, 20),
+)
+def test_every_rate_is_finite_and_never_above_the_peak(
+    kind: str, total: int, per_epoch: float, warmup: float
+) -> None:
+    rates = [
+        schedule(kind, total, per_epoch, warmup_epochs=warmup).rate(step) for step in range(total)
+    ]
+    assert all(math.isfinite(rate) and 0 <= rate <= 1.0 + 1e-12 for rate in rates)
+    assert max(rates) > 0

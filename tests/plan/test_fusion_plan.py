@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.plan import FusionBuffer, FusionPlan
+
+PLAN = FusionPlan(
+    (FusionBuffer(("fc.weight", "fc.bias"), "ring", "float16"), FusionBuffer(("conv.weight",)))
+)
+
+
+def test_a_plan_survives_its_table() -> None:
+    again = FusionPlan.from_table(json.loads(json.dumps(PLAN.to_table())))
+    assert again == PLAN
+    assert again.fingerprint == PLAN.fingerprint
+
+
+def test_the_fingerprint_sees_order_algorithm_and_format() -> None:
+    others = [
+        FusionPlan(PLAN.buffers[::-1]),
+        FusionPlan((FusionBuffer(("fc.weight", "fc.bias"), "ring"), PLAN.buffers[1])),
+        FusionPlan((FusionBuffer(("fc.bias", "fc.weight"), "ring", "float16"), PLAN.buffers[1])),
+    ]
+    assert len({plan.fingerprint for plan in [PLAN, *others]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "word"),
+    [
+        (("fc.weight", "fc.bias"), "names unknown conv.weight"),
+        (("fc.weight", "fc.bias", "conv.weight", "bn.weight"), "lacks bn.weight"),
+    ],
+)
+def test_a_plan_of_another_model_is_refused(names: tuple[str, ...], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        PLAN.check(names)
+
+
+def test_a_tensor_planned_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="repeats a"):
+        FusionPlan.single(("a", "a")).check(("a",))
+
+
+def test_a_table_of_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a fusion plan"):
+        FusionPlan.from_table({"buffer": [{"tensors": ["a"]}]})

@@ -1,0 +1,23 @@
+"""The style sheet loads nothing, knows light and dark, and defines each colour it uses."""
+
+import re
+
+from paceline.report.page_style import STYLE
+
+
+def test_nothing_is_loaded() -> None:
+    for reference in ("url(", "@import", "http", "</"):
+        assert reference not in STYLE
+
+
+def test_every_colour_is_defined_for_light_and_dark() -> None:
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
+    dark = dark[: dark.index("* {")]
+    used = set(re.findall(r"var\((--[\w-]+)\)", STYLE))
+    assert used
+    for part in (light, dark):
+        assert used <= set(re.findall(r"(--[\w-]+):", part))
+
+
+def test_brackets_match() -> None:
+    assert STYLE.count("{") == STYLE.count("}")

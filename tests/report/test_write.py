@@ -1,0 +1,70 @@
+"""The report is written whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import DataError
+from paceline.report import write
+from paceline.report.html_page import render
+from paceline.report.run_files import RunFiles
+from paceline.report.write import write_report
+
+
+def fails(run_dir: Path, out: Path | None = None) -> str:
+    with pytest.raises(DataError) as info:
+        write_report(run_dir, out)
+    assert len(str(info.value).splitlines()) == 1
+    return str(info.value)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_beside_the_records(finished_run: Path) -> None:
+    path = write_report(finished_run)
+    assert path == finished_run / "report.html"
+    assert path.read_text("utf-8") == render(RunFiles.read(finished_run))
+    assert names(finished_run) == ["config.toml", "metrics.jsonl", "report.html", "summary.json"]
+
+
+def test_written_anew(finished_run: Path) -> None:
+    (finished_run / "report.html").write_text("old", "utf-8")
+    assert write_report(finished_run).read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_to_another_place(finished_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder" / "page.html"
+    assert write_report(finished_run, out) == out
+    assert out.is_file()
+    assert write_report(finished_run, tmp_path) == tmp_path / "report.html"
+
+
+def test_others_may_read_it(finished_run: Path) -> None:
+    (finished_run / "plain").touch()
+    mode = write_report(finished_run).stat().st_mode
+    assert mode == (finished_run / "plain").stat().st_mode
+
+
+def test_a_full_disk_leaves_the_old_report(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (finished_run / "report.html").write_text("old", "utf-8")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write.os, "fsync", full)
+    assert "report.html cannot be written: No space left on device" in fails(finished_run)
+    assert (finished_run / "report.html").read_text("utf-8") == "old"
+    assert names(finished_run) == ["config.toml", "metrics.jsonl", "report.html", "summary.json"]
+
+
+def test_a_place_that_cannot_be(finished_run: Path) -> None:
+    assert "cannot be written" in fails(finished_run, finished_run / "config.toml" / "page.html")
+
+
+def test_no_run_no_report(tmp_path: Path) -> None:
+    assert "is not a run folder" in fails(tmp_path)
+    assert names(tmp_path) == []

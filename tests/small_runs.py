@@ -1,0 +1,56 @@
+"""Small runs for tests: a configuration that trains in a second, and a way to run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.core.events import Event
+from paceline.train.run import RunOutcome, run_training
+
+SMALL: dict[str, Any] = {
+    "run.name": "small",
+    "run.epochs": 2,
+    "run.global_batch_size": 16,
+    "run.threads": 1,
+    "data.source": "synthetic",
+    "data.synthetic_samples": 56,
+    "data.synthetic_classes": 4,
+    "data.image_size": 28,
+    "data.channels": 1,
+    "data.mean": [0.5],
+    "data.std": [0.25],
+    "data.eval_resize": 0,
+    "data.augment": "pad_crop",
+    "data.crop_padding": 2,
+    "data.workers": 1,
+    "model.name": "resnet_tiny",
+    "optim.lr": 0.05,
+    "optim.warmup_epochs": 0.5,
+    "comm.timeout_s": 30.0,
+    "comm.rendezvous_timeout_s": 30.0,
+}
+
+
+class Silent:
+    """An observer that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def small_config(output: Path | str, **values: Any) -> RunConfig:
+    """SMALL with `section__key=value` laid over it."""
+    named = {name.replace("__", "."): value for name, value in values.items()}
+    return RunConfig().with_values(SMALL | {"run.output": str(output)} | named)
+
+
+def run_small(output: Path | str, **values: Any) -> RunOutcome:
+    return run_training(small_config(output, **values), Silent)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from paceline.config import RunConfig, load_config, parse_assignment, read_recipe, recipe_names
+from paceline.core.errors import ConfigError
+
+
+def test_the_promised_recipes_are_shipped_and_valid() -> None:
+    promised = {"quickstart", "cifar10-resnet18", "imagenet-resnet50", "imagenet-alexnet"}
+    assert promised <= set(recipe_names())
+    for name in recipe_names():
+        config = load_config(name, {})
+        assert config.run.name == name
+        assert config.run.global_batch_size is not None
+
+
+def test_defaults_below_recipe_below_flags(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[optim]\nmomentum = 0.8\nweight_decay = 1e-3\n")
+    config = load_config(str(recipe), {"optim.momentum": 0.7})
+    assert config.optim.momentum == 0.7
+    assert config.optim.weight_decay == 1e-3
+    assert config.optim.warmup_epochs == RunConfig().optim.warmup_epochs
+    assert config.run.name == "mine"
+
+
+def test_the_written_toml_reproduces_the_configuration() -> None:
+    config = load_config("quickstart", {"run.target_top1": 80.0, "data.mean": [0.25]})
+    assert RunConfig.from_tables(tomllib.loads(config.to_toml())) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[optim]\nmomentun = 1\n", "optim.momentun: unknown setting; did you mean 'momentum'?"),
+        ("[optm]\nlr = 1.0\n", "optm: unknown section; did you mean 'optim'?"),
+        ("epochs = 3\n", "epochs = 3: stands outside a section; did you mean 'run.epochs'?"),
+        ("[run]\nepochs = 'ten'\n", "run.epochs = 'ten': is a str; give a whole number"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_named(tmp_path: Path, text: str, line: str) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(recipe), {})
+    assert str(caught.value) == line
+
+
+def test_broken_toml_names_the_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
+        load_config(str(recipe), {})
+
+
+def test_an_unknown_recipe_gets_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        read_recipe("quikstart")
+    with pytest.raises(ConfigError, match="no such file"):
+        read_recipe("nowhere/mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("run.seed=3", ("run.seed", 3)),
+        ("optim.lr = 1e-2", ("optim.lr", 0.01)),
+        ("data.mean=[0.5, 0.5]", ("data.mean", [0.5, 0.5])),
+        ("data.flip=false", ("data.flip", False)),
+        ("model.name=resnet18", ("model.name", "resnet18")),
+        ("data.dir=/a=b", ("data.dir", "/a=b")),
+    ],
+)
+def test_assignments_are_toml_or_bare_words(text: str, parsed: tuple[str, object]) -> None:
+    assert parse_assignment(text) == parsed
+
+
+@pytest.mark.parametrize("text", ["run.seed", "=3", "seed"])
+def test_an_assignment_without_a_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="section.key=value"):
+        parse_assignment(text)
+
+
+def test_a_key_without_a_section_suggests_one() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'run.seed'"):
+        load_config("quickstart", {"seed": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run.epochs", 0),
+        ("run.global_batch_size", 0),
+        ("run.smoothing", 1.0),
+        ("run.seed", -1),
+        ("run.target_top1", 101.0),
+        ("run.device", "gpu"),
+        ("checkpoint.keep", 0),
+        ("comm.timeout_s", 0.0),
+        ("comm.backend", "mpi"),
+    ],
+)
+def test_values_out_of_range_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        load_config("quickstart", {name: value})
