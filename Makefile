@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit test-slow data clean
+.PHONY: help train test lint types contracts unit test-slow data docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -25,6 +25,11 @@ $(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) -e '.[test]'
 	touch $(VENV)/.installed $@
 
+# A real mpirun for the launcher tests, where this user may install one; its test is skipped elsewhere.
+$(VENV)/.system: $(VENV)/.made tools/install_system_packages.sh
+	sh tools/install_system_packages.sh
+	touch $@
+
 train: $(VENV)/.installed
 	$(BIN)/paceline train $(ARGS)
 
@@ -40,7 +45,7 @@ types: $(VENV)/.installed-test
 contracts: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
-unit: $(VENV)/.installed-test
+unit: $(VENV)/.installed-test $(VENV)/.system
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 # Whole trainings and other checks that take minutes.
@@ -50,6 +55,10 @@ test-slow: $(VENV)/.installed-test
 # Rebuilds the embedded images from Debian's package dataset-fashion-mnist.
 data: $(VENV)/.installed
 	$(BIN)/python tools/make_embedded_data.py /usr/share/datasets/fashion-mnist
+
+# Rewrites docs/settings.md from the code.
+docs: $(VENV)/.installed
+	$(BIN)/python tools/write_settings_reference.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

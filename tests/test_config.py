@@ -73,6 +73,9 @@ def test_an_unknown_recipe_gets_the_nearest_name() -> None:
         ("data.flip=false", ("data.flip", False)),
         ("model.name=resnet18", ("model.name", "resnet18")),
         ("data.dir=/a=b", ("data.dir", "/a=b")),
+        ("data.dir=7", ("data.dir", "7")),
+        ("optim.lr=.1", ("optim.lr", 0.1)),
+        ("run.epochs=ten", ("run.epochs", "ten")),
     ],
 )
 def test_assignments_are_toml_or_bare_words(text: str, parsed: tuple[str, object]) -> None:

@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from ranks import RankFailed, run_ranks
 
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.core.topology import Topology
+from ranks import RankFailed, run_ranks
 
 
 def _sum_of_ranks(rank: int, extra: int) -> tuple[int, int]:

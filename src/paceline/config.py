@@ -6,11 +6,12 @@ flags. Out: one frozen object, and the TOML that reproduces it. Unknown keys fai
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tomli_w
 
@@ -28,7 +29,14 @@ Tables = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The section `[run]`: how long, how large, on what, and what to write."""
+    """How long, how large, on what, and what to write.
+
+    `global_batch_size` is that of all ranks together, `batch_size` the micro-batch of one process;
+    unset, the first is 256 and the second the largest share of at most 256. `threads` = 0 shares the
+    node's cores out among its ranks. `resume` is `auto`, a run folder or a checkpoint. `target_top1`
+    (percent) ends the run once it is reached. `max_skipped_steps` non-finite gradients in a row end it
+    as diverged. `channels_last` keeps weights and activations in NHWC.
+    """
 
     name: str = "run"
     epochs: int = 90
@@ -72,7 +80,11 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The section `[checkpoint]`: 0 switches an interval off; the end of a run is always saved."""
+    """When to save and what to keep.
+
+    0 switches an interval off; a signal and the end of a run always save. The last `keep` stay, and,
+    with `keep_best`, the one of the best top-1 as `best.pt`.
+    """
 
     interval_epochs: int = 1
     interval_steps: int = 0
@@ -198,12 +210,28 @@ def unflatten(values: Mapping[str, Any]) -> Tables:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`section.key=value`, as `--set` takes it; the value is TOML, bare words are texts."""
+    """`section.key=value`, as `--set` takes it."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
         raise ConfigError("--set", text, "is not of the form section.key=value")
+    return name, parse_value(name, value.strip())
+
+
+def parse_value(name: str, text: str) -> Any:
+    """What a flag's text means for the setting `name`: TOML, or a number as Python writes it.
+
+    A setting that is a text takes the words as they are, so that `--output 7` names a folder.
+    """
+    section, _, key = name.partition(".")
+    hints = get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
     try:
-        return name, tomllib.loads(f"value = {value.strip()}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return name, value.strip()
+        value = text
+    if hints.get(key) is str:
+        return value if isinstance(value, str) else text
+    if value is text:
+        with contextlib.suppress(ValueError):
+            return float(text)
+    return value

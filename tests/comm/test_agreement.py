@@ -3,12 +3,12 @@ from __future__ import annotations
 import os
 
 import pytest
-from ranks import run_ranks
 
 from paceline.comm.agreement import AgreedError, Agreement
 from paceline.comm.rendezvous import meet
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.topology import Topology
+from ranks import run_ranks
 
 
 def _agreement(timeout_s: float = 20.0) -> tuple[Agreement, Topology]:

@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 
 from paceline.comm.gradient_exchange import GradientExchange, Signals
@@ -13,6 +12,7 @@ from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
 from paceline.plan import FusionBuffer, FusionPlan
+from ranks import run_ranks
 
 
 def _alone() -> Group:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankFailed, run_ranks
 
 from paceline.comm.group import Group, PeerError, choose_backend
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, DataError
 from paceline.core.topology import Topology
+from ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")
 

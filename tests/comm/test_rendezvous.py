@@ -24,7 +24,9 @@ def test_a_port_in_use_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -
     assert "MASTER_PORT" in caught.value.remedy
 
 
-def test_a_rank_0_that_never_comes_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_never_comes_is_not_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     late = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="environment")

@@ -8,11 +8,16 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from PIL import Image
 
 from paceline.data.settings import DataSettings
+
+# On a busy machine a single example may take longer than Hypothesis's 200 ms.
+hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.load_profile("paceline")
 
 Member = tuple[str, bytes]
 SHARED_DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -47,8 +47,10 @@ def reference_box(width: int, height: int, row: Sequence[float]) -> tuple[int, i
     area = float(width * height) * (SCALE[0] + (SCALE[1] - SCALE[0]) * tries[:, 0])
     logs = np.log(RATIO)
     aspect = np.exp(logs[0] + (logs[1] - logs[0]) * tries[:, 1])
-    w = np.rint(np.sqrt(area * aspect)).astype(int)
-    h = np.rint(np.sqrt(area / aspect)).astype(int)
+    exact = np.sqrt([area * aspect, area / aspect])
+    # Between two whole numbers the last bit of an exponential decides: nothing to compare.
+    assume((abs(exact % 1 - 0.5) > 1e-9).all())
+    w, h = np.rint(exact).astype(int)
     fits = (w >= 1) & (h >= 1) & (w <= width) & (h <= height)
     if fits.any():
         first = int(np.argmax(fits))
@@ -85,15 +87,23 @@ def test_boxes_are_spread_as_asked() -> None:
     share, ratio = w * h / 400**2, w / h
     assert np.quantile(share, [0, 0.5, 1]) == pytest.approx([0.1, 0.3, 0.5], abs=0.012)
     assert np.quantile(ratio, [0, 0.5, 1]) == pytest.approx([0.75, 1, 4 / 3], abs=0.02)
-    assert np.quantile(boxes[:, 0] / (400 - w), [0, 0.5, 1]) == pytest.approx([0, 0.5, 1], abs=0.03)
-    assert np.quantile(boxes[:, 1] / (400 - h), [0, 0.5, 1]) == pytest.approx([0, 0.5, 1], abs=0.03)
-    assert abs(np.corrcoef(boxes[:, 0], boxes[:, 1])[0, 1]) < 0.06
+    left, top = boxes[:, 0] / (400 - w), boxes[:, 1] / (400 - h)
+    for place in (left, top):
+        assert np.quantile(place, [0, 0.5, 1]) == pytest.approx([0, 0.5, 1], abs=0.03)
+    assert abs(np.corrcoef([share, ratio, left, top]) - np.eye(4)).max() < 0.06
 
 
 def test_a_strip_falls_back_to_its_centre() -> None:
     for row in rows(20, 23):
         assert random_box(1000, 10, row, (0.9, 1.0), RATIO) == (493, 0, 506, 10)
         assert random_box(10, 1000, row, (0.9, 1.0), RATIO) == (0, 493, 10, 506)
+
+
+def test_narrow_ratios_of_a_tiny_image_leave_a_pixel() -> None:
+    for row in rows(20, 23):
+        for low, high in ((0.1, 0.2), (5.0, 9.0)):
+            left, top, right, bottom = random_box(1, 1, row, SCALE, (low, high))
+            assert (left, top, right, bottom) == (0, 0, 1, 1)
 
 
 def triangle_resize(pixels: np.ndarray, size: int, box: Sequence[float]) -> np.ndarray:
@@ -187,7 +197,11 @@ def test_evaluation_equals_scaling_all_then_cutting(width: int, height: int, sho
     )
     left, top = round((scaled.width - 24) / 2.0), round((scaled.height - 24) / 2.0)
     want = np.asarray(scaled.crop((left, top, left + 24, top + 24))).astype(int)
-    assert abs(apply(transform, image, (), 24) - want).max() <= 1
+    difference = abs(apply(transform, image, (), 24) - want)
+    # Pillow keeps 8 bits between its two passes, so ties may round either way in each; a shift by a
+    # quarter of a pixel would change the mean by several levels.
+    assert difference.max() <= 2
+    assert difference.mean() < 0.5
 
 
 def test_an_image_of_the_right_size_is_left_alone(small_settings: Make) -> None:

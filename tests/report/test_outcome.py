@@ -35,6 +35,7 @@ def test_a_finished_run_speaks_through_its_summary(finished_run: Path) -> None:
         world_size=1,
         global_batch_size=120,
         corrupt_samples=0,
+        times_corrupt_met=0,
         skipped_steps=0,
         steps_without_loss=0,
         resumes=0,
@@ -51,7 +52,7 @@ def test_an_unfinished_run_speaks_through_its_records(make_run: MakeRun) -> None
         step(3, images_per_s=200.0),
         evaluation(3, 50.0, top5=90.0),
     ]
-    corrupt = [start(), CorruptEvent(2, "a", "bad"), CorruptEvent(3, "b", "bad")]
+    corrupt = [start(), *(CorruptEvent(2, name, "bad") for name in "aba")]
     outcome = outcome_of(make_run(events, ranks={1: corrupt}))
     assert outcome.state == "unfinished"
     assert outcome.stopped_by is None
@@ -92,8 +93,7 @@ def test_a_stop_before_the_last_start_is_history(make_run: MakeRun) -> None:
     ("summary", "config", "name"),
     [
         ({**SUMMARY, "recipe": "my/recipes/tiny.toml"}, {}, "tiny"),
-        (None, {"recipe": "cifar10-resnet18"}, "cifar10-resnet18"),
-        (None, {"run": {"recipe": "quickstart"}}, "quickstart"),
+        (None, {"run": {"name": "cifar10-resnet18"}}, "cifar10-resnet18"),
         (None, {"run": 3}, "run"),
         ({**SUMMARY, "recipe": None}, {}, "run"),
     ],

@@ -27,7 +27,7 @@ def test_a_finished_run_has_four_charts_on_one_axis(finished_run: Path) -> None:
     assert names(charts["Loss"]) == ["training", "single steps", "validation"]
     assert names(charts["Throughput"]) == ["images/s", "single steps"]
     assert charts["Throughput"].from_zero
-    assert charts["Loss"].note == "median of 21 steps"
+    assert charts["Loss"].note == "median of 33 steps"
     assert not charts["Loss"].log
 
 

@@ -65,7 +65,7 @@ def test_a_bucket_gives_its_median() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "window"), [(0, 5), (40, 5), (400, 11), (2000, 51), (10**6, 501)]
+    ("length", "window"), [(0, 9), (40, 9), (400, 17), (2000, 81), (10**6, 501)]
 )
 def test_smoothing_window(length: int, window: int) -> None:
     assert smoothing_window(length) == window

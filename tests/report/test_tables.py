@@ -40,12 +40,18 @@ def test_result_tells_what_is_out_of_the_ordinary(make_run: MakeRun) -> None:
         start(1),
         step(2, math.nan, skipped=True),
     ]
-    summary = {**SUMMARY, "steps": 2, "time_to_target_s": 88.0, "stopped_by": "target"}
+    summary = {
+        **SUMMARY,
+        "steps": 2,
+        "time_to_target_s": 88.0,
+        "stopped_by": "target",
+        "corrupt_samples": 8,
+    }
     rows = dict(result_rows(RunFiles.read(make_run(events, summary=summary))))
     assert rows["best top-1"] == "95.00 %"
     assert rows["time to target"] == "88 s"
     assert rows["steps"] == "2 of 800"
-    assert rows["corrupt samples"] == "1"
+    assert rows["corrupt samples"] == "1, met 8 times"
     assert rows["skipped steps"] == "1"
     assert rows["steps without a finite loss"] == "1"
     assert rows["resumes"] == "1"

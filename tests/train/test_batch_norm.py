@@ -3,13 +3,13 @@ from __future__ import annotations
 import os
 
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.core.topology import Topology
 from paceline.train.batch_norm import BatchNormState, pool
+from ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
-from small_runs import run_small
 
-from paceline.core.events import read_events
 from paceline.core.errors import PacelineError
+from paceline.core.events import read_events
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.weights_file import checkpoint_weights
+from ranks import run_ranks
+from small_runs import run_small
 
 
 def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:

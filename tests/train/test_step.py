@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.comm.gradient_exchange import GradientExchange
@@ -23,6 +22,7 @@ from paceline.data.source import open_source
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.step import StepOutcome, TrainStep
 from paceline.train.stop_signals import StopSignals
+from ranks import run_ranks
 
 DATA = DataSettings(
     source="synthetic", synthetic_samples=29, synthetic_classes=4, image_size=12, channels=1,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.report.run_files import RunFiles
 from paceline.report.text_summary import summary_rows, verdict
@@ -18,7 +19,7 @@ def print_summary(console: Console, folder: Path, page: Path) -> None:
     table.add_column("what")
     table.add_column("value", justify="right")
     for label, value in summary_rows(run):
-        table.add_row(label, value)
+        table.add_row(label, Text(value))  # a name in brackets is not markup
     console.print(verdict(run), markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     # A path must stay on one line, or nobody can copy it.

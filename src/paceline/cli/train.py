@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from paceline.config import RunConfig, load_config, parse_assignment
+from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 
 
@@ -24,21 +24,21 @@ def train(
     ),
     data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
     model: str | None = typer.Option(None, help="Model name."),
-    batch_size: int | None = typer.Option(None, "--batch-size", "-b", help="Of one process."),
-    global_batch_size: int | None = typer.Option(None, help="Of all processes together."),
-    epochs: int | None = typer.Option(None, help="Epochs to train."),
+    batch_size: str | None = typer.Option(None, "--batch-size", "-b", help="Of one process.", metavar="N"),
+    global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
+    epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
     opt: str | None = typer.Option(None, help="Optimizer."),
-    lr: float | None = typer.Option(None, help="Peak learning rate, as it is."),
-    warmup_epochs: float | None = typer.Option(None, help="Epochs of linear warm-up."),
-    momentum: float | None = typer.Option(None),
-    weight_decay: float | None = typer.Option(None, help="Not on biases and batch norm."),
-    smoothing: float | None = typer.Option(None, help="Label smoothing."),
-    seed: int | None = typer.Option(None),
-    workers: int | None = typer.Option(None, help="Threads that decode, of one process."),
+    lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
+    warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
+    momentum: str | None = typer.Option(None, metavar="X"),
+    weight_decay: str | None = typer.Option(None, help="Not on biases and batch norm.", metavar="X"),
+    smoothing: str | None = typer.Option(None, help="Label smoothing.", metavar="X"),
+    seed: str | None = typer.Option(None, metavar="N"),
+    workers: str | None = typer.Option(None, help="Threads that decode, of one process.", metavar="N"),
     output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-NNN."),
     resume: str | None = typer.Option(None, help="auto, a run folder, or a checkpoint."),
-    log_interval: int | None = typer.Option(None, help="Steps between plain log lines."),
-    target_top1: float | None = typer.Option(None, help="Stop at this top-1 (percent)."),
+    log_interval: str | None = typer.Option(None, help="Steps between plain log lines.", metavar="N"),
+    target_top1: str | None = typer.Option(None, help="Stop at this top-1 (percent).", metavar="X"),
     pretrained: str | None = typer.Option(None, help="Weights with torchvision's or timm's keys."),
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
@@ -56,7 +56,8 @@ def train(
         "run.log_interval": log_interval, "run.target_top1": target_top1,
         "run.pretrained": pretrained, "run.device": device,
     }  # fmt: skip
-    config = resolve(recipe, {k: v for k, v in given.items() if v is not None}, settings)
+    flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
+    config = resolve(recipe, flags, settings)
     if nproc_per_node > 1 or max_restarts > 0:
         return _launch(config, nproc_per_node, master_port, max_restarts)
     if nproc_per_node < 1:

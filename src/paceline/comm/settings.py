@@ -11,7 +11,11 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 @dataclass(frozen=True)
 class CommSettings:
-    """`auto` takes NCCL where the ranks compute on GPUs and Gloo elsewhere."""
+    """How ranks meet and talk.
+
+    `backend` = auto takes NCCL where the ranks compute on GPUs and Gloo elsewhere. `timeout_s` bounds
+    every collective, `rendezvous_timeout_s` the wait for ranks that have not arrived yet.
+    """
 
     backend: str = "auto"
     timeout_s: float = 600.0

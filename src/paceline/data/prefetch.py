@@ -52,8 +52,7 @@ class Prefetcher(Generic[Part, Result]):
         return self
 
     def __next__(self) -> Result:
-        if self._stopping.is_set():
-            raise RuntimeError("the loader is closed")
+        self._require_open()
         try:
             if self._pool is None:
                 job = next(self._jobs)
@@ -69,9 +68,14 @@ class Prefetcher(Generic[Part, Result]):
             self._shut_down()
             raise
         except Exception:
+            self._require_open()  # closed by another thread: what was under way is no error
             # Whoever iterates to the end, or into an error, leaves no thread behind.
             self.close()
             raise
+
+    def _require_open(self) -> None:
+        if self._stopping.is_set():
+            raise RuntimeError("the loader is closed")
 
     def _fill(self, pool: ThreadPoolExecutor) -> None:
         while len(self._waiting) < self._depth:

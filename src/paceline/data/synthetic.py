@@ -30,7 +30,9 @@ class SyntheticImages:
         self.labels: Int64 = np.arange(count, dtype=np.int64) % classes
         self._shape = (image_size, image_size, channels)
         self._salt = salt
-        self._across = _stripes(classes, 0, image_size, channels)
+        # Stripes across are grey, stripes along have a phase in each channel: so every addition runs
+        # over whole rows of bytes, ten times as fast as over pixels of three.
+        self._across = _stripes(classes, 0, image_size, 1)
         self._along = _stripes(classes, 1, image_size, channels)
         # Hashing each pixel of each image would cost more than decoding a JPEG; a window into one
         # long strip of noise costs nothing, and its start is the image's own.
@@ -45,10 +47,10 @@ class SyntheticImages:
         """Height × width × channels."""
         rows, columns, channels = self._shape
         start = int(hash64(self._salt, SYNTHETIC_STREAM, 1, i)[0]) % _NOISE_STARTS
-        image = self._noise[start : start + rows * columns * channels].reshape(self._shape).copy()
-        image += self._across[self.labels[i]][:, None, :]
-        image += self._along[self.labels[i]][None, :, :]
-        return image
+        noise = self._noise[start : start + rows * columns * channels].reshape(rows, -1)
+        image: npt.NDArray[np.uint8] = noise + self._along[self.labels[i]].reshape(1, -1)
+        image += self._across[self.labels[i]]
+        return image.reshape(self._shape)
 
     def name(self, i: int) -> str:
         return f"synthetic:{i}"

@@ -12,7 +12,13 @@ SCHEDULES = ("constant", "cosine", "poly", "step")
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """`lr` is the peak rate as it is; without it the peak is lr_base · global batch / lr_base_batch."""
+    """The update rule and its learning rate over time.
+
+    `lr` is the peak rate as it is; unset, the peak is `lr_base` · global batch / `lr_base_batch`
+    (linear scaling). Warm-up rises from `warmup_start` to the peak; then `schedule` is one of constant,
+    cosine and poly (`poly_power`), both down to `lr_end`, or step (× `decay_rate` at each of
+    `decay_epochs`). Weight decay spares biases and normalisation unless `decay_bias_norm`.
+    """
 
     name: str = "sgd"
     lr: float | None = None

@@ -11,17 +11,17 @@ from paceline.report.tables import Table, median_of
 
 
 def corrupt_table(run: RunFiles) -> Table:
-    """Samples that could not be decoded, each once, with how often it came up."""
+    """Samples that could not be decoded, each once, where it was first met."""
     found: dict[str, list[tuple[int, int, str]]] = {}
     for rank in run.ranks:
         for record in run.of_kind("corrupt", rank):
             what = (record["step"], rank, shown(record.get("reason")))
             found.setdefault(shown(record.get("name")), []).append(what)
     rows = [
-        (name, min(times)[2], count(len(times)), count(min(times)[0]), str(min(times)[1]))
+        (name, min(times)[2], count(min(times)[0]), str(min(times)[1]))
         for name, times in sorted(found.items(), key=lambda item: min(item[1]))
     ]
-    columns = ("sample", "reason", "times", "first at step", "rank")
+    columns = ("sample", "reason", "first at step", "on rank")
     return Table.of("Corrupt samples", columns, rows, {0, 1})
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.report.quantities import shown
-from paceline.report.run_files import Record, RunFiles, finite, whole
+from paceline.report.run_files import RunFiles, finite, whole
 from paceline.report.series import eval_points, median, step_points
 
 # Reasons with which a run leaves the loop that mean: it did what it was asked to.
@@ -36,6 +36,7 @@ class Outcome:
     world_size: int | None
     global_batch_size: int | None
     corrupt_samples: int
+    times_corrupt_met: int | None
     skipped_steps: int
     steps_without_loss: int
     resumes: int
@@ -71,12 +72,19 @@ class Outcome:
             world_size=whole(summary, "world_size") or whole(start, "world_size"),
             global_batch_size=whole(summary, "global_batch_size")
             or whole(start, "global_batch_size"),
-            corrupt_samples=whole(summary, "corrupt_samples")
-            or sum(len(run.of_kind("corrupt", rank)) for rank in run.ranks),
+            corrupt_samples=len(_corrupt_names(run)),
+            times_corrupt_met=whole(summary, "corrupt_samples"),
             skipped_steps=sum(record.get("skipped") is True for record in steps),
             steps_without_loss=losses_missing,
             resumes=len(run.resumes),
         )
+
+
+def _corrupt_names(run: RunFiles) -> set[str]:
+    """Each process names a sample once, however often it meets it; ranks may name the same."""
+    return {
+        shown(record.get("name")) for rank in run.ranks for record in run.of_kind("corrupt", rank)
+    }
 
 
 def _stopped_by(run: RunFiles) -> str | None:
@@ -97,9 +105,12 @@ def _state(run: RunFiles, stopped_by: str | None) -> str:
 
 def _name(run: RunFiles) -> str:
     """The recipe's name; a recipe given as a file goes by the file's name."""
-    tables: list[Record] = [run.summary or {}, run.config, run.config.get("run", {})]
-    for table in tables:
-        recipe = table.get("recipe") if isinstance(table, dict) else None
+    settings = run.config.get("run")
+    named = [
+        (run.summary or {}).get("recipe"),
+        settings.get("name") if isinstance(settings, dict) else None,
+    ]
+    for recipe in named:
         if isinstance(recipe, str) and recipe.strip():
             return shown(recipe.removesuffix(".toml").replace("\\", "/").rpartition("/")[2])
     return shown(Path(run.path).resolve().name)

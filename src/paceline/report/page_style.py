@@ -64,8 +64,8 @@ figcaption span { color: var(--soft); font-weight: 400; font-size: 12.5px; }
 .chart .skip { stroke: var(--alarm); stroke-width: 2; }
 .chart .strip { fill: transparent; }
 .chart .strip:hover { fill: var(--strip); }
-.cards { display: grid; gap: 14px; align-items: start;
-  grid-template-columns: repeat(auto-fit, minmax(min(330px, 100%), 1fr)); }
+.cards { columns: 320px 3; column-gap: 14px; }
+.cards .card { break-inside: avoid; margin-bottom: 14px; }
 .wide { display: grid; gap: 14px; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
 .wide > :last-child:nth-child(odd) { grid-column: 1 / -1; }
@@ -80,7 +80,8 @@ th.text, td.text { text-align: left; white-space: normal; overflow-wrap: anywher
 th:last-child, td:last-child { padding-right: 0; }
 tbody tr:last-child td { border-bottom: 0; }
 tbody tr:hover td { background: var(--strip); }
-.cards td:first-child { color: var(--soft); width: 45%; }
+.cards td:first-child { color: var(--soft); white-space: nowrap; overflow-wrap: normal; }
+.cards td:last-child { width: 55%; }
 .note { color: var(--soft); font-size: 13px; margin: 6px 0; }
 .remarks { margin: 0; padding: 10px 14px 10px 34px; }
 footer { margin-top: 44px; color: var(--soft); font-size: 13px; overflow-wrap: anywhere; }

@@ -81,11 +81,13 @@ def shown(value: Any) -> str:
         return UNKNOWN
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
     if isinstance(value, list | tuple):
         return ", ".join(shown(item) for item in value) or "(none)"
     if isinstance(value, dict):
         return ", ".join(f"{shown(key)} = {shown(item)}" for key, item in value.items())
-    text = " ".join(str(value).split())
+    text = " ".join(str(value).split()) or UNKNOWN
     return "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

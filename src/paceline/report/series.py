@@ -68,8 +68,8 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def smoothing_window(length: int) -> int:
-    """An odd number of points, a fortieth of the curve: steady, yet it follows a change of rate."""
-    return max(5, min(501, length // 40)) | 1
+    """An odd number of points, some 4 % of the curve: steady, yet it follows a change of rate."""
+    return max(9, min(501, length // 25)) | 1
 
 
 def moving_median(points: Sequence[Point], window: int | None = None) -> list[Point]:

@@ -74,8 +74,9 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.insert(1, ("best top-1", percent(outcome.best_top1)))
     if outcome.time_to_target_s is not None:
         rows.insert(4, ("time to target", duration(outcome.time_to_target_s)))
+    if outcome.corrupt_samples or outcome.times_corrupt_met:
+        rows.append(("corrupt samples", _corrupt(outcome)))
     for label, amount in (
-        ("corrupt samples", outcome.corrupt_samples),
         ("skipped steps", outcome.skipped_steps),
         ("steps without a finite loss", outcome.steps_without_loss),
         ("resumes", outcome.resumes),
@@ -83,6 +84,12 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         if amount:
             rows.append((label, count(amount)))
     return rows
+
+
+def _corrupt(outcome: Outcome) -> str:
+    """How many samples, and how often training met one: an epoch meets each again."""
+    named, met = outcome.corrupt_samples, outcome.times_corrupt_met or 0
+    return count(named) if met <= named else f"{count(named)}, met {count(met)} times"
 
 
 def epoch_table(run: RunFiles) -> Table:
@@ -130,8 +137,7 @@ def configuration_tables(run: RunFiles) -> list[Table]:
         if isinstance(table, dict):
             sections[shown(section)] = [(key, shown(value)) for key, value in _flat(table)]
     return [
-        Table(name, ("setting", "value"), tuple(rows), frozenset({0, 1}))
-        for name, rows in sections.items()
+        Table(name, ("", ""), tuple(rows), frozenset({0, 1})) for name, rows in sections.items()
     ]
 
 

@@ -1,13 +1,15 @@
 """`Checkpoint`: the state of a run at the end of a step, and its file.
 
 In: plain tables and tensors. Out: one file, readable with `torch.load(weights_only=True)`, written
-atomically. Batch-norm statistics are in it once for each rank.
+atomically. Batch-norm statistics are in it once for each rank. A SHA-256 over the content is in it
+too, because torch reads a file with damaged numbers without a word.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
-import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
 VERSION = 1
+_FOREIGN = "weights of other programs are taken with --pretrained FILE"
+_OLDER = "resume from an older one with --resume FILE"
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Checkpoint:
     def to_bytes(self) -> memoryview:
         buffer = io.BytesIO()
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        torch.save({"format": FORMAT, "version": VERSION, **table}, buffer)
+        head = {"format": FORMAT, "version": VERSION, "sha256": content_hash(table)}
+        torch.save({**head, **table}, buffer)
         return buffer.getbuffer()
 
     def write(self, path: Path) -> None:
@@ -68,25 +73,46 @@ class Checkpoint:
         """Refuses what is cut, damaged, foreign or of a later format, each in its own words."""
         try:
             table = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{path} is broken or not a checkpoint ({_first_line(error)})",
-                "resume from an older one with --resume FILE",
-            ) from None
+        except Exception as error:  # noqa: BLE001  (damaged bytes make unpickling raise anything)
+            raise _unreadable(path, content, error) from None
         if not isinstance(table, dict) or table.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
+        if table.get("version") != VERSION:
             raise CheckpointError(
-                f"{path} is not a Paceline checkpoint",
-                "weights of other programs are taken with --pretrained FILE",
-            )
-        if table["version"] != VERSION:
-            raise CheckpointError(
-                f"{path} has format {table['version']}; Paceline {__version__} reads {VERSION}",
+                f"{path} has format {table.get('version')}; Paceline {__version__} reads {VERSION}",
                 "use the Paceline version that wrote it",
             )
-        try:
-            return cls(**{name: table[name] for name in cls.__dataclass_fields__})
-        except KeyError as error:
-            raise CheckpointError(f"{path} lacks {error}", "resume from an older one") from None
+        parts = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
+        if table.get("sha256") != content_hash(parts):
+            raise CheckpointError(
+                f"{path} is damaged: its content does not match its SHA-256", _OLDER
+            )
+        return cls(**parts)
+
+
+def content_hash(value: Any) -> str:
+    """SHA-256 over names, values and the tensors' bytes, in order."""
+    digest = hashlib.sha256()
+    _feed(digest, value)
+    return digest.hexdigest()
+
+
+def _feed(digest: hashlib._Hash, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)}:".encode())
+        flat = value.detach().cpu().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, dict):
+        digest.update(f"table {len(value)}:".encode())
+        for key, item in value.items():
+            digest.update(f"{key!r}=".encode())
+            _feed(digest, item)
+    elif isinstance(value, list | tuple):
+        digest.update(f"list {len(value)}:".encode())
+        for item in value:
+            _feed(digest, item)
+    else:
+        digest.update(f"{value!r};".encode())
 
 
 def read_file(path: Path) -> bytes:
@@ -98,6 +124,11 @@ def read_file(path: Path) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error.strerror}", "check the path") from None
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:120]
+def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError:
+    """Torch's own text is long and advises to trust the file; this says what is the matter."""
+    foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+    if foreign:
+        cause = f"{path} is not a Paceline checkpoint: it holds objects of {foreign[1]}"
+        return CheckpointError(cause, _FOREIGN)
+    reason = "it is cut short or damaged" if content else "it is empty"
+    return CheckpointError(f"{path} is broken or not a checkpoint: {reason}", _OLDER)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from paceline.core.errors import CheckpointError
+from paceline.train.checkpoint import Checkpoint
+from paceline.train.checkpoint_shelf import CheckpointShelf, find_checkpoint
+
+
+class Saved:
+    """As much of a checkpoint as a shelf needs."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(str(self.step))
+
+
+def put(shelf: CheckpointShelf, step: int, *, best: bool = False) -> Path:
+    return shelf.put(cast(Checkpoint, Saved(step)), best=best)
+
+
+def test_the_last_k_and_the_best_stay(tmp_path: Path) -> None:
+    shelf = CheckpointShelf(tmp_path / "c", keep=2)
+    for step in (10, 20, 30, 40):
+        put(shelf, step, best=step == 20)
+    assert shelf.steps() == [30, 40]
+    assert shelf.best.read_text() == "20"
+    assert shelf.newest() == shelf.path(40)
+
+
+def test_leftovers_of_a_killed_save_are_removed_and_never_taken_for_checkpoints(
+    tmp_path: Path,
+) -> None:
+    shelf = CheckpointShelf(tmp_path, keep=2)
+    (tmp_path / ".step-00000050.pt.77.tmp").write_text("half")
+    assert shelf.newest() is None
+    put(shelf, 60)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000060.pt"]
+
+
+def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        find_checkpoint(tmp_path)
+    shelf = CheckpointShelf(tmp_path / "checkpoints", keep=2)
+    put(shelf, 1)
+    assert find_checkpoint(tmp_path) == shelf.path(1)
+    put(shelf, 2, best=True)
+    assert find_checkpoint(tmp_path) == shelf.best
+    assert find_checkpoint(shelf.path(1)) == shelf.path(1)

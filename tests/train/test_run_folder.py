@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.train.run_folder import RunFolder, choose_run_folder
+from small_runs import small_config
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def started(folder: RunFolder, *, step: int | None = None, finished: bool = False) -> None:
+    folder.write_config(small_config(""))
+    if step is not None:
+        folder.checkpoints.mkdir(exist_ok=True)
+        (folder.checkpoints / f"step-{step:08d}.pt").touch()
+    if finished:
+        (folder.path / "summary.json").touch()
+
+
+def test_new_runs_are_numbered() -> None:
+    names = [str(choose_run_folder(small_config(""), restarted=False).path) for _ in range(3)]
+    assert names == ["runs/small-001", "runs/small-002", "runs/small-003"]
+
+
+@pytest.mark.parametrize("how", ["flag", "restart"])
+def test_auto_finds_the_newest_unfinished_run_of_this_configuration(how: str) -> None:
+    folders = [choose_run_folder(small_config(""), restarted=False) for _ in range(4)]
+    started(folders[0], step=5)
+    started(folders[1], step=7)
+    started(folders[2], step=9, finished=True)
+    folders[3].write_config(small_config("", optim__lr=0.5))
+    config = small_config("", run__resume="auto" if how == "flag" else "", data__workers=3)
+    found = choose_run_folder(config, restarted=how == "restart")
+    assert found == RunFolder(
+        Path("runs/small-002"), Path("runs/small-002/checkpoints/step-00000007.pt")
+    )
+
+
+def test_auto_starts_anew_where_there_is_nothing_to_resume() -> None:
+    found = choose_run_folder(small_config("", run__resume="auto"), restarted=False)
+    assert found == RunFolder(Path("runs/small-001"), None)
+
+
+def test_a_restart_before_the_first_checkpoint_starts_over_in_the_same_folder() -> None:
+    started(RunFolder(Path("here"), None))
+    assert choose_run_folder(small_config("here"), restarted=True) == RunFolder(Path("here"), None)
+
+
+def test_an_output_that_holds_a_run_is_not_overwritten() -> None:
+    started(RunFolder(Path("here"), None), step=3)
+    with pytest.raises(
+        ConfigError, match=r"run.output = 'here': already holds a run; add --resume"
+    ):
+        choose_run_folder(small_config("here"), restarted=False)
+    found = choose_run_folder(small_config("here", run__resume="auto"), restarted=False)
+    assert found.resume_from == Path("here/checkpoints/step-00000003.pt")
+
+
+def test_a_checkpoint_by_name_continues_its_own_run() -> None:
+    started(RunFolder(Path("here"), None), step=3)
+    file = "here/checkpoints/step-00000003.pt"
+    found = choose_run_folder(small_config("", run__resume=file), restarted=False)
+    assert found.path.resolve() == Path("here").resolve()
+    elsewhere = choose_run_folder(small_config("there", run__resume=file), restarted=False)
+    assert elsewhere == RunFolder(Path("there"), Path(file))
+    by_folder = choose_run_folder(small_config("", run__resume="here"), restarted=False)
+    assert by_folder.resume_from == Path(file)
+
+
+@pytest.mark.parametrize("resume", ["nowhere.pt", "empty"])
+def test_a_checkpoint_that_is_not_there_is_named(resume: str) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        choose_run_folder(small_config("", run__resume=resume), restarted=False)
+
+
+def test_an_output_that_cannot_be_made_is_named() -> None:
+    Path("file").touch()
+    with pytest.raises(PacelineError, match="choose another --output"):
+        choose_run_folder(small_config("file/run"), restarted=False)
+    with pytest.raises(PacelineError, match="is not a folder"):
+        choose_run_folder(small_config("file"), restarted=False)
