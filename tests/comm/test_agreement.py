@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 def _agreement(timeout_s: float = 20.0) -> tuple[Agreement, Topology]:
     topology = Topology.from_env(os.environ)
-    return Agreement(meet(topology, 20.0), topology, timeout_s), topology
+    return Agreement(meet(topology, 20.0).store, topology, timeout_s), topology
 
 
 def _settle_errors(rank: int) -> tuple[str, int]:
@@ -22,7 +22,7 @@ def _settle_errors(rank: int) -> tuple[str, int]:
     error = DataError("no images in x", "check x") if rank == 1 else None
     with pytest.raises(AgreedError) as caught:
         agreement.settle("data", error)
-    agreement.settle("after")  # nobody leaves before all have read
+    agreement.leave(5.0)  # the store must outlive the slower reader
     return str(caught.value), caught.value.exit_code
 
 
@@ -31,7 +31,7 @@ def _settle_facts(rank: int) -> str:
     agreement.settle("same", facts={"seed": 1})
     with pytest.raises(AgreedError) as caught:
         agreement.settle("differ", facts={"seed": 1, "lr": 0.1 + rank})
-    agreement.settle("after")
+    agreement.leave(5.0)
     return str(caught.value)
 
 
@@ -52,7 +52,7 @@ def _fault(rank: int) -> str:
         agreement.post_fault(ConfigError("optim.lr", 0, "too small"))
         agreement.post_fault(DataError("a later one"))
     found = agreement.read_fault(wait_s=10)
-    agreement.settle("after")
+    agreement.leave(5.0)
     assert found is not None
     return f"{found} ({found.exit_code})"
 

@@ -103,7 +103,7 @@ def test_closing_in_the_middle_is_prompt() -> None:
     def consume() -> None:
         try:
             next(prefetcher)
-        except Exception as error:  # noqa: BLE001
+        except RuntimeError as error:
             consumer_error.append(error)
 
     consumer = threading.Thread(target=consume)

@@ -6,6 +6,7 @@ ended by signal n. A user's mistake is one line on standard error; our own bugs 
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 
@@ -48,6 +49,8 @@ def _root(
 
 def main() -> None:
     """Entry point of the script and of `python -m paceline`."""
+    # Torch's C++ side tells of a peer's end in stack frames of its own; one line of ours does.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(_run())
 
 
@@ -60,6 +63,9 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:  # noqa: BLE001 - the last place that can show it
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
+            return 2
         if hasattr(error, "format_message"):  # a mistake in the command line itself
             usage = f"{' '.join(error.format_message().split())}; see paceline --help"
             return _fail(Failure(usage, int(getattr(error, "exit_code", 2))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -95,7 +96,9 @@ class Agreement:
         word = json.dumps(
             {"rank": self._topology.rank, "error": str(error), "code": error.exit_code}
         )
-        self._store.compare_set(_FAULT, "", word)
+        # Where the store is gone with its host there is nobody to tell, and the error itself counts.
+        with suppress(RuntimeError):
+            self._store.compare_set(_FAULT, "", word)
 
     def read_fault(self, wait_s: float = 0.0) -> AgreedError | None:
         """The error that some rank left, if any; waits up to `wait_s` for one."""
@@ -109,3 +112,15 @@ class Agreement:
             return None
         where = f"rank {word['rank']}: " if self._topology.world_size > 1 else ""
         return AgreedError(where + word["error"], word["code"])
+
+    def leave(self, wait_s: float) -> None:
+        """Says that this rank will ask no more; rank 0, where it hosts the store, waits for the rest.
+
+        Else the store would be gone before a slower rank has read why all of them end.
+        """
+        ranks = range(self._topology.world_size)
+        with suppress(RuntimeError):
+            self._store.set(self._key("left", self._topology.rank), "")
+            if self._topology.is_main and self._topology.launcher != "torchrun":
+                keys = [self._key("left", rank) for rank in ranks]
+                self._store.wait(keys, timedelta(seconds=wait_s))

@@ -23,6 +23,8 @@ from paceline.core.topology import Topology
 
 # How long a rank whose collective broke waits to be told by the culprit what happened.
 _FAULT_WAIT_S = 2.0
+# How long the store's host stays for ranks that may still have to read; longer than they wait.
+_LEAVE_WAIT_S = 5.0
 
 
 class PeerError(CommError):
@@ -38,9 +40,12 @@ class Group:
         self.backend = choose_backend(settings, topology, device)
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
+        # On rank 0: the launcher has run this job before.
+        self.restarted = False
         if self.backend == "none":
             return
-        store = meet(topology, settings.rendezvous_timeout_s)
+        meeting = meet(topology, settings.rendezvous_timeout_s)
+        store, self.restarted = meeting.store, meeting.restarted
         self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
@@ -122,9 +127,12 @@ class Group:
         return found or CommError("a rank failed without saying why", "look into the ranks' logs")
 
     def close(self) -> None:
-        """Leaves the group. Never waits for ranks that may be gone."""
+        """Leaves the group. Waits for ranks that may be gone for seconds at most."""
+        # First the connections, so that a rank that waits in a collective finds out.
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._agreement is not None:
+            self._agreement.leave(_LEAVE_WAIT_S)
 
     def _watched(self, what: str, action: Callable[[], object]) -> None:
         """Runs a collective; when it breaks, says which rank failed and why, where that is known."""

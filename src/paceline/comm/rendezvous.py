@@ -1,41 +1,114 @@
 """The rendezvous: ranks find one another at the address that the launcher names.
 
-In: a `Topology`. Out: the key-value store that all ranks share. Under torchrun the agent hosts it, so
-it outlives a dying rank; elsewhere rank 0 does.
+In: a `Topology`. Out: a `Meeting`: a key-value store that all ranks of this attempt share, and no
+others. Under torchrun the agent hosts it, so it outlives a dying rank; elsewhere rank 0 does.
+
+1. Rank 0 draws a name for this attempt at the job.
+2. Every other rank leaves a greeting under its rank, with a word that nobody else has.
+3. Rank 0 answers each greeting with the attempt's name, until all have come in.
+
+An agent keeps its store when it starts ranks anew, with all that the last attempt left in it, and
+agents on several nodes do not count their attempts alike. A greeting of a rank that is dead is
+answered too, but only the living come in; and two jobs that meet at one port by mistake stay apart.
 """
 
 from __future__ import annotations
 
 import os
+import time
+import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 
+_LOBBY = "paceline-lobby"
+_POLL_S = 0.02
 
-def meet(topology: Topology, timeout_s: float) -> Store:
-    """Returns the shared store, or fails with a line that names address, port and remedy."""
-    os.environ.setdefault("MASTER_ADDR", topology.master_addr)
-    os.environ.setdefault("MASTER_PORT", str(topology.master_port))
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+@dataclass(frozen=True)
+class Meeting:
+    """`restarted`, on rank 0: the launcher has run this job before, and its ranks start anew."""
+
+    store: Store
+    restarted: bool
+
+
+def meet(topology: Topology, timeout_s: float) -> Meeting:
+    """Returns when all ranks have come, or fails with a line that names address, port and remedy."""
+    where = f"{topology.master_addr}:{topology.master_port}"
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store, _, _ = next(
-            iter(
-                rendezvous(
-                    "env://",
-                    topology.rank,
-                    topology.world_size,
-                    timeout=timedelta(seconds=timeout_s),
-                )
-            )
+        store = TCPStore(
+            topology.master_addr,
+            topology.master_port,
+            is_master=topology.is_main and not agent_hosts,
+            timeout=timedelta(seconds=timeout_s),
+            # The greetings do this, and they can name who is missing.
+            wait_for_workers=False,
+            multi_tenant=True,
         )
+        if not topology.is_main:
+            return Meeting(PrefixStore(_come_in(store, topology.rank, timeout_s), store), False)
+        # Only an agent's store can be older than this attempt.
+        again = store.add(f"{_LOBBY}/attempts", 1) > 1 and agent_hosts
+        name, counts = _welcome(store, topology, timeout_s)
+        return Meeting(PrefixStore(name, store), again or max(counts) > 0)
+    except CommError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(*explain(where, topology, error, timeout_s)) from error
-    assert isinstance(store, Store)
-    return store
+
+
+def _restart_count() -> int:
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def _come_in(store: Store, rank: int, timeout_s: float) -> str:
+    """The attempt's name, from rank 0."""
+    word = uuid.uuid4().hex
+    store.set(f"{_LOBBY}/greeting/{rank}", f"{word} {_restart_count()}")
+    answer = f"{_LOBBY}/answer/{word}"
+    store.wait([answer], timedelta(seconds=timeout_s))
+    name = store.get(answer).decode()
+    store.set(f"{_LOBBY}/in/{name}/{rank}", "")
+    return name
+
+
+def _welcome(store: Store, topology: Topology, timeout_s: float) -> tuple[str, list[int]]:
+    """The attempt's name, and how often each rank's agent says that it has started it anew."""
+    name = uuid.uuid4().hex
+    greetings: dict[int, str] = {0: f"- {_restart_count()}"}
+    missing = set(range(1, topology.world_size))
+    deadline = time.monotonic() + timeout_s
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"{_LOBBY}/in/{name}/{rank}"]):
+                missing.discard(rank)
+            elif store.check([f"{_LOBBY}/greeting/{rank}"]):
+                greeting = store.get(f"{_LOBBY}/greeting/{rank}").decode()
+                if greetings.get(rank) != greeting:
+                    greetings[rank] = greeting
+                    store.set(f"{_LOBBY}/answer/{greeting.split()[0]}", name)
+        if missing and time.monotonic() > deadline:
+            raise CommError(*_absent(topology, missing, timeout_s))
+        if missing:
+            time.sleep(_POLL_S)
+    return name, [int(greeting.split()[1]) for greeting in greetings.values()]
+
+
+def _absent(topology: Topology, missing: set[int], timeout_s: float) -> tuple[str, str]:
+    named = ", ".join(str(rank) for rank in sorted(missing)[:8])
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return (
+        f"rank {named}{more} of {topology.world_size} did not come to {topology.master_addr}:"
+        f"{topology.master_port} within {timeout_s:g} s",
+        "look into their logs; comm.rendezvous_timeout_s sets the wait",
+    )
 
 
 def explain(

@@ -45,11 +45,6 @@ class Topology:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def nodes(self) -> int:
-        """Nodes of a job with equally many ranks on each; rounded up where they are not."""
-        return -(-self.world_size // self.local_world_size)
-
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
         """Reads the first launcher that left its mark; torchrun's names win over a scheduler's."""

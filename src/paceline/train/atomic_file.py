@@ -42,6 +42,7 @@ def link_atomically(source: Path, path: Path) -> None:
         except OSError:
             shutil.copyfile(source, temporary)
         temporary.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

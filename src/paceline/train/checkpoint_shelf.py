@@ -44,10 +44,15 @@ class CheckpointShelf:
     def put(self, checkpoint: Checkpoint, *, best: bool) -> Path:
         """Writes, then forgets the oldest. Half-written files of a killed process go too."""
         path = self.path(checkpoint.step)
-        checkpoint.write(path)
         if best:
-            link_atomically(path, self.best)
-        for step in self.steps()[: -self._keep]:
+            # The best comes first: killed in between, a resumed run does the step again and finds it
+            # best again. The other way round it would go on and never make up for the missing link.
+            checkpoint.write(self.best)
+            link_atomically(self.best, path)
+        else:
+            checkpoint.write(path)
+        # Later ones are there where a run went back to an older checkpoint: they crowd out nothing.
+        for step in [step for step in self.steps() if step <= checkpoint.step][: -self._keep]:
             self.path(step).unlink(missing_ok=True)
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)

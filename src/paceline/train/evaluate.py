@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.core.errors import DataError, PacelineError
+from paceline.core.errors import DataError, PacelineError, RunError
 from paceline.data.batch import Batch, CorruptSample
 from paceline.data.normalize import Normalizer
+from paceline.train.memory import memory_error
 from paceline.train.stop_signals import StopSignals
 
 
@@ -47,13 +48,14 @@ def evaluate(
     model.eval()
     correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
     correct5, loss = correct1.clone(), correct1.clone()
-    seen, failed = 0, 0
+    seen, failed, size = 0, 0, 0
     corrupt: list[CorruptSample] = []
     try:
         with torch.inference_mode():
             for batch in batches:
                 if stop.received is not None:
                     break
+                size = len(batch)
                 outputs = model(normalize(batch.images, group.device)).float()
                 labels = batch.labels.to(group.device, non_blocking=True)
                 ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
@@ -62,8 +64,12 @@ def evaluate(
                 loss += F.cross_entropy(outputs, labels, reduction="sum")
                 seen += len(labels)
                 corrupt += batch.corrupt
-    except PacelineError as error:
-        group.post_fault(error)
+    except (PacelineError, RuntimeError, MemoryError) as error:
+        # The other ranks wait in the sum below, and are told there.
+        fault = error if isinstance(error, PacelineError) else _memory_error(error, size)
+        if fault is None:
+            raise
+        group.post_fault(fault)
         failed = 1
     finally:
         model.train()
@@ -86,4 +92,12 @@ def evaluate(
         corrupt_count=round(bad),
         corrupt_here=tuple(corrupt),
         eval_s=time.perf_counter() - started,
+    )
+
+
+def _memory_error(error: Exception, size: int) -> RunError | None:
+    return memory_error(
+        error,
+        f"evaluating {size} images at a time",
+        "use a smaller --batch-size, which lowers it too",
     )

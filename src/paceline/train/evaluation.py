@@ -7,15 +7,15 @@ reports, on one rank or many.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.comm.group import Group
+from paceline.comm.group import Group, PeerError
 from paceline.config import RunConfig
-from paceline.core.errors import CheckpointError, RunError
+from paceline.core.errors import CheckpointError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.data.loader import EvalLoader
 from paceline.data.normalize import Normalizer
@@ -37,12 +37,8 @@ def evaluate_file(
     topology = Topology.from_env(os.environ)
     group = Group(topology, config.comm, choose_device(config, topology))
     try:
-        source = open_source(config.data, "val")
-        if len(source.classes) > len(checkpoint.classes):
-            raise CheckpointError(
-                f"the data has {len(source.classes)} classes, {path} {len(checkpoint.classes)}",
-                "evaluate on the classes that it was trained on",
-            )
+        source = open_source(config.data, "val", checkpoint.classes)
+        _check_classes(source.classes, checkpoint.classes, path)
         model = create_model(
             config.model,
             num_classes=config.model.num_classes or len(checkpoint.classes),
@@ -67,5 +63,22 @@ def evaluate_file(
         if not isinstance(result, EvalResult):
             raise RunError(f"stopped by {result.name}")
         return result, config, group.rank
+    except PeerError:
+        raise
+    except PacelineError as error:
+        group.post_fault(error)
+        raise
     finally:
         group.close()
+
+
+def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:
+    """Other names under the same numbers would give a figure that means nothing."""
+    if list(here) == list(trained):
+        return
+    if len(here) != len(trained):
+        cause = f"the data has {len(here)} classes, {path} {len(trained)}"
+    else:
+        number = next(i for i, name in enumerate(here) if name != trained[i])
+        cause = f"class {number} is {here[number]!r} in the data, {trained[number]!r} in {path}"
+    raise CheckpointError(cause, "evaluate on the classes that it was trained on")

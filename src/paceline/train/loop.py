@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import PacelineError, RunError
@@ -21,12 +22,13 @@ from paceline.core.events import (
 )
 from paceline.data.batch import CorruptSample
 from paceline.data.loader import EvalLoader
+from paceline.train.corrupt_tally import CorruptTally
 from paceline.train.evaluate import evaluate
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
 
-# Evaluation needs no gradients, so its batches may be larger than training's.
-_EVAL_BATCH = 256
+# Evaluation keeps no activations for a backward pass, so its batches may be larger than training's.
+_EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class TrainingLoop:
         self._before_s = training.progress.train_s
         self._started = time.perf_counter()
         self._saved_step = training.progress.step if training.folder.resume_from else -1
+        self._tally = CorruptTally(
+            training.progress,
+            training.plan.samples,
+            training.config.data.max_corrupt_share,
+            training.group,
+        )
         self._named: set[str] = set()
 
     def run(self) -> RunResult:
@@ -86,8 +94,18 @@ class TrainingLoop:
         return RunResult("finished", None)
 
     def _catch_up(self) -> RunResult | None:
-        """An evaluation that was due when the checkpoint was made, but was not done, comes first."""
-        return self._evaluate() if self._evaluation_is_due() else None
+        """An evaluation that was due when the checkpoint was made, but was not done, comes first.
+
+        A run that had reached its target, but was killed before it could say so, ends here.
+        """
+        if self._evaluation_is_due():
+            return self._evaluate()
+        at_target = self._t.progress.evaluated_step == self._t.progress.step and self._reached()
+        return RunResult("target", None) if at_target else None
+
+    def _reached(self) -> bool:
+        target, top1 = self._t.config.run.target_top1, self._t.progress.top1
+        return target is not None and top1 is not None and top1 >= target
 
     def _elapsed(self) -> float:
         return self._before_s + time.perf_counter() - self._started
@@ -99,7 +117,6 @@ class TrainingLoop:
         progress.images += last - first
         progress.step_s += outcome.step_s
         progress.train_s = self._elapsed()
-        progress.corrupt_samples += outcome.corrupt_count
         progress.skipped_steps += outcome.skipped
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         t.emit(
@@ -114,11 +131,13 @@ class TrainingLoop:
                 skipped=outcome.skipped,
             )
         )
-        self._name_corrupt(outcome.corrupt_here)
+        if outcome.corrupt_count:
+            self._name_corrupt(self._tally.add(outcome.corrupt_here))
+            self._tally.check()
         self._check_health()
 
     def _check_health(self) -> None:
-        """Too many skipped steps or corrupt samples end the run, on all ranks alike."""
+        """Too many skipped steps end the run, on all ranks alike."""
         t, progress = self._t, self._t.progress
         if progress.skipped_in_a_row >= t.config.run.max_skipped_steps:
             raise RunError(
@@ -127,15 +146,8 @@ class TrainingLoop:
                 f"lower --lr (now {t.schedule.peak:g} at its peak) or lengthen --warmup-epochs; "
                 "the last good checkpoint is kept",
             )
-        allowed = t.config.data.max_corrupt_share * max(progress.images, t.plan.samples)
-        if progress.corrupt_samples > allowed:
-            raise RunError(
-                f"{progress.corrupt_samples} corrupt samples by step {progress.step - 1}, more than "
-                f"data.max_corrupt_share = {t.config.data.max_corrupt_share:g} allows",
-                "mend the data (metrics*.jsonl names the samples) or raise the share",
-            )
 
-    def _name_corrupt(self, samples: tuple[CorruptSample, ...]) -> None:
+    def _name_corrupt(self, samples: Sequence[CorruptSample]) -> None:
         for sample in samples:
             if sample.name not in self._named:
                 self._named.add(sample.name)
@@ -162,7 +174,7 @@ class TrainingLoop:
             t.config.data,
             rank=t.group.rank,
             world_size=t.group.world_size,
-            batch_size=_EVAL_BATCH,
+            batch_size=min(_EVAL_BATCH, _EVAL_TIMES * t.sizes.micro_batch),
             pin_memory=t.group.device.type == "cuda",
         )
         with t.step.batch_norm.averaged(t.group), loader:
@@ -188,8 +200,7 @@ class TrainingLoop:
                 eval_s=found.eval_s,
             )
         )
-        target = t.config.run.target_top1
-        reached = target is not None and found.top1 >= target
+        reached = self._reached()
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
         if reached or self._save_is_due() or (best and t.config.checkpoint.keep_best):

@@ -15,6 +15,7 @@ class Progress:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     corrupt_samples: int = 0
+    corrupt: list[int] = field(default_factory=list)
     corrupt_val_samples: int = 0
     train_s: float = 0.0
     step_s: float = 0.0

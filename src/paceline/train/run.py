@@ -61,18 +61,36 @@ def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> 
     stop = StopSignals()
     training = build(config, group, stop)
     try:
-        training.observers.append(JsonlWriter(training.folder.metrics(group.rank)))
-        if group.rank == 0:
-            training.observers.append(display())
-            if config.run.tensorboard:
-                folder = training.folder.path / "tensorboard"
-                training.observers.append(TensorBoardWriter(folder, training.progress.step))
+        _open_records(training, display)
         # From here on signals are noted and agreed upon; before, they end the process at once.
         with stop:
             result = TrainingLoop(training).run()
             return _conclude(training, result)
     finally:
         training.close()
+
+
+def _open_records(training: Training, display: Callable[[], Observer]) -> None:
+    """The configuration and the observers. Not before the build: a resume that is refused must leave
+    the run that it named as it was."""
+    config, folder, error = training.config, training.folder, None
+    try:
+        if training.is_main:
+            folder.write_config(config.with_values({"run.output": str(folder.path)}))
+        training.observers.append(JsonlWriter(folder.metrics(training.group.rank)))
+        if training.is_main:
+            training.observers.append(display())
+            if config.run.tensorboard:
+                place = folder.path / "tensorboard"
+                training.observers.append(TensorBoardWriter(place, training.progress.step))
+    except PacelineError as caught:
+        error = caught
+    except OSError as caught:
+        error = PacelineError(
+            f"cannot write the run's records in {folder.path}: {caught.strerror}",
+            "free space or choose another --output",
+        )
+    training.group.settle("records", error)
 
 
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
@@ -85,7 +103,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
     summary = _summary(training, result, weights)
-    error: PacelineError | None = None
+    report, error = None, None
     with training.step.batch_norm.averaged(group):
         if group.rank == 0:
             try:
@@ -93,10 +111,10 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 write_weights(training.model.state_dict(), folder / "weights.safetensors", names)
                 text = json.dumps(summary, indent=2) + "\n"
                 write_atomically(folder / "summary.json", text.encode())
+                report = write_report(folder)
             except PacelineError as caught:
                 error = caught
     group.settle("conclusion", error)
-    report = write_report(folder) if group.rank == 0 else None
     return RunOutcome(folder, group.rank, result, summary, report)
 
 

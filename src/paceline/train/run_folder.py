@@ -58,10 +58,7 @@ def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
         return RunFolder(output, None)
     if resume == "auto":
         return _resumed(output)
-    raise ConfigError(
-        "run.output", str(output), "already holds a run",
-        "add --resume auto to continue it, or choose another --output",
-    )  # fmt: skip
+    raise _occupied(output)
 
 
 def _from_file(file: Path, output: Path | None) -> RunFolder:
@@ -73,11 +70,20 @@ def _from_file(file: Path, output: Path | None) -> RunFolder:
         file = newest
     if not file.is_file():
         raise CheckpointError(f"no checkpoint at {file}", "check --resume")
+    home = file.resolve().parent.parent
     if output is None:
-        home = file.resolve().parent.parent
         output = home if (home / "config.toml").exists() else _new_folder("resumed")
+    elif (output / "config.toml").exists() and output.resolve() != home:
+        raise _occupied(output)
     _make(output, exist_ok=True)
     return RunFolder(output, file)
+
+
+def _occupied(output: Path) -> ConfigError:
+    return ConfigError(
+        "run.output", str(output), "already holds a run",
+        "add --resume auto to continue it, or choose another --output",
+    )  # fmt: skip
 
 
 def _resumed(folder: Path) -> RunFolder:

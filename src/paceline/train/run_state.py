@@ -6,8 +6,11 @@ checkpoint of another run is refused by the name of what differs.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,13 +47,14 @@ class RunState:
     optimizer: torch.optim.Optimizer
     batch_norm: BatchNormState
     group: Group
+    labels: str = ""
 
     def restore(self, checkpoint: Checkpoint, path: Path) -> Progress:
         """Fills the parts in place; refused before anything is touched if it is another run's."""
         self._check(checkpoint, path)
         try:
             missing = self.model.load_state_dict(checkpoint.model, strict=False).missing_keys
-            self.optimizer.load_state_dict(checkpoint.optimizer)
+            self._restore_optimizer(checkpoint.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[-1].strip()
             raise CheckpointError(f"{path} does not fit ({reason})", "check --model") from None
@@ -63,6 +67,13 @@ class RunState:
         progress.resumes.append(progress.step)
         return progress
 
+    def _restore_optimizer(self, saved: dict[str, Any]) -> None:
+        """Takes the state, and keeps this run's own momentum, decay and so on: flags win."""
+        own = self.optimizer.state_dict()["param_groups"]
+        if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
+            raise ValueError("the optimizer's parameter groups differ")
+        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
+
     def _check(self, checkpoint: Checkpoint, path: Path) -> None:
         there, here = flatten(checkpoint.config), self.config.flat()
         sampler, batches = checkpoint.sampler, self.batches
@@ -70,6 +81,8 @@ class RunState:
         pairs += [
             ("run.global_batch_size", sampler["global_batch"], batches.global_batch),
             ("number of training images", sampler["samples"], batches.samples),
+            ("classes", _shown(checkpoint.classes), _shown(self.classes)),
+            ("digest of the labels", sampler["labels"], self.labels),
             ("number of batch-norm layers", len(checkpoint.batch_norm["names"]),
              len(self.batch_norm.names)),
         ]  # fmt: skip
@@ -112,6 +125,7 @@ class RunState:
             sampler={
                 "position": min(progress.step * batches.global_batch, batches.total_samples),
                 "samples": batches.samples,
+                "labels": self.labels,
                 "global_batch": batches.global_batch,
                 "seed": self.config.run.seed,
             },
@@ -120,6 +134,12 @@ class RunState:
             classes=list(self.classes),
             versions=versions(),
         )
+
+
+def _shown(classes: Sequence[str]) -> str:
+    """All names are compared, the first few shown."""
+    digest = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:6]
+    return f"{len(classes)}: {', '.join(classes[:3])} … ({digest})"
 
 
 def _is_statistic(name: str) -> bool:

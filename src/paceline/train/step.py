@@ -24,6 +24,7 @@ from paceline.data.normalize import Normalizer
 from paceline.optim.build import set_rate
 from paceline.precision.finite import all_finite
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.memory import memory_error
 from paceline.train.seeds import seed_micro_batch
 from paceline.train.stop_signals import StopSignals
 
@@ -93,10 +94,11 @@ class TrainStep:
         except PacelineError as error:
             self.group.post_fault(error)
             signals.fault = 1.0
-        except RuntimeError as error:
-            if not _out_of_memory(error):
+        except (RuntimeError, MemoryError) as error:
+            fault = self._memory_error(step, error)
+            if fault is None:
                 raise
-            self.group.post_fault(self._memory_error(step))
+            self.group.post_fault(fault)
             signals.fault = 1.0
 
         signals.loss = float(loss)
@@ -125,23 +127,20 @@ class TrainStep:
             data_s=data_s,
         )
 
-    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, labels, reduction="sum", label_smoothing=self.smoothing)
-
-    def _memory_error(self, step: int) -> RunError:
+    def _memory_error(self, step: int, error: Exception) -> RunError | None:
         size = self.plan.micro_batch
-        return RunError(
-            f"out of memory at step {step} with a batch size of {size} a process",
+        return memory_error(
+            error,
+            f"at step {step} with a batch size of {size} a process",
             f"use a smaller one, such as --batch-size {max(1, size // 2)}; "
             "the global batch and the result stay the same",
         )
+
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels, reduction="sum", label_smoothing=self.smoothing)
 
 
 def _stop_signal(agreed: Signals) -> signal.Signals | None:
     if agreed.terminate:
         return signal.SIGTERM
     return signal.SIGINT if agreed.interrupt else None
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -6,8 +6,8 @@ loop. Every stage that can fail on one rank alone is settled among all before th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +85,9 @@ class Training:
         self.step.loader.close()
         self.validation.close()
         for observer in self.observers:
-            observer.close()
+            # A record that a full disk refused was told when it was written; it is not told twice.
+            with contextlib.suppress(OSError):
+                observer.close()
 
 
 def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
@@ -95,7 +97,8 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
         config.run.global_batch_size, config.run.batch_size, group.world_size
     )
     source, validation = _settled(group, "data", lambda: _open_data(config))
-    group.settle("data set", facts=_data_facts(source, validation), remedy="use the same data")
+    facts = _data_facts(source, validation)
+    group.settle("data set", facts=facts, remedy="use the same data")
     folder = _agree_on_folder(config, group)
     checkpoint = _read_checkpoint(folder, group)
     threads = checkpoint.threads if checkpoint else choose_threads(config, group.topology)
@@ -132,6 +135,7 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
         optimizer,
         batch_norm,
         group,
+        str(facts["labels"]),
     )
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
@@ -188,7 +192,8 @@ def _common_facts(config: RunConfig) -> dict[str, object]:
 
 
 def _open_data(config: RunConfig) -> tuple[Source, Source]:
-    source, validation = open_source(config.data, "train"), open_source(config.data, "val")
+    source = open_source(config.data, "train")
+    validation = open_source(config.data, "val", source.classes)
     if list(source.classes) != list(validation.classes):
         raise DataError(
             f"training has {len(source.classes)} classes, validation {len(validation.classes)}, "
@@ -231,13 +236,11 @@ def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.M
 
 def _agree_on_folder(config: RunConfig, group: Group) -> RunFolder:
     """Rank 0 chooses; the others are told."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     folder: RunFolder | None = None
     error: PacelineError | None = None
     if group.rank == 0:
         try:
-            folder = choose_run_folder(config, restarted=restarted)
-            folder.write_config(config.with_values({"run.output": str(folder.path)}))
+            folder = choose_run_folder(config, restarted=group.restarted)
         except PacelineError as caught:
             error = caught
     group.settle("run folder", error)

@@ -1,0 +1,19 @@
+"""Running out of memory: how to tell it from other errors.
+
+In: what a forward or backward pass raised, and words for the user. Out: the error that says them, or
+None where it was something else.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.core.errors import RunError
+
+
+def memory_error(error: Exception, where: str, remedy: str) -> RunError | None:
+    """On GPU and CPU alike; the CPU allocator raises a plain RuntimeError."""
+    told = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if not told and "can't allocate memory" not in str(error):
+        return None
+    return RunError(f"out of memory {where}", remedy)

@@ -1,0 +1,265 @@
+"""Runs of the command line in processes of their own, and data for them.
+
+In: arguments as a user types them, and a fault from `faults.py` to inject. Out: exit code and output of
+each process. Processes are forked from a server that has imported torch already, so one costs tenths of
+a second instead of three; they can be killed for real, and none outlives its test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ranks import free_port
+
+_ROOT = Path(__file__).parent.parent
+_LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "PACELINE_")
+_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["paceline.cli.app", "paceline.train.run", "paceline.cli.launch"])
+
+# 100 samples in batches of 16: the seventh batch spans the epoch's end, the last (13th) is short.
+IMAGES = (
+    "--set data.image_size=28 --set data.channels=1 --set data.mean=[0.5] --set data.std=[0.25] "
+    "--set data.eval_resize=0 --set data.augment=pad_crop --set data.crop_padding=2 "
+    "--model resnet_tiny --lr 0.05 --warmup-epochs 0.5 --epochs 2 --set run.threads=1"
+).split()
+SYNTHETIC = (
+    "--set data.source=synthetic --set data.synthetic_samples=100 --set data.synthetic_classes=4"
+).split()
+TOTAL_STEPS = 13
+
+
+def small(*more: str) -> list[str]:
+    """The arguments of a training on synthetic images that takes a second."""
+    return ["train", *SYNTHETIC, *IMAGES, "--global-batch-size", "16", *more]
+
+
+def small_on(data_dir: Path | str, *more: str) -> list[str]:
+    """The same on a data set of one's own."""
+    return ["train", "--data-dir", str(data_dir), *IMAGES, "--global-batch-size", "8", *more]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a process ended; a negative code is the signal that ended it."""
+
+    code: int | None
+    out: str
+    err: str
+
+    def error_line(self) -> str:
+        """The one line of a failure; anything besides it is a failure of the failure."""
+        assert self.code not in (0, None), f"code {self.code}\n{self.out}\n{self.err}"
+        lines = self.err.splitlines()
+        assert len(lines) == 1, f"not one line:\n{self.err}"
+        assert lines[0].startswith("paceline: error: "), self.err
+        assert "Traceback" not in self.out
+        return lines[0].removeprefix("paceline: error: ")
+
+
+class CliProcess:
+    """`paceline ARGUMENTS` under way."""
+
+    def __init__(self, arguments: Sequence[str], cwd: Path, fault: Any, extra: dict[str, str]):
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+        }
+        self._log = cwd / f".cli-{free_port()}-{extra.get('RANK', '0')}"
+        _ensure_server()
+        self.process = _context.Process(
+            target=_enter,
+            args=(list(arguments), str(cwd), env | extra, str(self._log), pickle.dumps(fault)),
+        )
+        self.process.start()
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout_s: float = 40.0) -> Done:
+        """Its end; one that does not come within the time is killed and fails the test."""
+        self.process.join(timeout_s)
+        code = self.process.exitcode
+        if code is None:
+            self.kill()
+        out, err = (Path(f"{self._log}.{name}").read_text() for name in ("out", "err"))
+        assert code is not None, f"still running after {timeout_s} s\n{out}\n{err}"
+        return Done(code, out, err)
+
+    def wait_until(self, reached: Callable[[], object], timeout_s: float = 30.0) -> None:
+        """Returns once `reached()` is true; fails where the process ends or time runs out first."""
+        deadline = time.monotonic() + timeout_s
+        while not reached():
+            if not self.process.is_alive() or time.monotonic() > deadline:
+                self.kill()
+                done = self.wait()
+                raise AssertionError(f"was not reached; code {done.code}\n{done.out}\n{done.err}")
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
+@contextlib.contextmanager
+def started(
+    arguments: Sequence[str], cwd: Path, fault: Any = None, **extra: str
+) -> Iterator[CliProcess]:
+    """One process, without a launcher; `fault` is a partial of a function of `faults.py`."""
+    process = CliProcess(arguments, cwd, fault, extra)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def run(arguments: Sequence[str], cwd: Path, fault: Any = None, **extra: str) -> Done:
+    with started(arguments, cwd, fault, **extra) as process:
+        return process.wait()
+
+
+@contextlib.contextmanager
+def started_ranks(
+    arguments: Sequence[Sequence[str]], cwd: Path, faults: Sequence[Any] | None = None
+) -> Iterator[list[CliProcess]]:
+    """One rank for each list of arguments, as a launcher that only sets the environment does it."""
+    port, size = str(free_port()), str(len(arguments))
+    ranks: list[CliProcess] = []
+    try:
+        for rank, own in enumerate(arguments):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+            world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+            ranks.append(CliProcess(own, cwd, faults[rank] if faults else None, place | world))
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def run_two(
+    arguments: Sequence[str],
+    cwd: Path,
+    faults: Sequence[Any] | None = None,
+    second: Sequence[str] | None = None,
+    timeout_s: float = 40.0,
+) -> list[Done]:
+    """Two ranks with the same arguments, or with those of `second` on rank 1."""
+    with started_ranks([arguments, second or arguments], cwd, faults) as ranks:
+        return [process.wait(timeout_s) for process in ranks]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def events(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    """The whole records of one kind, also while the run is writing them."""
+    file = folder / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [record for record in map(json.loads, lines) if record["event"] == kind]
+
+
+def steps(folder: Path) -> list[int]:
+    return [record["step"] for record in events(folder, "step")]
+
+
+def write_shards(
+    folder: Path,
+    train: int = 40,
+    val: int = 8,
+    corrupt: Collection[int] = (),
+    labels: Callable[[int], int] = lambda i: i % 4,
+) -> Path:
+    """Two training shards and one for validation, with four classes; `corrupt` are training samples."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "classes.json").write_text(json.dumps(["ant", "bee", "cat", "dog"]))
+    half = train // 2
+    _write_tar(folder / "train-0.tar", range(half), corrupt, labels)
+    _write_tar(folder / "train-1.tar", range(half, train), corrupt, labels)
+    _write_tar(folder / "val-0.tar", range(1000, 1000 + val), corrupt, labels)
+    return folder
+
+
+def write_folders(folder: Path, train: int = 40, val: int = 8) -> Path:
+    """The same images as class folders."""
+    for split, numbers in (("train", range(train)), ("val", range(1000, 1000 + val))):
+        for i in numbers:
+            place = folder / split / "abcd"[i % 4]
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{i:04d}.png").write_bytes(png(i))
+    return folder
+
+
+def png(number: int) -> bytes:
+    """28 × 28 of noise whose level tells the class."""
+    noise = np.random.default_rng(number).integers(0, 120, (28, 28), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise + np.uint8(40 * (number % 4))).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def _write_tar(
+    path: Path, numbers: range, corrupt: Collection[int], labels: Callable[[int], int]
+) -> None:
+    with tarfile.open(path, "w") as archive:
+        for i in numbers:
+            image = png(i)
+            # The picture breaks off in the middle: its head is still that of an image.
+            content = image[: len(image) // 2] if i in corrupt else image
+            for name, data in ((f"{i:04d}.png", content), (f"{i:04d}.cls", b"%d" % labels(i))):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+
+
+def _ensure_server() -> None:
+    """Starts the server of forks; it must find our modules, and torch's C++ must hold its tongue."""
+    before = dict(os.environ)
+    paths = [str(_ROOT / "src"), str(_ROOT / "tests"), before.get("PYTHONPATH", "")]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _enter(arguments: list[str], cwd: str, env: dict[str, str], log: str, fault: bytes) -> None:
+    """The process itself: what `python -m paceline ARGUMENTS` does, torch being there already."""
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for number, name in ((1, "out"), (2, "err")):
+        descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:0] = [str(_ROOT / "src"), str(_ROOT / "tests")]
+    sys.argv = ["paceline", *arguments]
+    inject = pickle.loads(fault)
+    if inject is not None:
+        inject()
+    from paceline.cli.app import main
+
+    main()
