@@ -32,7 +32,11 @@ _ROOT = Path(__file__).parent.parent
 _LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "PACELINE_")
 _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["paceline.cli.app", "paceline.train.run", "paceline.cli.launch"])
+# The first optimizer imports torch's compiler, which takes as long as torch itself.
+_context.set_forkserver_preload(
+    ["paceline.cli.app", "paceline.cli.display", "paceline.cli.result_table"]
+    + ["paceline.train.run", "paceline.train.evaluation", "torch._dynamo", "numpy.random"]
+)
 
 # 100 samples in batches of 16: the seventh batch spans the epoch's end, the last (13th) is short.
 IMAGES = (

@@ -32,7 +32,7 @@ def tool() -> ModuleType:
 
 @pytest.mark.parametrize(("split", "per_class"), [("train", 1200), ("val", 200)])
 def test_counts_and_balance(split: str, per_class: int) -> None:
-    source = open_source(DataSettings(), split)
+    source = open_source(DataSettings(source="embedded"), split)
     assert len(source) == 10 * per_class
     assert np.bincount(source.labels).tolist() == [per_class] * 10
     assert list(source.classes)[::9] == ["T-shirt/top", "Ankle boot"]
@@ -42,7 +42,7 @@ def test_counts_and_balance(split: str, per_class: int) -> None:
 
 
 def test_images_are_28_by_28_png() -> None:
-    source = open_source(DataSettings(), "val")
+    source = open_source(DataSettings(source="embedded"), "val")
     for i in range(0, len(source), 97):
         data = source.read(i)
         assert isinstance(data, bytes)
@@ -68,7 +68,7 @@ def test_small_enough_and_licensed() -> None:
 
 
 def test_no_image_is_in_both_splits() -> None:
-    train, val = (open_source(DataSettings(), split) for split in ("train", "val"))
+    train, val = (open_source(DataSettings(source="embedded"), split) for split in ("train", "val"))
     known = {train.read(i) for i in range(len(train))}
     assert sum(val.read(i) in known for i in range(len(val))) == 0
 
@@ -104,7 +104,7 @@ def test_pixels_are_the_originals(tool: ModuleType) -> None:
     images = tool.read_idx(ORIGINALS / "t10k-images-idx3-ubyte.gz")
     labels = tool.read_idx(ORIGINALS / "t10k-labels-idx1-ubyte.gz")
     chosen = tool.first_of_each_class(labels, 200)
-    source = open_source(DataSettings(), "val")
+    source = open_source(DataSettings(source="embedded"), "val")
     assert source.labels.tolist() == labels[chosen].tolist()
     for i in range(0, 2000, 41):
         with Image.open(io.BytesIO(source.read(i))) as image:

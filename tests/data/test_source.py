@@ -22,11 +22,12 @@ def settings(directory: Path, source: str = "auto") -> DataSettings:
     return DataSettings(dir=str(directory), source=source)
 
 
-def test_without_a_directory_the_embedded_set() -> None:
-    for chosen in (DataSettings(), DataSettings(source="embedded")):
-        source = open_source(chosen, "val")
-        assert isinstance(source, TarShards)
-        assert len(source) == 2000
+def test_the_embedded_set_is_taken_only_where_it_is_named() -> None:
+    source = open_source(DataSettings(source="embedded"), "val")
+    assert isinstance(source, TarShards)
+    assert len(source) == 2000
+    with pytest.raises(DataError, match="data.dir is not set; --data-dir takes"):
+        open_source(DataSettings(), "val")
 
 
 def test_shards_are_found(tmp_path: Path, write_tar: Write, samples: Samples) -> None:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from paceline.core.errors import PacelineError
 
-# Set by `paceline train --nproc-per-node` for its children.
-CHILD_MARK = "PACELINE_CHILD"
+# The process id of `paceline train --nproc-per-node`, in the environment of its children.
+CHILD_MARK = "PACELINE_LAUNCHER"
 
 
 def is_child_of_launcher() -> bool:
-    return os.environ.get(CHILD_MARK) == "1"
+    """False once the launcher is gone: then a rank has to speak for itself."""
+    return os.environ.get(CHILD_MARK) == str(os.getppid())
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,22 @@
 """Several ranks on this node, through torch's own elastic agent (the engine of torchrun).
 
 In: a number of processes and the arguments of `paceline train`. Out: their exit code; when one fails,
-only the root cause is shown.
+only the root cause is shown. A signal to the launcher goes to all ranks, once, and their end is
+awaited; ranks never outlive their launcher.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.cli.failure import CHILD_MARK, Failure
+from paceline.cli.launch_signals import LaunchSignals
+from paceline.cli.root_cause import root_cause
 from paceline.core.errors import LaunchError
 
 
@@ -26,9 +29,6 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
 
     # The agent logs every child's end in paragraphs of its own; we tell the root cause instead.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ[CHILD_MARK] = "1"
-    # Ranks choose their own thread counts; the agent's default would be 1, and a printed warning.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -36,52 +36,63 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
+        # Without it the agent takes a port that is in use for the store of another agent of this
+        # job, and waits a minute for it to answer.
+        rdzv_configs={"is_host": True},
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
         monitor_interval=0.1,
+        # The other signals are ours; Ctrl-\ stays the way out that saves nothing.
+        signals_to_handle="SIGQUIT",
     )
+    signals = LaunchSignals(SignalException)
+    # Ranks choose their own thread counts; the agent's default would be 1, and a printed warning.
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // processes))
     try:
-        elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
+        with signals, _environment({CHILD_MARK: str(os.getpid()), "OMP_NUM_THREADS": threads}):
+            elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
     except ChildFailedError as error:
-        failure = _root_cause(error)
-        failure.show()
-        return failure.exit_code
+        return _conclude(root_cause(error.failures))
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return 128 + int(signals.received or error.sigval)
     except (RendezvousError, OSError) as error:
-        cause = error.__cause__ or error
         raise LaunchError(
-            f"cannot listen on 127.0.0.1:{port} for the ranks to meet ({_first_line(cause)})",
+            f"cannot listen on 127.0.0.1:{port} for the ranks to meet ({_reason(error)})",
             "choose a free --master-port, or 0 to have one chosen",
         ) from None
     return 0
 
 
-def _root_cause(error: object) -> Failure:
-    """The failure that is no other one's consequence; the first of those."""
-    failures = dict(sorted(error.failures.items()))  # type: ignore[attr-defined]
-    told = {
-        rank: Failure.from_record(failure.message, failure.exitcode)
-        for rank, failure in failures.items()
-    }
-    causes = [failure for failure in told.values() if failure and not failure.consequence]
-    if causes:
-        return causes[0]
-    for rank, failure in failures.items():
-        if told[rank] is None:
-            return Failure(_silent_end(rank, failure.exitcode), 1)
-    return next(failure for failure in told.values() if failure)
+def _conclude(failure: Failure | int) -> int:
+    if isinstance(failure, int):
+        return failure
+    failure.show()
+    return failure.exit_code
 
 
-def _silent_end(rank: int, exit_code: int) -> str:
-    """A child that left no word: killed, or crashed in native code."""
-    if exit_code >= 0:
-        return f"rank {rank} ended with exit code {exit_code} without a word; see its output above"
-    name = signal.Signals(-exit_code).name
-    hint = "was it out of memory? lower --batch-size or --workers; " if name == "SIGKILL" else ""
-    return f"rank {rank} was ended by {name}; {hint}continue with --resume auto"
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Children inherit these; whatever this process starts later does not."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what torch says, or its essence where it is known."""
+    text = str(error.__cause__ or error).strip()
+    if "EADDRINUSE" in text or "in use" in text.lower():
+        return "the port is in use"
+    lines = text.splitlines()
     return (lines[0] if lines else type(error).__name__)[:120]

@@ -20,7 +20,8 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, though not in __all__
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology

@@ -21,12 +21,17 @@ class CorruptSample:
     reason: str
 
 
+def allowed_corrupt(share: float, samples: int) -> int:
+    """How many of `samples` may be corrupt: their share, yet one always, unless `share` is 0."""
+    return max(1, int(share * samples)) if share > 0 else 0
+
+
 class CorruptLog:
     """One a loader. Threads add to what is known; only the consumer reports."""
 
     def __init__(self, samples: int, share: float) -> None:
         """`share` of `samples` may be corrupt, yet one always, unless `share` is 0."""
-        self.limit = max(1, int(share * samples)) if share > 0 else 0
+        self.limit = allowed_corrupt(share, samples)
         self._samples = samples
         self._known: dict[int, CorruptSample] = {}
         self._reported: dict[int, CorruptSample] = {}

@@ -25,7 +25,7 @@ Split = Literal["train", "val"]
 EMBEDDED = Path(__file__).parent / "embedded"
 _LAYOUT = (
     "--data-dir takes a folder with train-*.tar and val-*.tar, or with train/<class>/ and "
-    "val/<class>/; without it the embedded images are used"
+    "val/<class>/; the embedded images are data.source = embedded"
 )
 
 
@@ -56,8 +56,11 @@ def open_source(
     data does not say it: a validation split may lack some classes."""
     if settings.source == "synthetic":
         return _synthetic(settings, split)
-    if settings.source == "embedded" or (settings.source == "auto" and not settings.dir):
+    if settings.source == "embedded":
         return _shards(EMBEDDED, split, classes)
+    if not settings.dir:
+        # Never the embedded set in place of somebody's forgotten --data-dir.
+        raise DataError("no data: data.dir is not set", _LAYOUT)
     directory = Path(settings.dir).expanduser()
     _check_directory(directory)
     kind = settings.source if settings.source != "auto" else detect(directory, split)

@@ -13,7 +13,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.core.errors import RunError
-from paceline.data.corrupt import CorruptLog, CorruptSample
+from paceline.data.corrupt import CorruptSample, allowed_corrupt
 from paceline.train.progress import Progress
 
 
@@ -24,7 +24,7 @@ class CorruptTally:
         self._progress = progress
         self._samples = samples
         self._share = share
-        self._limit = CorruptLog(samples, share).limit
+        self._limit = allowed_corrupt(share, samples)
         self._group = group
 
     def add(self, here: Sequence[CorruptSample]) -> list[CorruptSample]:

@@ -1,0 +1,69 @@
+"""Signals to the launcher, and the tie that ends ranks with it.
+
+In: SIGTERM, SIGINT and SIGHUP at the launcher. Out: one exception in the agent's loop, which hands the
+signal to all ranks and waits for them. What comes while they save changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from paceline.cli.failure import CHILD_MARK, is_child_of_launcher
+
+# The agent gives ranks 30 s. Should it ever have lost the first signal, one after that counts again.
+_DEAF_S = 35.0
+# Linux's prctl: the signal that this process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
+
+
+class LaunchSignals:
+    """A context in which the first signal raises `raised(text, signal)`, and the next ones nothing."""
+
+    def __init__(self, raised: Callable[[str, signal.Signals], Exception]) -> None:
+        self.received: signal.Signals | None = None
+        self._raised = raised
+        self._heard_at = -_DEAF_S
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> LaunchSignals:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # A hang-up that is ignored is nohup's will; the other two are always meant.
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._heard_at < _DEAF_S:
+            return
+        self._heard_at = time.monotonic()
+        self.received = signal.Signals(number)
+        # Ranks know two ways to be asked: a lost terminal is no reason to lose the work as well.
+        told = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        raise self._raised(f"the launcher got {self.received.name}", told)
+
+
+def follow_launcher() -> None:
+    """In a rank of ours: a launcher that dies, even by SIGKILL, sends SIGTERM to this process."""
+    if CHILD_MARK not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # It may have died before the call, and then nothing would ever come.
+    if not is_child_of_launcher():
+        os.kill(os.getpid(), signal.SIGTERM)
