@@ -1,4 +1,4 @@
-"""Runs of the command line in processes of their own, and data for them.
+"""Runs of the command line in processes of their own.
 
 In: arguments as a user types them, and a fault from `faults.py` to inject. Out: exit code and output of
 each process. Processes are forked from a server that has imported torch already, so one costs tenths of
@@ -8,7 +8,6 @@ a second instead of three; they can be killed for real, and none outlives its te
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -16,15 +15,11 @@ import os
 import pickle
 import signal
 import sys
-import tarfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 from ranks import free_port
 
@@ -34,19 +29,21 @@ _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROU
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer imports torch's compiler, which takes as long as torch itself.
 _context.set_forkserver_preload(
-    ["paceline.cli.app", "paceline.cli.display", "paceline.cli.result_table"]
-    + ["paceline.train.run", "paceline.train.evaluation", "torch._dynamo", "numpy.random"]
-)
+    ["paceline.cli.app", "paceline.cli.display", "paceline.cli.result_table", "numpy.random",
+     "paceline.train.run", "paceline.train.evaluation", "torch._dynamo"]
+)  # fmt: skip
 
 # 100 samples in batches of 16: the seventh batch spans the epoch's end, the last (13th) is short.
-IMAGES = (
-    "--set data.image_size=28 --set data.channels=1 --set data.mean=[0.5] --set data.std=[0.25] "
-    "--set data.eval_resize=0 --set data.augment=pad_crop --set data.crop_padding=2 "
-    "--model resnet_tiny --lr 0.05 --warmup-epochs 0.5 --epochs 2 --set run.threads=1"
-).split()
-SYNTHETIC = (
-    "--set data.source=synthetic --set data.synthetic_samples=100 --set data.synthetic_classes=4"
-).split()
+IMAGES = [
+    "--set", "data.image_size=28", "--set", "data.channels=1", "--set", "data.mean=[0.5]",
+    "--set", "data.std=[0.25]", "--set", "data.eval_resize=0", "--set", "data.augment=pad_crop",
+    "--set", "data.crop_padding=2", "--set", "run.threads=1", "--model", "resnet_tiny",
+    "--lr", "0.05", "--warmup-epochs", "0.5", "--epochs", "2", "--device", "cpu",
+]  # fmt: skip
+SYNTHETIC = [
+    "--set", "data.source=synthetic", "--set", "data.synthetic_samples=100",
+    "--set", "data.synthetic_classes=4",
+]  # fmt: skip
 TOTAL_STEPS = 13
 
 
@@ -78,15 +75,19 @@ class Done:
         return lines[0].removeprefix("paceline: error: ")
 
 
+Call = Callable[..., Done]
+
+
+def is_launchers(name: str) -> bool:
+    """Whether a variable of the environment is one by which a launcher makes a process a rank."""
+    return name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
+
+
 class CliProcess:
     """`paceline ARGUMENTS` under way."""
 
     def __init__(self, arguments: Sequence[str], cwd: Path, fault: Any, extra: dict[str, str]):
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
-        }
+        env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
         self._log = cwd / f".cli-{free_port()}-{extra.get('RANK', '0')}"
         _ensure_server()
         self.process = _context.Process(
@@ -144,10 +145,13 @@ def run(arguments: Sequence[str], cwd: Path, fault: Any = None, **extra: str) ->
 
 @contextlib.contextmanager
 def started_ranks(
-    arguments: Sequence[Sequence[str]], cwd: Path, faults: Sequence[Any] | None = None
+    arguments: Sequence[Sequence[str]],
+    cwd: Path,
+    faults: Sequence[Any] | None = None,
+    master_port: int | None = None,
 ) -> Iterator[list[CliProcess]]:
     """One rank for each list of arguments, as a launcher that only sets the environment does it."""
-    port, size = str(free_port()), str(len(arguments))
+    port, size = str(master_port or free_port()), str(len(arguments))
     ranks: list[CliProcess] = []
     try:
         for rank, own in enumerate(arguments):
@@ -185,55 +189,6 @@ def events(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
 
 def steps(folder: Path) -> list[int]:
     return [record["step"] for record in events(folder, "step")]
-
-
-def write_shards(
-    folder: Path,
-    train: int = 40,
-    val: int = 8,
-    corrupt: Collection[int] = (),
-    labels: Callable[[int], int] = lambda i: i % 4,
-) -> Path:
-    """Two training shards and one for validation, with four classes; `corrupt` are training samples."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "classes.json").write_text(json.dumps(["ant", "bee", "cat", "dog"]))
-    half = train // 2
-    _write_tar(folder / "train-0.tar", range(half), corrupt, labels)
-    _write_tar(folder / "train-1.tar", range(half, train), corrupt, labels)
-    _write_tar(folder / "val-0.tar", range(1000, 1000 + val), corrupt, labels)
-    return folder
-
-
-def write_folders(folder: Path, train: int = 40, val: int = 8) -> Path:
-    """The same images as class folders."""
-    for split, numbers in (("train", range(train)), ("val", range(1000, 1000 + val))):
-        for i in numbers:
-            place = folder / split / "abcd"[i % 4]
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"{i:04d}.png").write_bytes(png(i))
-    return folder
-
-
-def png(number: int) -> bytes:
-    """28 × 28 of noise whose level tells the class."""
-    noise = np.random.default_rng(number).integers(0, 120, (28, 28), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(noise + np.uint8(40 * (number % 4))).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def _write_tar(
-    path: Path, numbers: range, corrupt: Collection[int], labels: Callable[[int], int]
-) -> None:
-    with tarfile.open(path, "w") as archive:
-        for i in numbers:
-            image = png(i)
-            # The picture breaks off in the middle: its head is still that of an image.
-            content = image[: len(image) // 2] if i in corrupt else image
-            for name, data in ((f"{i:04d}.png", content), (f"{i:04d}.cls", b"%d" % labels(i))):
-                member = tarfile.TarInfo(name)
-                member.size = len(data)
-                archive.addfile(member, io.BytesIO(data))
 
 
 def _ensure_server() -> None:

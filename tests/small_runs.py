@@ -14,6 +14,7 @@ SMALL: dict[str, Any] = {
     "run.epochs": 2,
     "run.global_batch_size": 16,
     "run.threads": 1,
+    "run.device": "cpu",  # the bit-identical contracts are the CPU's
     "data.source": "synthetic",
     "data.synthetic_samples": 56,
     "data.synthetic_classes": 4,

@@ -44,6 +44,15 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_taken_for_checkpoints(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000060.pt"]
 
 
+def test_later_ones_of_a_run_that_went_back_crowd_out_nothing(tmp_path: Path) -> None:
+    shelf = CheckpointShelf(tmp_path, keep=2)
+    for step in (40, 50):
+        put(shelf, step)
+    for step in (10, 20, 30):
+        assert put(shelf, step).is_file()
+    assert shelf.steps() == [20, 30, 40, 50]
+
+
 def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         find_checkpoint(tmp_path)

@@ -27,6 +27,21 @@ def test_more_ranks_than_gpus_needs_gloo(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose_device(small_config("", comm__backend="gloo"), third) == torch.device("cuda", 1)
 
 
+def test_a_gpu_that_slurm_shows_to_one_rank_alone_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    third = Topology(rank=3, world_size=4, local_rank=3, local_world_size=4, launcher="slurm")
+    config = small_config("", run__device="cuda")
+    assert choose_device(config, third) == torch.device("cuda", 0)
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK")
+    with pytest.raises(ConfigError, match="this node has 1 GPU"):
+        choose_device(config, third)
+
+
 def test_threads_are_shared_out_among_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     four = Topology(world_size=4, local_world_size=4, launcher="torchrun")

@@ -49,8 +49,10 @@ class Failure:
         target = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not target:
             return
-        extra = {"py_callstack": self.trace, "timestamp": str(int(time.time()))}
+        # The agent shows the call stack in its summary, and nothing else of this.
+        extra = {"py_callstack": self.trace or self.line, "timestamp": str(int(time.time()))}
         extra |= {"exit_code": str(self.exit_code), "consequence": str(int(self.consequence))}
+        extra["trace"] = self.trace
         with suppress(OSError):  # an error about an error helps nobody
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             Path(target).write_text(
@@ -67,6 +69,6 @@ class Failure:
         return cls(
             str(message.get("message", "")),
             int(extra.get("exit_code", exit_code)),
-            str(extra.get("py_callstack", "")),
+            str(extra.get("trace", "")),
             extra.get("consequence") == "1",
         )

@@ -1,8 +1,8 @@
 """Several ranks on this node, through torch's own elastic agent (the engine of torchrun).
 
 In: a number of processes and the arguments of `paceline train`. Out: their exit code; when one fails,
-only the root cause is shown. A signal to the launcher goes to all ranks, once, and their end is
-awaited; ranks never outlive their launcher.
+only the root cause is shown. A signal to the launcher stops all ranks, and their save is awaited; ranks
+never outlive their launcher.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent logs every child's end in paragraphs of its own; we tell the root cause instead.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_agent()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -61,6 +60,14 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
             "choose a free --master-port, or 0 to have one chosen",
         ) from None
     return 0
+
+
+def _silence_agent() -> None:
+    """The agent logs every child's end in paragraphs of its own; we tell the root cause instead."""
+    for name in list(logging.root.manager.loggerDict):
+        # Each of its modules has a logger with a level of its own.
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _conclude(failure: Failure | int) -> int:

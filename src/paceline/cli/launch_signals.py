@@ -1,7 +1,7 @@
 """Signals to the launcher, and the tie that ends ranks with it.
 
 In: SIGTERM, SIGINT and SIGHUP at the launcher. Out: one exception in the agent's loop, which hands the
-signal to all ranks and waits for them. What comes while they save changes nothing.
+ranks a SIGTERM and waits for them. What comes while they save changes nothing.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class LaunchSignals:
             return
         self._heard_at = time.monotonic()
         self.received = signal.Signals(number)
-        # Ranks know two ways to be asked: a lost terminal is no reason to lose the work as well.
-        told = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        raise self._raised(f"the launcher got {self.received.name}", told)
+        # Whatever it was, ranks get SIGTERM: it makes them save, also where a terminal was lost, and it
+        # ends a Python that is still starting without the traceback that SIGINT leaves.
+        raise self._raised(f"the launcher got {self.received.name}", signal.SIGTERM)
 
 
 def follow_launcher() -> None:

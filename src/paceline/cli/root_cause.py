@@ -14,6 +14,8 @@ from paceline.cli.failure import Failure
 
 # Ranks that were asked to stop have saved and said so.
 _ASKED_TO_STOP = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+# When one rank has ended, the agent asks the others to; that may cut short how they leave.
+_HURRIED = {-signal.SIGTERM}
 
 
 class ChildFailure(Protocol):
@@ -37,11 +39,11 @@ def root_cause(failures: Mapping[int, ChildFailure]) -> Failure | int:
         return causes[0]
     silent = [rank for rank, failure in told.items() if failure is None]
     codes = {failures[rank].exitcode for rank in silent}
-    if codes and codes <= _ASKED_TO_STOP:
+    expected = _ASKED_TO_STOP | _HURRIED
+    if codes & _ASKED_TO_STOP and codes <= expected:
         return max(codes)
-    # The agent ends the others with SIGTERM, and with SIGKILL those that do not hear it; it saw
-    # the first one's end before it did so.
-    ended = [rank for rank in silent if failures[rank].exitcode != -signal.SIGTERM] or silent
+    # Those that do not hear it are killed; the agent saw the first one's end before it did so.
+    ended = [rank for rank in silent if failures[rank].exitcode not in expected] or silent
     if ended:
         return Failure(_silent_end(ended[0], failures[ended[0]].exitcode), 1)
     return next(failure for failure in told.values() if failure)

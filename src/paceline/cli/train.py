@@ -13,8 +13,11 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from paceline.cli.launch_signals import follow_launcher
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
+from paceline.core.topology import Topology
+from paceline.train.stop_signals import interrupted_at_once
 
 
 def train(
@@ -24,7 +27,8 @@ def train(
     ),
     data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
     model: str | None = typer.Option(None, help="Model name."),
-    batch_size: str | None = typer.Option(None, "--batch-size", "-b", help="Of one process.", metavar="N"),
+    batch_size: str | None = typer.Option(
+        None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
     opt: str | None = typer.Option(None, help="Optimizer."),
@@ -56,13 +60,18 @@ def train(
         "run.log_interval": log_interval, "run.target_top1": target_top1,
         "run.pretrained": pretrained, "run.device": device,
     }  # fmt: skip
+    follow_launcher()
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
     config = resolve(recipe, flags, settings)
+    for flag, value, least in (
+        ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise ConfigError(flag, value, f"must be {least} or more")
     if nproc_per_node > 1 or max_restarts > 0:
         return _launch(config, nproc_per_node, master_port, max_restarts)
-    if nproc_per_node < 1:
-        raise ConfigError("--nproc-per-node", nproc_per_node, "must be at least 1")
-    return _train_here(config)
+    with interrupted_at_once():
+        return _train_here(config)
 
 
 def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig:
@@ -78,11 +87,7 @@ def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
 
 def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
     """Checks what can be checked before any rank starts, then starts them."""
-    if "RANK" in os.environ:
-        raise ConfigError(
-            "--nproc-per-node", processes, "this process is a rank of a launcher already",
-            "leave the flag out under torchrun, srun and mpirun",
-        )  # fmt: skip
+    _refuse_to_nest(processes)
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
@@ -90,6 +95,21 @@ def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> 
 
     resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, processes)
     return launch(processes, child_arguments(sys.argv[1:]), port=port, max_restarts=max_restarts)
+
+
+def _refuse_to_nest(processes: int) -> None:
+    """A rank that started ranks would multiply them, or clash with its neighbours."""
+    marks = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    found = next((mark for mark in marks if mark in os.environ), None)
+    # One srun task that starts the node's ranks is fine; several tasks are ranks themselves.
+    if found is None and Topology.from_env(os.environ).world_size > 1:
+        found = "SLURM_PROCID"
+    if found is not None:
+        raise ConfigError(
+            "--nproc-per-node", processes,
+            f"this process is a rank of a launcher already ({found} is set)",
+            "leave the flag out under torchrun, srun and mpirun",
+        )  # fmt: skip
 
 
 def child_arguments(arguments: list[str]) -> list[str]:
@@ -111,7 +131,8 @@ def _train_here(config: RunConfig) -> int:
     from paceline.cli.result_table import print_summary
     from paceline.train.run import run_training
 
-    console = Console()
+    # mpirun gives its ranks terminals of their own, wherever its output goes.
+    console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
     outcome = run_training(config, lambda: create_display(console, config.run.log_interval))
     if outcome.result.stop_signal is not None:
         if outcome.rank == 0:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from paceline.core.errors import CommError, PacelineError
@@ -27,6 +28,10 @@ class AgreedError(PacelineError):
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+class PeerError(CommError):
+    """Something broke because another process is gone: a consequence, not a cause."""
 
 
 class Agreement:
@@ -45,6 +50,25 @@ class Agreement:
         remedy: str = "start every rank with the same recipe and flags",
     ) -> None:
         """Returns on every rank, or raises the same `AgreedError` on every rank."""
+        try:
+            verdict = self._verdict(phase, error, facts, remedy)
+        except DistNetworkError as lost:
+            raise error or PeerError(
+                f"rank {self._topology.rank} lost the others at '{phase}': the launcher or rank 0 "
+                "has ended",
+                "resume with --resume auto",
+            ) from lost
+        if verdict["error"]:
+            raise AgreedError(verdict["error"], verdict["code"])
+
+    def _verdict(
+        self,
+        phase: str,
+        error: PacelineError | None,
+        facts: Mapping[str, Any] | None,
+        remedy: str,
+    ) -> dict[str, Any]:
+        """Rank 0's judgement of what all ranks say."""
         mine = {"error": str(error) if error else None, "code": error.exit_code if error else 0}
         self._store.set(
             self._key(phase, self._topology.rank), json.dumps({**mine, "facts": dict(facts or {})})
@@ -52,10 +76,9 @@ class Agreement:
         if self._topology.is_main:
             verdict = self._judge(phase, remedy)
             self._store.set(self._key(phase, "verdict"), json.dumps(verdict))
-        else:
-            verdict = json.loads(self._wait(phase, "verdict"))
-        if verdict["error"]:
-            raise AgreedError(verdict["error"], verdict["code"])
+            return verdict
+        found: dict[str, Any] = json.loads(self._wait(phase, "verdict"))
+        return found
 
     def _judge(self, phase: str, remedy: str) -> dict[str, Any]:
         """Rank 0 reads all ranks; the first error, else the first difference, is the verdict."""
@@ -84,6 +107,8 @@ class Agreement:
         try:
             self._store.wait([self._key(phase, who)], self._timeout)
             return bytes(self._store.get(self._key(phase, who)))
+        except DistNetworkError:
+            raise
         except RuntimeError:
             missing = "rank 0" if who == "verdict" else f"rank {who}"
             raise CommError(

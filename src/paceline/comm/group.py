@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from paceline.comm.agreement import Agreement
+from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, PacelineError
@@ -24,11 +24,7 @@ from paceline.core.topology import Topology
 # How long a rank whose collective broke waits to be told by the culprit what happened.
 _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
-_LEAVE_WAIT_S = 5.0
-
-
-class PeerError(CommError):
-    """A collective broke because another rank failed: a consequence, not a cause."""
+_LEAVE_WAIT_S = 3.0
 
 
 class Group:

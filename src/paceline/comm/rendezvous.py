@@ -15,6 +15,8 @@ answered too, but only the living come in; and two jobs that meet at one port by
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from paceline.core.topology import Topology
 
 _LOBBY = "paceline-lobby"
 _POLL_S = 0.02
+# Torch's own timeout comes first, where it works: its words tell more.
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,7 @@ def meet(topology: Topology, timeout_s: float) -> Meeting:
     where = f"{topology.master_addr}:{topology.master_port}"
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = TCPStore(
-            topology.master_addr,
-            topology.master_port,
-            is_master=topology.is_main and not agent_hosts,
-            timeout=timedelta(seconds=timeout_s),
-            # The greetings do this, and they can name who is missing.
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = _open_store(topology, topology.is_main and not agent_hosts, timeout_s)
         if not topology.is_main:
             return Meeting(PrefixStore(_come_in(store, topology.rank, timeout_s), store), False)
         # Only an agent's store can be older than this attempt.
@@ -62,6 +58,40 @@ def meet(topology: Topology, timeout_s: float) -> Meeting:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(*explain(where, topology, error, timeout_s)) from error
+
+
+def _open_store(topology: Topology, hosts: bool, timeout_s: float) -> TCPStore:
+    """Hosts the store, or connects to it.
+
+    In a thread, because a program that listens at the address and never answers, such as another
+    job's, keeps torch waiting beyond any timeout.
+    """
+    outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
+
+    def open_store() -> None:
+        try:
+            store = TCPStore(
+                topology.master_addr,
+                topology.master_port,
+                is_master=hosts,
+                timeout=timedelta(seconds=timeout_s),
+                # The greetings do this, and they can name who is missing.
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except Exception as error:  # noqa: BLE001  (raised where the caller waits)
+            outcome.put(error)
+        else:
+            outcome.put(store)
+
+    threading.Thread(target=open_store, name="paceline-rendezvous", daemon=True).start()
+    try:
+        opened = outcome.get(timeout=timeout_s + _GRACE_S)
+    except queue.Empty:
+        raise TimeoutError(f"nothing answered within {timeout_s:g} s") from None
+    if isinstance(opened, Exception):
+        raise opened
+    return opened
 
 
 def _restart_count() -> int:

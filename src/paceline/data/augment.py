@@ -54,18 +54,15 @@ class TrainTransform:
             box = random_box(
                 image.width, image.height, row, self._settings.crop_scale, self._settings.crop_ratio
             )
-            resized = image.resize((self._size, self._size), self._resampling, box=box)
-            # Pillow turns four-byte pixels about, ten times as fast as NumPy does three bytes.
-            out[...] = _pixels(
-                resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else resized
-            )
-            return
-        target = out[:, ::-1] if flip else out
-        pixels = _fitted(image, self._size, self._size, self._resampling)
-        if self._settings.augment == "pad_crop":
-            _shift_into(target, pixels, row, self._settings.crop_padding)
+            image = image.resize((self._size, self._size), self._resampling, box=box)
         else:
-            target[...] = pixels
+            image = _fitted(image, self._size, self._size, self._resampling)
+        if self._settings.augment == "pad_crop":
+            target = out[:, ::-1] if flip else out
+            _shift_into(target, _pixels(image), row, self._settings.crop_padding)
+            return
+        # Pillow turns four-byte pixels about, ten times as fast as NumPy does three bytes.
+        out[...] = _pixels(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image)
 
 
 class EvalTransform:
@@ -79,7 +76,7 @@ class EvalTransform:
         self._resampling = _RESAMPLING[settings.interpolation]
 
     def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
-        out[...] = _fitted(image, self._short_side, self._size, self._resampling)
+        out[...] = _pixels(_fitted(image, self._short_side, self._size, self._resampling))
 
 
 def random_box(
@@ -112,7 +109,9 @@ def random_box(
     return left, top, left + w, top + h
 
 
-def _fitted(image: Image.Image, short_side: int, size: int, resampling: Image.Resampling) -> Pixels:
+def _fitted(
+    image: Image.Image, short_side: int, size: int, resampling: Image.Resampling
+) -> Image.Image:
     """The central `size` × `size` of the image scaled to `short_side`.
 
     The square is traced back into the source and only it is resampled: the same pixels as scaling
@@ -120,14 +119,14 @@ def _fitted(image: Image.Image, short_side: int, size: int, resampling: Image.Re
     """
     width, height = image.size
     if width == height == short_side == size:
-        return _pixels(image)
+        return image
     shorter = min(width, height)
     scaled = (short_side * width // shorter, short_side * height // shorter)
     left, top = (round((side - size) / 2) for side in scaled)
     x, y = width / scaled[0], height / scaled[1]
     # A product may land a rounding beyond the edge, which Pillow refuses.
     right, bottom = min((left + size) * x, width), min((top + size) * y, height)
-    return _pixels(image.resize((size, size), resampling, (left * x, top * y, right, bottom)))
+    return image.resize((size, size), resampling, (left * x, top * y, right, bottom))
 
 
 def _shift_into(target: Pixels, pixels: Pixels, row: Sequence[float], padding: int) -> None:

@@ -73,17 +73,20 @@ class Checkpoint:
         """Refuses what is cut, damaged, foreign or of a later format, each in its own words."""
         try:
             table = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            table = table if isinstance(table, dict) else {}
+            ours = bool(table.get("format") == FORMAT)
+            parts = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
+            intact = ours and bool(table.get("sha256") == content_hash(parts))
         except Exception as error:  # noqa: BLE001  (damaged bytes make unpickling raise anything)
             raise _unreadable(path, content, error) from None
-        if not isinstance(table, dict) or table.get("format") != FORMAT:
+        if not ours:
             raise CheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
         if table.get("version") != VERSION:
             raise CheckpointError(
                 f"{path} has format {table.get('version')}; Paceline {__version__} reads {VERSION}",
                 "use the Paceline version that wrote it",
             )
-        parts = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
-        if table.get("sha256") != content_hash(parts):
+        if not intact:
             raise CheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
             )

@@ -18,6 +18,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.core.errors import DataError, PacelineError, RunError
 from paceline.data.batch import Batch, CorruptSample
+from paceline.data.loader import EvalLoader
 from paceline.data.normalize import Normalizer
 from paceline.train.memory import memory_error
 from paceline.train.stop_signals import StopSignals
@@ -73,6 +74,9 @@ def evaluate(
         failed = 1
     finally:
         model.train()
+    if isinstance(batches, EvalLoader):
+        # It also knows those of a last batch of which nothing was left to hand over.
+        corrupt = list(batches.corrupt)
     asked = [stop.received is signal.SIGINT, stop.received is signal.SIGTERM]
     own = torch.tensor([seen, len(corrupt), failed, *asked], dtype=torch.float64)
     total = torch.cat([torch.stack([correct1, correct5, loss]), own.to(group.device)])

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from paceline.comm.group import Group, PeerError
+from paceline.comm.agreement import PeerError
+from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError, RunError
 from paceline.core.topology import Topology

@@ -27,7 +27,8 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("run.device", "cuda", "no CUDA device here", "use --device cpu")
-    if topology.local_world_size > count and config.comm.backend != "gloo":
+    shared = topology.local_world_size > count and not _has_gpu_of_its_own(topology)
+    if shared and config.comm.backend != "gloo":
         raise ConfigError(
             "--nproc-per-node",
             topology.local_world_size,
@@ -37,6 +38,12 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     device = torch.device("cuda", topology.local_rank % count)
     torch.cuda.set_device(device)
     return device
+
+
+def _has_gpu_of_its_own(topology: Topology) -> bool:
+    """SLURM may hide the other ranks' GPUs from a rank (`srun --gpus-per-task=1`)."""
+    asked = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+    return topology.launcher == "slurm" and any(name in os.environ for name in asked)
 
 
 def choose_threads(config: RunConfig, topology: Topology) -> int:

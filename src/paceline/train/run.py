@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.group import Group, PeerError
+from paceline.comm.agreement import PeerError
+from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import JsonlWriter, Observer
@@ -76,6 +77,7 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     config, folder, error = training.config, training.folder, None
     try:
         if training.is_main:
+            folder.sweep()
             folder.write_config(config.with_values({"run.output": str(folder.path)}))
         training.observers.append(JsonlWriter(folder.metrics(training.group.rank)))
         if training.is_main:

@@ -40,6 +40,11 @@ class RunFolder:
     def metrics(self, rank: int) -> Path:
         return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
 
+    def sweep(self) -> None:
+        """Removes what a killed process had begun to write here."""
+        for leftover in self.path.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+
     def write_config(self, config: RunConfig) -> None:
         write_atomically(self.path / "config.toml", config.to_toml().encode())
 

@@ -34,6 +34,21 @@ PINNED = (
 )  # fmt: skip
 
 
+def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
+    """Refuses the checkpoint of another run, before anything is built from it."""
+    there, here = flatten(checkpoint.config), config.flat()
+    for name in PINNED:
+        _compare(path, name, there.get(name), here.get(name))
+
+
+def _compare(path: Path, name: str, before: object, now: object) -> None:
+    if before != now:
+        raise CheckpointError(
+            f"{path} has {name} = {before!r}, this run {now!r}",
+            "resume with the checkpoint's settings, or start anew with --pretrained",
+        )
+
+
 @dataclass(frozen=True)
 class RunState:
     """All that changes from step to step, and what gives it its meaning."""
@@ -75,23 +90,17 @@ class RunState:
         self.optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
 
     def _check(self, checkpoint: Checkpoint, path: Path) -> None:
-        there, here = flatten(checkpoint.config), self.config.flat()
+        check_pinned(checkpoint, self.config, path)
         sampler, batches = checkpoint.sampler, self.batches
-        pairs = [(name, there.get(name), here.get(name)) for name in PINNED]
-        pairs += [
+        for name, before, now in (
             ("run.global_batch_size", sampler["global_batch"], batches.global_batch),
             ("number of training images", sampler["samples"], batches.samples),
             ("classes", _shown(checkpoint.classes), _shown(self.classes)),
             ("digest of the labels", sampler["labels"], self.labels),
             ("number of batch-norm layers", len(checkpoint.batch_norm["names"]),
              len(self.batch_norm.names)),
-        ]  # fmt: skip
-        for name, before, now in pairs:
-            if before != now:
-                raise CheckpointError(
-                    f"{path} has {name} = {before!r}, this run {now!r}",
-                    "resume with the checkpoint's settings, or start anew with --pretrained",
-                )
+        ):  # fmt: skip
+            _compare(path, name, before, now)
         if checkpoint.step > batches.total_steps:
             raise CheckpointError(
                 f"{path} is at step {checkpoint.step}, past the {batches.total_steps} of this run",

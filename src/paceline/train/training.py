@@ -38,7 +38,7 @@ from paceline.train.checkpoint_shelf import CheckpointShelf
 from paceline.train.machine import choose_threads, versions
 from paceline.train.progress import Progress
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, choose_run_folder
-from paceline.train.run_state import RunState
+from paceline.train.run_state import RunState, check_pinned
 from paceline.train.seeds import seed_initial_weights
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
@@ -100,7 +100,7 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
     facts = _data_facts(source, validation)
     group.settle("data set", facts=facts, remedy="use the same data")
     folder = _agree_on_folder(config, group)
-    checkpoint = _read_checkpoint(folder, group)
+    checkpoint = _read_checkpoint(config, folder, group)
     threads = checkpoint.threads if checkpoint else choose_threads(config, group.topology)
     torch.set_num_threads(threads)
 
@@ -135,7 +135,7 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
         optimizer,
         batch_norm,
         group,
-        str(facts["labels"]),
+        str(facts["training labels (digest)"]),
     )
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
@@ -210,12 +210,11 @@ def _open_data(config: RunConfig) -> tuple[Source, Source]:
 
 
 def _data_facts(source: Source, validation: Source) -> dict[str, object]:
-    digest = hashlib.sha256(source.labels.tobytes() + validation.labels.tobytes()).hexdigest()
-    return {
-        "training images": len(source),
-        "validation images": len(validation),
-        "labels": digest[:12],
-    }
+    facts: dict[str, object] = {}
+    for split, found in (("training", source), ("validation", validation)):
+        facts[f"{split} images"] = len(found)
+        facts[f"{split} labels (digest)"] = hashlib.sha256(found.labels.tobytes()).hexdigest()[:12]
+    return facts
 
 
 def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.Module, list[str]]:
@@ -249,7 +248,7 @@ def _agree_on_folder(config: RunConfig, group: Group) -> RunFolder:
     return RunFolder(Path(path), Path(resume) if resume else None)
 
 
-def _read_checkpoint(folder: RunFolder, group: Group) -> Checkpoint | None:
+def _read_checkpoint(config: RunConfig, folder: RunFolder, group: Group) -> Checkpoint | None:
     """Rank 0 reads and sends the bytes, so that only its node needs the file."""
     if folder.resume_from is None:
         return None
@@ -261,4 +260,10 @@ def _read_checkpoint(folder: RunFolder, group: Group) -> Checkpoint | None:
             error = caught
     group.settle("checkpoint", error)
     sent, path = group.broadcast_bytes(content), folder.resume_from
-    return _settled(group, "checkpoint content", lambda: Checkpoint.from_bytes(sent, path))
+
+    def parse() -> Checkpoint:
+        found = Checkpoint.from_bytes(sent, path)
+        check_pinned(found, config, path)
+        return found
+
+    return _settled(group, "checkpoint content", parse)

@@ -1,0 +1,253 @@
+"""Data that is missing, broken, wrongly labelled or partly corrupt: named, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import faults
+from cli_runs import Call, events, run, run_two, small_on, summary
+from data_sets import png, write_folders, write_shards
+from paceline.data.order import SampleOrder
+from paceline.train.checkpoint import Checkpoint
+
+KILL = partial(faults.signal_self, signal.SIGKILL)
+SAVES = ("--set", "checkpoint.interval_steps=3")
+
+
+def _missing(folder: Path) -> None:
+    """Nothing there."""
+
+
+def _a_file(folder: Path) -> None:
+    folder.write_text("not a directory")
+
+
+def _other_layout(folder: Path) -> None:
+    write_shards(folder / "imagenet")
+
+
+def _no_validation(folder: Path) -> None:
+    (write_shards(folder) / "val-0.tar").unlink()
+
+
+def _truncated(folder: Path) -> None:
+    shard = write_shards(folder) / "train-1.tar"
+    os.truncate(shard, shard.stat().st_size - 12_000)
+
+
+def _no_tar(folder: Path) -> None:
+    (write_shards(folder) / "train-1.tar").write_bytes(b"\x89PNG this is not a tar archive" * 99)
+
+
+def _broken_gzip(folder: Path) -> None:
+    (write_shards(folder) / "train-2.tar.gz").write_bytes(b"\x1f\x8b\x08 but then nothing")
+
+
+def _foreign_label(folder: Path) -> None:
+    write_shards(folder, labels=lambda i: 4 if i == 23 else i % 4)
+
+
+def _foreign_validation_label(folder: Path) -> None:
+    write_shards(folder, labels=lambda i: 7 if i == 1003 else i % 4)
+    (folder / "classes.json").unlink()
+
+
+def _foreign_class(folder: Path) -> None:
+    (write_folders(folder) / "val/zebra").mkdir()
+    (folder / "val/zebra/1.png").write_bytes(png(1))
+
+
+def _empty_class(folder: Path) -> None:
+    (write_folders(folder) / "train/empty").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause", "remedy"),
+    [
+        (_missing, "DATA: no such directory", "--data-dir takes a folder with train-*.tar"),
+        (Path.mkdir, "DATA: is empty", "--data-dir takes a folder with train-*.tar"),
+        (_a_file, "DATA: is a file, not a directory", "--data-dir takes"),
+        (_other_layout, "DATA: neither train-*.tar[.gz] nor train/<class>/", "--data-dir takes"),
+        (_no_validation, "DATA: neither val-*.tar[.gz] nor val/<class>/", "--data-dir takes"),
+        (_truncated, "DATA/train-1.tar: ", "copy or build the shard anew"),
+        (_no_tar, "DATA/train-1.tar: ", "copy or build the shard anew"),
+        (_broken_gzip, "DATA/train-2.tar.gz: not a readable gzip", "copy or build the shard anew"),
+        (_foreign_label, "train-1.tar:0023.png: label 4 is outside the 4 classes", "mend the .cls"),
+        (
+            _foreign_validation_label,
+            "val-0.tar:1003.png: label 7 is outside the 4",
+            "mend the .cls",
+        ),
+        (
+            _foreign_class,
+            "DATA/val/zebra: not a class of the training data",
+            "remove the directory",
+        ),
+        (_empty_class, "DATA/train: no image", "add images or remove these directories"),
+    ],
+)
+def test_bad_data(
+    call: Call, tmp_path: Path, spoil: Callable[[Path], Any], cause: str, remedy: str
+) -> None:
+    spoil(tmp_path / "data")
+    done = call(*small_on("data"))
+    line = done.error_line()
+    assert cause.replace("DATA", "data") in line
+    assert remedy in line
+    assert done.code == 1
+    assert not (tmp_path / "runs").exists(), "a run that cannot begin leaves nothing"
+
+
+def test_fewer_classes_than_the_data_has(call: Call, tmp_path: Path) -> None:
+    write_shards(tmp_path / "data")
+    line = call(*small_on("data", "--set", "model.num_classes=3")).error_line()
+    assert "model.num_classes = 3: but the data has 4 classes; raise it, or leave it out" in line
+
+
+def test_data_that_is_missing_on_one_rank_only(tmp_path: Path) -> None:
+    write_shards(tmp_path / "here")
+    done = run_two(small_on("here"), tmp_path, second=small_on("there"))
+    for rank in done:
+        assert rank.error_line().startswith("rank 1: there: no such directory; --data-dir takes")
+        assert rank.code == 1
+
+
+def test_a_rank_that_is_slow_to_hear_is_told_too(tmp_path: Path) -> None:
+    """Rank 0 hosts the store of the ranks' agreement, and must not take it away too soon."""
+    done = run_two(small_on("nowhere"), tmp_path, [None, partial(faults.slow_to_hear, "data", 1.0)])
+    for rank in done:
+        assert rank.error_line().startswith("rank 0: nowhere: no such directory; --data-dir takes")
+
+
+def test_data_that_differs_between_ranks(tmp_path: Path) -> None:
+    write_shards(tmp_path / "here")
+    write_shards(tmp_path / "there", train=44)
+    for rank in run_two(small_on("here"), tmp_path, second=small_on("there")):
+        assert "ranks differ in training images: 40 on rank 0, 44 on rank 1" in rank.error_line()
+
+
+@pytest.mark.parametrize("kind", ["folder", "shard"])
+def test_data_that_vanishes_on_one_rank_while_it_trains(tmp_path: Path, kind: str) -> None:
+    folder = {"folder": write_folders, "shard": write_shards}[kind]
+    for name in ("here", "there"):
+        folder(tmp_path / name)
+    spoil = (
+        partial(faults.remove, tmp_path / "there/train")
+        if kind == "folder"
+        else partial(faults.cut_short, tmp_path / "there/train-1.tar")
+    )
+    quick = ("--workers", "1", "--set", "data.prefetch_batches=1", "--output", "run", *SAVES)
+    started = time.monotonic()
+    done = run_two(
+        small_on("here", *quick),
+        tmp_path,
+        [None, partial(faults.at_micro_batch, 3, 1, spoil)],
+        second=small_on("there", *quick),
+    )
+    assert time.monotonic() - started < 12
+    lines = [rank.error_line() for rank in done]
+    assert lines[0] == lines[1]
+    assert lines[0].startswith(
+        "rank 1: there/train" if kind == "folder" else "rank 1: there/train-1"
+    )
+    assert Checkpoint.read(tmp_path / "run/checkpoints/step-00000003.pt").step == 3
+
+
+Whole = tuple[Path, dict[str, Any]]
+TWO_ALLOWED = ("--set", "data.max_corrupt_share=0.05")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A data set with two corrupt training images and one of validation, and the run on it."""
+    folder = tmp_path_factory.mktemp("corrupt")
+    write_shards(folder / "data", corrupt={17, 30, 1005})
+    done = run(small_on("data", "--output", "run", "--workers", "0", *TWO_ALLOWED), folder)
+    assert done.code == 0, done.err
+    for name in ("train-0.tar:0017.png", "train-1.tar:0030.png"):
+        assert done.out.count(f"corrupt, replaced by its successor: {name} (") == 1
+    return folder, summary(folder / "run")
+
+
+def test_a_corrupt_image_is_named_counted_and_skipped(whole: Whole) -> None:
+    folder, ended = whole
+    named = {(event["name"], bool(event["reason"])) for event in events(folder / "run", "corrupt")}
+    assert named == {
+        ("train-0.tar:0017.png", True),
+        ("train-1.tar:0030.png", True),
+        ("val-0.tar:1005.png", True),
+    }
+    assert (ended["corrupt_samples"], ended["corrupt_val_samples"]) == (2, 1)
+    assert ended["images"] == 80, "others take their places"
+    assert events(folder / "run", "eval")[-1]["samples"] == 7
+
+
+def test_it_is_skipped_alike_by_any_number_of_threads(whole: Whole, tmp_path: Path) -> None:
+    folder, ended = whole
+    for workers in ("1", "2"):
+        more = ("--output", workers, "--workers", workers, *TWO_ALLOWED)
+        assert run(small_on(folder / "data", *more), tmp_path).code == 0
+        assert summary(tmp_path / workers)["weights_sha256"] == ended["weights_sha256"]
+
+
+def test_it_is_skipped_and_counted_alike_across_a_resume(whole: Whole, tmp_path: Path) -> None:
+    folder, ended = whole
+    arguments = small_on(folder / "data", "--output", "run", *TWO_ALLOWED)
+    # Killed in the second epoch, before they come up again: the new process meets them anew.
+    assert run(arguments, tmp_path, partial(faults.at_micro_batch, 5, 0, KILL)).code < 0
+    assert run([*arguments, "--resume", "auto"], tmp_path).code == 0
+    resumed = summary(tmp_path / "run")
+    for name in ("weights_sha256", "top1", "corrupt_samples", "corrupt_val_samples"):
+        assert resumed[name] == ended[name], name
+
+
+def test_it_is_counted_once_however_many_ranks_meet_it(whole: Whole, tmp_path: Path) -> None:
+    arguments = small_on(whole[0] / "data", "--output", "run", "--epochs", "4", *TWO_ALLOWED)
+    assert [rank.code for rank in run_two(arguments, tmp_path)] == [0, 0]
+    order = SampleOrder(40, seed=0)
+    places = [order.permutation(epoch).tolist().index(17) for epoch in range(4)]
+    assert len({place % 8 // 4 for place in places}) == 2, "both ranks meet it"
+    assert summary(tmp_path / "run")["corrupt_samples"] == 2
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "share", "words"),
+    [
+        ({3, 30}, "0.01", "2 corrupt of 40 samples (allowed: 1); the first: train-"),
+        ({3}, "0", "1 corrupt of 40 samples (allowed: 0); the first: train-0.tar:0003.png: "),
+        (set(range(40)), "0.5", "corrupt of 40 samples (allowed: 20); the first: train-"),
+        ({1001, 1002}, "0.01", "2 corrupt of 8 samples (allowed: 1); the first: val-0.tar:1001"),
+    ],
+)
+def test_more_than_the_share_stops_the_run(
+    call: Call, tmp_path: Path, corrupt: set[int], share: str, words: str
+) -> None:
+    write_shards(tmp_path / "data", corrupt=corrupt)
+    line = call(*small_on("data", "--set", f"data.max_corrupt_share={share}")).error_line()
+    assert words in line
+    assert line.endswith("; mend the data, or raise data.max_corrupt_share")
+
+
+def test_a_larger_share_lets_it_run(call: Call, tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", corrupt={3, 30})
+    arguments = small_on("data", "--set", "data.max_corrupt_share=0.05", "--output", "run")
+    assert call(*arguments).code == 0
+    assert summary(tmp_path / "run")["corrupt_samples"] == 2
+
+
+def test_the_share_is_that_of_all_ranks_together(tmp_path: Path) -> None:
+    # In the first step rank 0 has the first four of the order, rank 1 the next: each meets one.
+    order = SampleOrder(40, seed=0).permutation(0).tolist()
+    write_shards(tmp_path / "data", corrupt={order[0], order[4]})
+    for rank in run_two(small_on("data"), tmp_path):
+        assert "2 corrupt of 40 samples by step 1, more than data.max_corrupt_share" in (
+            rank.error_line()
+        )

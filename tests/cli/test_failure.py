@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.failure import Failure
+from paceline.comm.agreement import PeerError
+from paceline.core.errors import ConfigError
+
+CASES = [
+    Failure("optim.lr = 0: too small", 2),
+    Failure("TypeError: no", 1, trace="Traceback\n  line\n"),
+    Failure("another rank is gone", 1, consequence=True),
+]
+
+
+@pytest.mark.parametrize("failure", CASES)
+def test_what_a_rank_records_the_launcher_reads(
+    failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "a" / "error.json"))
+    failure.record()
+    message = json.loads((tmp_path / "a" / "error.json").read_text())["message"]
+    assert Failure.from_record(message, 77) == failure
+    # torchrun's own summary prints this field under "traceback".
+    assert message["extraInfo"]["py_callstack"] == (failure.trace or failure.line)
+
+
+def test_a_message_of_torchs_own_is_none_of_ours() -> None:
+    assert Failure.from_record("Signal 9 (SIGKILL) received by PID 7", -9) is None
+
+
+def test_a_lost_peer_is_a_consequence_and_a_mistake_is_not() -> None:
+    assert Failure.of(PeerError("gone")).consequence
+    mistake = Failure.of(ConfigError("run.seed", -1, "too small"))
+    assert (mistake.consequence, mistake.exit_code) == (False, 2)
+
+
+def test_one_line_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    CASES[0].show()
+    assert capsys.readouterr().err == "paceline: error: optim.lr = 0: too small\n"

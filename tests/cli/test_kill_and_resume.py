@@ -1,0 +1,294 @@
+"""A run that was killed and resumed ends as if nothing had happened: contract 3, from the outside."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import faults
+from cli_runs import (
+    TOTAL_STEPS,
+    Done,
+    events,
+    run,
+    run_two,
+    small,
+    started,
+    started_ranks,
+    steps,
+    summary,
+)
+
+KILL = partial(faults.signal_self, signal.SIGKILL)
+SAVES = ("--set", "checkpoint.interval_steps=3")
+CHECKPOINTS = Path("run/checkpoints")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The uninterrupted run on one rank."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(small("--output", "run", *SAVES), folder).code == 0
+    return summary(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run on two ranks."""
+    folder = tmp_path_factory.mktemp("whole-of-two")
+    assert [done.code for done in run_two(small("--output", "run", "-b", "8"), folder)] == [0, 0]
+    return folder / "run"
+
+
+def resume(cwd: Path, *more: str) -> Done:
+    done = run(small("--output", "run", "--resume", "auto", *SAVES, *more), cwd)
+    assert done.code == 0, done.err
+    return done
+
+
+def assert_same_end(folder: Path, whole: dict[str, Any]) -> None:
+    """Weights to the bit, and every figure that does not tell the time."""
+    ended = summary(folder)
+    told = ("weights_sha256", "top1", "top5", "val_loss", "best_top1", "best_step", "steps")
+    for name in (*told, "images", "epochs", "skipped_steps", "corrupt_samples", "stopped_by"):
+        assert ended[name] == whole[name], name
+    assert not list(folder.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "resumed_at"),
+    [
+        pytest.param(partial(faults.at_micro_batch, 0, 0, KILL), [], id="in-the-first-step"),
+        pytest.param(partial(faults.at_micro_batch, 4, 0, KILL), [3], id="between-two-saves"),
+        pytest.param(partial(faults.at_micro_batch, 6, 0, KILL), [6], id="right-after-a-save"),
+        pytest.param(
+            partial(faults.at_micro_batch, 12, 0, KILL), [12], id="in-the-short-last-step"
+        ),
+        pytest.param(partial(faults.at_evaluation, 1, KILL), [6], id="in-an-evaluation"),
+        pytest.param(
+            partial(faults.at_rename, "step-", 2, partial(faults.halve_and_die, CHECKPOINTS)),
+            [3],
+            id="in-the-middle-of-a-write",
+        ),
+        pytest.param(partial(faults.at_rename, "step-", 2, KILL), [3], id="before-the-rename"),
+        pytest.param(
+            partial(faults.at_rename, "best.pt", 1, KILL, after=True),
+            [6],
+            id="between-the-best-and-the-last",
+        ),
+        pytest.param(
+            partial(faults.at_rename, "weights.safetensors", 1, KILL), [13], id="before-the-summary"
+        ),
+    ],
+)
+def test_killed_anywhere(
+    tmp_path: Path, whole: dict[str, Any], fault: Any, resumed_at: list[int]
+) -> None:
+    arguments = small("--output", "run", *SAVES)
+    assert run(arguments, tmp_path, fault).code == -signal.SIGKILL
+    assert not (tmp_path / "run/summary.json").exists()
+    resume(tmp_path)
+    assert_same_end(tmp_path / "run", whole)
+    assert summary(tmp_path / "run")["resumed_at_steps"] == resumed_at
+    assert (tmp_path / CHECKPOINTS / "best.pt").samefile(
+        tmp_path / CHECKPOINTS / f"step-{whole['best_step']:08d}.pt"
+    )
+
+
+def test_killed_from_outside_again_and_again(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """Whenever two more steps are on record; the moment within a step is chance."""
+    arguments = small("--output", "run", "--resume", "auto", *SAVES)
+    folder, kills = tmp_path / "run", 0
+    while not (folder / "summary.json").exists():
+        assert kills < 12, "the run makes no progress"
+        recorded = len(steps(folder))
+        with started(arguments, tmp_path, partial(_slow_steps, 0.03)) as process:
+            enough = 4 if kills < 4 else 99
+
+            def reached(recorded: int = recorded, enough: int = enough) -> bool:
+                return len(steps(folder)) >= recorded + enough or (folder / "summary.json").exists()
+
+            process.wait_until(reached)
+            if not (folder / "summary.json").exists():
+                process.send(signal.SIGKILL)
+                assert process.wait().code == -signal.SIGKILL
+                kills += 1
+            else:
+                process.wait()
+    assert kills >= 2
+    assert_same_end(folder, whole)
+
+
+def _slow_steps(seconds: float) -> None:
+    """Steps that take long enough for another process to see them one by one."""
+    import time
+
+    import paceline.train.step as module
+
+    real = module.seed_micro_batch
+
+    def seed(*parts: int) -> None:
+        time.sleep(seconds)
+        real(*parts)
+
+    module.seed_micro_batch = seed
+
+
+def test_a_half_written_file_beside_the_good_ones_is_no_checkpoint(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    run(small("--output", "run", *SAVES), tmp_path, partial(faults.at_evaluation, 1, KILL))
+    newest = tmp_path / CHECKPOINTS / "step-00000006.pt"
+    rest = tmp_path / CHECKPOINTS / ".step-00000009.pt.4711.tmp"
+    rest.write_bytes(newest.read_bytes()[:5000])
+    assert "resumed from run/checkpoints/step-00000006.pt at step 6" in resume(tmp_path).out
+    assert_same_end(tmp_path / "run", whole)
+
+
+def test_two_ranks_killed_together(tmp_path: Path, whole_of_two: Path) -> None:
+    arguments = small("--output", "run", "-b", "8", *SAVES)
+    # Rank 1 holds back, so that rank 0 is killed while it waits in the exchange.
+    wait = partial(faults.at_micro_batch, 7, 1, partial(_sleep, 30.0))
+    with started_ranks([arguments, arguments], tmp_path, [None, wait]) as ranks:
+        ranks[0].wait_until(lambda: steps(tmp_path / "run")[-1:] == [7])
+        for process in ranks:
+            process.send(signal.SIGKILL)
+        assert [process.wait().code for process in ranks] == [-signal.SIGKILL] * 2
+    done = run_two([*arguments, "--resume", "auto"], tmp_path)
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    assert_same_end(tmp_path / "run", summary(whole_of_two))
+    assert load_file(tmp_path / "run/weights.safetensors")["bn1.running_mean"].equal(
+        load_file(whole_of_two / "weights.safetensors")["bn1.running_mean"]
+    ), "each rank's own statistics are saved and restored"
+
+
+def _sleep(seconds: float) -> None:
+    import time
+
+    time.sleep(seconds)
+
+
+def test_a_rank_that_dies_takes_the_other_along_within_seconds(tmp_path: Path) -> None:
+    arguments = small("--output", "run", "-b", "8", *SAVES)
+    fault = partial(faults.at_micro_batch, 5, 1, KILL)
+    survivor, dead = run_two(arguments, tmp_path, [None, fault], timeout_s=15)
+    assert dead.code == -signal.SIGKILL
+    assert "another rank is gone" in survivor.error_line()
+    assert "resume with --resume auto" in survivor.error_line()
+    assert run_two([*arguments, "--resume", "auto"], tmp_path)[0].code == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_the_same_batches(
+    tmp_path: Path, whole_of_two: Path, before: int, after: int
+) -> None:
+    arguments = small("--output", "run", "-b", "8")
+    fault = partial(faults.at_micro_batch, 9, 0, KILL)
+    start(before, arguments, tmp_path, fault)
+    assert steps(tmp_path / "run")[-1] == 9
+    assert all(code == 0 for code in start(after, [*arguments, "--resume", "auto"], tmp_path))
+    ended = summary(tmp_path / "run")
+    assert (ended["world_size"], ended["resumed_at_steps"]) == (after, [7])
+    expected = load_file(whole_of_two / "weights.safetensors")
+    for name, value in load_file(tmp_path / "run/weights.safetensors").items():
+        if "running" not in name and "tracked" not in name:
+            # The same samples in the same micro-batches; only the order of a sum may differ.
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def start(ranks: int, arguments: list[str], cwd: Path, fault: Any = None) -> list[int | None]:
+    if ranks == 1:
+        return [run(arguments, cwd, fault).code]
+    return [done.code for done in run_two(arguments, cwd, [fault, None])]
+
+
+def test_auto_finds_the_newest_unfinished_run_of_this_configuration(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    killed = partial(faults.at_micro_batch, 8, 0, KILL)
+    for more in ((), (), ("--seed", "7")):
+        run(small(*SAVES, *more), tmp_path, killed)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "run-001",
+        "run-002",
+        "run-003",
+    ]
+    done = run(small(*SAVES, "--resume", "auto", "--workers", "1"), tmp_path)
+    assert "resumed from runs/run-002/checkpoints/step-00000007.pt at step 7" in done.out
+    assert_same_end(tmp_path / "runs/run-002", whole)
+    # The newest is finished now, so the older one is next, and then there is nothing left.
+    done = run(small(*SAVES, "--resume", "auto"), tmp_path)
+    assert "resumed from runs/run-001/checkpoints/step-00000007.pt" in done.out
+    done = run(small(*SAVES, "--resume", "auto"), tmp_path)
+    assert "starting at step 0" in done.out
+    assert (tmp_path / "runs/run-004/summary.json").exists()
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: dict[str, Any]) -> None:
+    assert run(small("--output", "run", *SAVES), tmp_path).code == 0
+    done = resume(tmp_path)
+    assert f"at step {TOTAL_STEPS} of {TOTAL_STEPS}" in done.out
+    assert_same_end(tmp_path / "run", whole)
+    assert len(events(tmp_path / "run", "step")) == TOTAL_STEPS, "no step is done twice"
+
+
+def test_a_run_killed_at_its_target_ends_there(tmp_path: Path) -> None:
+    arguments = small("--output", "run", "--target-top1", "1")
+    killed = partial(faults.at_rename, "weights.safetensors", 1, KILL)
+    assert run(arguments, tmp_path, killed).code == -signal.SIGKILL
+    assert run([*arguments, "--resume", "auto"], tmp_path).code == 0
+    ended = summary(tmp_path / "run")
+    assert (ended["stopped_by"], ended["steps"]) == ("target", 7)
+    assert ended["time_to_target_s"] is not None
+
+
+def test_an_output_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+    run(small("--output", "run"), tmp_path, partial(faults.at_micro_batch, 8, 0, KILL))
+    before = contents(tmp_path / "run")
+    assert "config.toml" in str(before)
+    line = run(small("--output", "run", "--seed", "3"), tmp_path).error_line()
+    assert "run.output = 'run': already holds a run; add --resume auto" in line
+    assert contents(tmp_path / "run") == before
+
+
+def test_dropout_draws_the_same_numbers_after_a_resume(tmp_path: Path) -> None:
+    """With dropout in the small net, because AlexNet is too slow for two cores."""
+    arguments = small("--output", "run", *SAVES)
+    assert run(arguments, tmp_path, _add_dropout).code == 0
+    expected = summary(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    kill = partial(faults.at_micro_batch, 7, 0, KILL)
+    run(arguments, tmp_path, partial(faults.several, _add_dropout, kill))
+    assert run([*arguments, "--resume", "auto"], tmp_path, _add_dropout).code == 0
+    assert_same_end(tmp_path / "run", expected)
+    # The dropout is there: without it the end is another one.
+    assert run(small("--output", "plain", *SAVES), tmp_path).code == 0
+    assert summary(tmp_path / "plain")["weights_sha256"] != expected["weights_sha256"]
+
+
+def _add_dropout() -> None:
+    from torch.nn import functional
+
+    from paceline.models.small_resnet import SmallResNet
+
+    real = SmallResNet.forward
+
+    def forward(self: SmallResNet, images: torch.Tensor) -> torch.Tensor:
+        return real(self, functional.dropout(images, 0.2, self.training))
+
+    SmallResNet.forward = forward  # type: ignore[method-assign]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli.failure import CHILD_MARK
+from paceline.cli.launch_signals import LaunchSignals
+
+
+class Asked(Exception):  # noqa: N818 - a stand-in for torch's SignalException
+    """Takes what torch's takes."""
+
+    def __init__(self, text: str, sigval: signal.Signals) -> None:
+        super().__init__(text)
+        self.sigval = sigval
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_is_told_as_sigterm_and_the_next_ones_are_not(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    with LaunchSignals(Asked) as signals:
+        with pytest.raises(Asked) as caught:
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received is number
+        assert caught.value.sigval is signal.SIGTERM
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_went_astray_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LaunchSignals(Asked):
+        with pytest.raises(Asked):
+            os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr("paceline.cli.launch_signals._DEAF_S", 0.0)
+        with pytest.raises(Asked):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with LaunchSignals(Asked):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_rank_whose_launcher_is_gone_already_ends_itself() -> None:
+    code = "from paceline.cli.launch_signals import follow_launcher as f; f(); print('alive')"
+    for launcher, expected in ((str(os.getpid()), (0, "alive\n")), ("1", (-signal.SIGTERM, ""))):
+        env = {**os.environ, CHILD_MARK: launcher}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout) == expected, done.stderr

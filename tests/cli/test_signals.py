@@ -1,0 +1,181 @@
+"""SIGTERM and SIGINT: the run stops, saves, says how to go on, and a resume is bit-identical."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import faults
+from cli_runs import Done, events, run, run_two, small, started, started_ranks, steps, summary
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+# 16 = 4 micro-batches of 4, so that a step can be left in the middle.
+ARGUMENTS = small("--output", "run", "-b", "4")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The end of the run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(ARGUMENTS, folder).code == 0
+    return summary(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("whole-of-two")
+    assert [done.code for done in run_two(ARGUMENTS, folder)] == [0, 0]
+    return summary(folder / "run")
+
+
+def at(step: int, micro_batch: int, *numbers: signal.Signals) -> Any:
+    return partial(faults.at_micro_batch, step, micro_batch, partial(faults.signal_self, *numbers))
+
+
+def assert_resumes_as_if_nothing_had_happened(cwd: Path, whole: dict[str, Any]) -> None:
+    assert run([*ARGUMENTS, "--resume", "auto"], cwd).code == 0
+    ended = summary(cwd / "run")
+    for name in ("weights_sha256", "top1", "val_loss", "best_top1", "steps", "images"):
+        assert ended[name] == whole[name], name
+
+
+def assert_stopped(done: Done, cwd: Path, number: signal.Signals, step: int) -> None:
+    assert done.code == 128 + number
+    assert done.err == ""
+    assert f"stopped after step {step}: {number.name}" in done.out
+    assert "continue with: --resume auto --output run" in done.out
+    saved = sorted((cwd / "run/checkpoints").glob("step-*.pt"))
+    assert saved[-1].name == f"step-{step:08d}.pt"
+    assert not (cwd / "run/summary.json").exists()
+    assert not list((cwd / "run").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "step"),
+    [
+        pytest.param(at(4, 3, TERM), TERM, 5, id="in-the-last-micro-batch-the-step-counts"),
+        pytest.param(at(4, 0, TERM), TERM, 4, id="in-the-first-micro-batch"),
+        pytest.param(at(9, 1, INT), INT, 9, id="in-the-middle-of-a-step"),
+        pytest.param(at(9, 1, INT, TERM, TERM), INT, 9, id="again-and-again"),
+        pytest.param(at(12, 1, TERM), TERM, 13, id="in-the-very-last-step"),
+        pytest.param(
+            partial(faults.at_evaluation, 1, partial(faults.signal_self, TERM)),
+            TERM,
+            7,
+            id="in-an-evaluation",
+        ),
+        pytest.param(
+            partial(faults.at_evaluation, 2, partial(faults.signal_self, INT)),
+            INT,
+            13,
+            id="in-the-last-evaluation",
+        ),
+        pytest.param(
+            partial(
+                faults.several,
+                at(5, 2, TERM),
+                partial(faults.at_rename, "step-", 1, partial(faults.signal_self, TERM, INT)),
+            ),
+            TERM,
+            5,
+            id="a-second-one-in-the-save",
+        ),
+    ],
+)
+def test_a_signal_saves_and_nothing_of_a_half_step_remains(
+    tmp_path: Path, whole: dict[str, Any], fault: Any, number: signal.Signals, step: int
+) -> None:
+    assert_stopped(run(ARGUMENTS, tmp_path, fault), tmp_path, number, step)
+    assert events(tmp_path / "run", "stop")[-1]["reason"] == number.name
+    assert_resumes_as_if_nothing_had_happened(tmp_path, whole)
+
+
+def test_a_signal_after_the_last_save_lets_the_run_end(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    fault = partial(faults.at_rename, "weights", 1, partial(faults.signal_self, TERM, INT))
+    assert run(ARGUMENTS, tmp_path, fault).code == 0
+    assert summary(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_signal_stops_within_one_micro_step(tmp_path: Path) -> None:
+    """A global batch that takes far longer than a scheduler waits is not finished first."""
+    arguments = small("--output", "run", "--global-batch-size", "65536", "-b", "4")
+    arguments += ["--set", "data.synthetic_samples=70000", "--set", "run.smoothing=0.0"]
+    with started(arguments, tmp_path) as process:
+        process.wait_until(lambda: events(tmp_path / "run", "start"))
+        time.sleep(0.3)
+        process.send(TERM)
+        sent = time.monotonic()
+        done = process.wait()
+        assert time.monotonic() - sent < 5
+    assert_stopped(done, tmp_path, TERM, 0)
+    assert steps(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(
+    tmp_path: Path, whole_of_two: dict[str, Any], rank: int
+) -> None:
+    # Micro-batches 0 and 2 are rank 0's, 1 and 3 are rank 1's.
+    faults_of_ranks = [None, None]
+    faults_of_ranks[rank] = at(6, rank, TERM)
+    done = run_two(ARGUMENTS, tmp_path, faults_of_ranks)
+    assert_stopped(done[0], tmp_path, TERM, 6)
+    assert (done[1].code, done[1].err) == (128 + TERM, "")
+    assert len(events(tmp_path / "run", "step", rank=1)) == 6
+    assert [end.code for end in run_two([*ARGUMENTS, "--resume", "auto"], tmp_path)] == [0, 0]
+    ended = summary(tmp_path / "run")
+    assert ended["weights_sha256"] == whole_of_two["weights_sha256"]
+    assert ended["top1"] == whole_of_two["top1"]
+
+
+def test_different_signals_to_two_ranks_still_agree(tmp_path: Path) -> None:
+    done = run_two(ARGUMENTS, tmp_path, [at(3, 2, INT), at(3, 1, TERM)])
+    assert [end.code for end in done] == [128 + TERM] * 2
+    assert events(tmp_path / "run", "stop")[-1]["reason"] == "SIGTERM"
+
+
+def test_a_signal_that_comes_before_there_is_anything_to_save_ends_the_ranks(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 never comes; rank 0, which waits for it, is not deaf."""
+    arguments = [*ARGUMENTS, "--set", "comm.rendezvous_timeout_s=30.0"]
+    with started_ranks([arguments, ["--version"]], tmp_path) as ranks:
+        assert ranks[1].wait().code == 0
+        time.sleep(0.5)
+        ranks[0].send(TERM)
+        assert ranks[0].wait(10).code == -TERM
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [TERM, INT])
+def test_a_process_of_its_own_leaves_with_the_usual_code(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The whole way, through `python -m paceline` and a signal from outside."""
+    command = [sys.executable, "-m", "paceline", *ARGUMENTS, "--epochs", "500"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:  # fmt: skip
+        try:
+            deadline = time.monotonic() + 40
+            while len(steps(tmp_path / "run")) < 3:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    done = Done(process.returncode, out, err)
+    assert_stopped(done, tmp_path, number, steps(tmp_path / "run")[-1])

@@ -1,0 +1,142 @@
+"""Scripted faults: at this very moment of a run, do that.
+
+In: a moment (a micro-batch, an evaluation, a file that is about to take its place) and an action. Out:
+nothing; the program is patched for the rest of its process, so these belong into processes that end.
+All are plain functions, which `functools.partial` carries into another process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Action = Callable[[], object]
+
+
+def at_micro_batch(step: int, number: int, action: Action) -> None:
+    """Before micro-batch `number` (over all ranks) of `step` is computed; both count from 0."""
+    import paceline.train.step as module
+
+    real = module.seed_micro_batch
+
+    def seed(run_seed: int, this_step: int, this_number: int) -> None:
+        real(run_seed, this_step, this_number)
+        if (this_step, this_number) == (step, number):
+            action()
+
+    module.seed_micro_batch = seed
+
+
+def at_evaluation(nth: int, action: Action) -> None:
+    """When the nth evaluation of the process, counted from 1, has its first batch."""
+    import paceline.train.loop as module
+
+    real, calls = module.evaluate, [0]
+
+    def evaluate(model: Any, batches: Any, *rest: Any) -> Any:
+        calls[0] += 1
+        return real(model, _interrupted(batches, action) if calls[0] == nth else batches, *rest)
+
+    module.evaluate = evaluate
+
+
+def _interrupted(batches: Any, action: Action) -> Any:
+    for number, batch in enumerate(batches):
+        if number == 0:
+            action()
+        yield batch
+
+
+def at_rename(part: str, nth: int, action: Action, *, after: bool = False) -> None:
+    """Before (or after) the nth temporary file takes the place of a file with `part` in its path."""
+    real, calls = Path.replace, [0]
+
+    def replace(self: Path, target: Path) -> Path:
+        matched = part in str(target)
+        calls[0] += matched
+        due = matched and calls[0] == nth
+        if due and not after:
+            action()
+        renamed = real(self, target)
+        if due and after:
+            action()
+        return renamed
+
+    Path.replace = replace  # type: ignore[assignment,method-assign]
+
+
+def full_disk(part: str, nth: int) -> None:
+    """The disk is full from the nth write of a file with `part` in its path on."""
+    real, calls = os.fsync, [0]
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        calls[0] += part in path.name
+        if part in path.name and calls[0] >= nth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    os.fsync = fsync
+
+
+def out_of_memory(nth: int, *, training: bool = True) -> None:
+    """The model's nth forward pass, of training or of evaluation, finds no memory."""
+    import torch
+
+    from paceline.models.small_resnet import SmallResNet
+
+    real, calls = SmallResNet.forward, [0]
+
+    def forward(self: SmallResNet, images: torch.Tensor) -> torch.Tensor:
+        calls[0] += self.training is training
+        if self.training is training and calls[0] == nth:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self, images)
+
+    SmallResNet.forward = forward  # type: ignore[method-assign]
+
+
+def slow_to_hear(phase: str, seconds: float) -> None:
+    """This rank asks for the verdict on `phase` only after the others have long heard it."""
+    from paceline.comm.agreement import Agreement
+
+    real = Agreement._wait
+
+    def wait(self: Agreement, this_phase: str, who: int | str) -> bytes:
+        if this_phase == phase:
+            time.sleep(seconds)
+        return real(self, this_phase, who)
+
+    Agreement._wait = wait  # type: ignore[method-assign]
+
+
+def signal_self(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def halve_and_die(folder: Path) -> None:
+    """What a kill in the middle of a write leaves: half a temporary file."""
+    (temporary,) = folder.glob(".*.tmp")
+    os.truncate(temporary, temporary.stat().st_size // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, 600)
+
+
+def several(*actions: Callable[[], None]) -> None:
+    """More than one fault in one process."""
+    for action in actions:
+        action()

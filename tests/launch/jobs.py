@@ -1,0 +1,152 @@
+"""Jobs of several ranks, started by real launchers.
+
+In: a command line. Out: exit code and output. Nothing that a job started outlives its test: launchers
+put ranks into sessions of their own, so they are found by the folder that their command line names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from cli_runs import Done, small, steps
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples" / "launch"
+# A machine that is busy with other things takes its time to import torch.
+PATIENCE_S = 90.0
+# 12 epochs of 100 samples in batches of 16: long enough to be disturbed, and saved every 10 steps.
+TOTAL_STEPS = 75
+DISTURB_AT = 15
+_FOREIGN = ("SLURM_", "OMPI_", "PMI", "PRTE_", "TORCHELASTIC_", "PACELINE_", "PET_")
+_FOREIGN_NAMES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+    "MASTER_PORT",
+}  # fmt: skip
+
+
+def training(output: Path, *more: str) -> list[str]:
+    """`train …` of the job that all launchers do alike."""
+    every = ["--set", "checkpoint.interval_steps=10", "--set", "run.eval_interval_epochs=4"]
+    return [*small(), "--device", "cpu", "--epochs", "12", *every, "--output", str(output), *more]
+
+
+def torchrun(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "paceline"]
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Ours without any launcher's traces, with this Python first on the path."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN)
+    }
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
+    # Two launchers, four ranks and few cores: none of them shall take more than one.
+    env["OMP_NUM_THREADS"] = "1"
+    return env | extra
+
+
+class Job:
+    """A launcher under way."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, extra: Mapping[str, str]) -> None:
+        self._log = cwd / f"job-{time.monotonic_ns()}"
+        with self._file("out").open("wb") as out, self._file("err").open("wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment(extra),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def _file(self, name: str) -> Path:
+        return self._log.with_suffix(f".{name}")
+
+    def wait(self) -> Done:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE_S)
+        out, err = (self._file(name).read_text() for name in ("out", "err"))
+        assert self.process.returncode is not None, f"did not end\n{out}\n{err}"
+        return Done(self.process.returncode, out, err)
+
+    def wait_until(self, reached: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                done = self.wait()
+                raise AssertionError(f"was not reached; code {done.code}\n{done.out}\n{done.err}")
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], cwd: Path, **extra: str) -> Iterator[Job]:
+    job = Job(command, cwd, extra)
+    try:
+        yield job
+    finally:
+        job.kill()
+        _end(cwd)
+
+
+def run(command: Sequence[str], cwd: Path, **extra: str) -> Done:
+    with started(command, cwd, **extra) as job:
+        return job.wait()
+
+
+def reached_step(output: Path, step: int = DISTURB_AT) -> Callable[[], bool]:
+    return lambda: max(steps(output), default=0) >= step
+
+
+def ranks_of(folder: Path) -> dict[int, int]:
+    """Process ids by rank, of the ranks whose command line names the folder."""
+    found = {}
+    for pid in _processes(folder):
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            env = dict(entry.partition(b"=")[::2] for entry in entries)
+            if b"RANK" in env:
+                found[int(env[b"RANK"])] = pid
+    return found
+
+
+def assert_nothing_left(folder: Path) -> None:
+    """Ranks may be on their way out when their launcher has ended; they must not stay."""
+    deadline = time.monotonic() + 20
+    while _processes(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _processes(folder), f"still there: {_processes(folder)}"
+
+
+def _processes(folder: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                # A zombie has no command line: it has ended, and waits for its parent only.
+                if f"{folder}/".encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def _end(folder: Path) -> None:
+    for pid in _processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

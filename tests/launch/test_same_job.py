@@ -1,0 +1,88 @@
+"""Whoever starts the ranks, they do the same job, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_runs import summary
+from launch.jobs import EXAMPLES, environment, run, torchrun, training
+from ranks import free_port
+
+# srun for one node: it starts its tasks with the variables that SLURM gives them, and waits for all.
+SRUN = """#!/usr/bin/env python3
+import os, subprocess, sys
+size = os.environ["SLURM_NTASKS"]
+command = sys.argv[1:]
+while command[0].startswith("-"):
+    command.pop(0)
+step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": size}
+tasks = [
+    subprocess.Popen(command, env={**os.environ, **step, "SLURM_PROCID": n, "SLURM_LOCALID": n})
+    for n in map(str, range(int(size)))
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def assert_same(output: Path, reference: dict[str, Any], launcher: str) -> None:
+    found = summary(output)
+    assert found["chosen"]["launcher"] == launcher
+    for name in ("weights_sha256", "world_size", "steps", "top1", "val_loss"):
+        assert found[name] == reference[name], name
+
+
+def stand_in(folder: Path, name: str, text: str) -> str:
+    """Puts a program first on the path; returns that path."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), environment({})["PATH"]])
+
+
+def test_torchrun(tmp_path: Path, reference: dict[str, Any]) -> None:
+    done = run([*torchrun("--nproc-per-node", "2"), *training(tmp_path / "run")], tmp_path)
+    assert done.code == 0, done.err
+    assert_same(tmp_path / "run", reference, "torchrun")
+
+
+def test_mpirun(tmp_path: Path, reference: dict[str, Any]) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here: install openmpi-bin (tools/install_system_packages.sh)")
+    # For a test as root in a small container; users' machines need none of these.
+    small = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    small["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    small["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    place = {"RANKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    script = ["bash", str(EXAMPLES / "mpirun.sh"), *training(tmp_path / "run")[1:]]
+    done = run(script, tmp_path, **small, **place)
+    assert done.code == 0, done.err
+    assert_same(tmp_path / "run", reference, "openmpi")
+    # mpirun gives rank 0 a terminal, but what it shows goes to a file here.
+    assert "\x1b" not in done.out
+    assert "step 70/75" in done.out
+
+
+def test_slurm(tmp_path: Path, reference: dict[str, Any]) -> None:
+    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1"}
+    script = ["bash", str(EXAMPLES / "slurm.sbatch"), *training(tmp_path / "run")[1:]]
+    done = run(script, tmp_path, PATH=stand_in(tmp_path / "bin", "srun", SRUN), **job)
+    assert done.code == 0, done.err
+    assert_same(tmp_path / "run", reference, "slurm")
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(143, True), (1, False), (0, False)])
+def test_a_slurm_job_that_was_stopped_goes_back_into_the_queue(
+    tmp_path: Path, code: int, requeued: bool
+) -> None:
+    stand_in(tmp_path / "bin", "srun", f"#!/bin/sh\nexit {code}\n")
+    path = stand_in(tmp_path / "bin", "scontrol", f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n')
+    script = ["bash", str(EXAMPLES / "slurm.sbatch"), "quickstart"]
+    assert run(script, tmp_path, PATH=path, SLURM_JOB_ID="77").code == code
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 77\n" if requeued else "")

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.train.memory import memory_error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to …"),
+        MemoryError(),
+    ],
+)
+def test_what_lacks_memory_says_so_with_the_remedy(error: Exception) -> None:
+    told = memory_error(error, "at step 3", "use a smaller --batch-size")
+    assert str(told) == "out of memory at step 3; use a smaller --batch-size"
+
+
+def test_the_real_allocator_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert memory_error(caught.value, "here", "less") is not None
+
+
+def test_other_errors_are_left_alone() -> None:
+    assert memory_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "", "") is None
