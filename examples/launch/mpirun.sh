@@ -30,6 +30,9 @@ if [ -n "${HOSTS:-}" ]; then
     # somebody has to say it.
     export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
     options+=(-x MASTER_ADDR --host "$(printf "%s:$ranks_per_node," "${hosts[@]}" | sed 's/,$//')")
+else
+    # mpirun insists on a way to other nodes, even where there are none: most containers have no ssh.
+    export OMPI_MCA_plm_rsh_agent=${OMPI_MCA_plm_rsh_agent:-sh}
 fi
 for name in NCCL_SOCKET_IFNAME NCCL_IB_HCA GLOO_SOCKET_IFNAME; do
     # Other nodes see none of this shell's variables unless they are named.

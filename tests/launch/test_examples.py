@@ -104,7 +104,7 @@ def test_slurm_tasks_resume_and_get_their_cores(tmp_path: Path) -> None:
     argv, _ = called(tmp_path, "slurm.sbatch", "srun", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="12")
     parameters = train_parameters(argv)
     assert (parameters["resume"], parameters["workers"]) == ("auto", "12")
-    assert parameters["settings"] == ["run.threads=12"]
+    assert list(parameters["settings"]) == ["run.threads=12"]
     assert parameters["output"] == USERS[-1]
 
 

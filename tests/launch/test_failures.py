@@ -14,8 +14,8 @@ ENDLESS = ["--epochs", "5000"]
 
 def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
-    arguments = small_on(missing, "--nproc-per-node", "2", "--output", str(tmp_path / "run"))
-    with started(arguments, tmp_path) as launcher:
+    arguments = small_on(missing, "--nproc-per-node", "2", "--device", "cpu")
+    with started([*arguments, "--output", str(tmp_path / "run")], tmp_path) as launcher:
         done = launcher.wait(60)
     assert f"{missing}: no such directory" in done.error_line()
     assert done.code == 1

@@ -23,8 +23,9 @@ def test_more_ranks_than_gpus_needs_gloo(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     third = Topology(rank=3, world_size=4, local_rank=3, local_world_size=4, launcher="torchrun")
     with pytest.raises(ConfigError, match="--nproc-per-node = 4: this node has 2 GPU"):
-        choose_device(small_config(""), third)
-    assert choose_device(small_config("", comm__backend="gloo"), third) == torch.device("cuda", 1)
+        choose_device(small_config("", run__device="auto"), third)
+    gloo = small_config("", run__device="auto", comm__backend="gloo")
+    assert choose_device(gloo, third) == torch.device("cuda", 1)
 
 
 def test_a_gpu_that_slurm_shows_to_one_rank_alone_is_not_shared(

@@ -6,9 +6,10 @@ agreement. A single process without a launcher is a group of one that needs no b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from paceline.comm.rendezvous import meet
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
+
+Made = TypeVar("Made")
 
 # How long a rank whose collective broke waits to be told by the culprit what happened.
 _FAULT_WAIT_S = 2.0
@@ -111,6 +114,17 @@ class Group:
         elif error is not None:
             raise error
 
+    def settled(self, phase: str, make: Callable[[], Made]) -> Made:
+        """Makes something on this rank; if that fails on any rank, all raise the same error."""
+        made, error = None, None
+        try:
+            made = make()
+        except PacelineError as caught:
+            error = caught
+        self.settle(phase, error)
+        assert made is not None
+        return made
+
     def post_fault(self, error: PacelineError) -> None:
         """Tells the others what happened here, for when they ask."""
         self._own_fault = error
@@ -138,11 +152,16 @@ class Group:
             told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if told is not None:
                 raise PeerError(str(told)) from error
-            reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else "no reason"
             raise PeerError(
-                f"{what} broke on rank {self.rank}: another rank is gone ({reason})",
+                f"{what} broke on rank {self.rank}: another rank is gone ({_reason(error)})",
                 "the first rank to fail tells the cause; resume with --resume auto",
             ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """The backend's first sentence, without the line of its source code that it begins with."""
+    text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
+    return text.splitlines()[0].partition(". ")[0][:160] if text else type(error).__name__
 
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:

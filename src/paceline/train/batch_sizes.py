@@ -24,6 +24,14 @@ class BatchSizes:
     accumulation: int
     automatic: bool
 
+    def describe(self, world_size: int) -> str:
+        """For the record: how the global batch is made up, and whether we chose it so."""
+        chosen = ", chosen automatically" if self.automatic else ""
+        return (
+            f"{self.global_batch} = {self.micro_batch} a process × {world_size} rank(s) × "
+            f"{self.accumulation} micro-step(s){chosen}"
+        )
+
 
 def resolve_batch_sizes(
     global_batch: int | None, micro_batch: int | None, world_size: int

@@ -1,0 +1,113 @@
+"""`RunInputs`: what a run reads, agreed upon by all ranks.
+
+In: a configuration and the group. Out: data, folder, and the checkpoint to start from. Each is settled
+among all ranks before the next: what is missing on one node alone ends all ranks with the same line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import ConfigError, DataError, PacelineError
+from paceline.data.source import Source, open_source
+from paceline.train.checkpoint import Checkpoint, read_file
+from paceline.train.machine import versions
+from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, choose_run_folder
+from paceline.train.run_state import check_pinned
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """`labels` is a digest of the training labels, by which a checkpoint knows its data again."""
+
+    source: Source
+    validation: Source
+    labels: str
+    folder: RunFolder
+    checkpoint: Checkpoint | None
+
+
+def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
+    """Opens and reads on this rank, in step with all others."""
+    group.settle("configuration", facts=_common_facts(config))
+    source, validation = group.settled("data", lambda: _open_data(config))
+    labels = _digest(source)
+    facts = {
+        "training images": len(source),
+        "training labels (digest)": labels,
+        "validation images": len(validation),
+        "validation labels (digest)": _digest(validation),
+    }
+    group.settle("data set", facts=facts, remedy="use the same data")
+    folder = _agree_on_folder(config, group)
+    checkpoint = _read_checkpoint(config, folder, group)
+    return RunInputs(source, validation, labels, folder, checkpoint)
+
+
+def _digest(source: Source) -> str:
+    return hashlib.sha256(source.labels.tobytes()).hexdigest()[:12]
+
+
+def _common_facts(config: RunConfig) -> dict[str, object]:
+    """What must be equal on all ranks: all settings but a node's own paths and worker counts."""
+    own = LOCAL_SETTINGS | {"data.dir"}
+    facts = {name: value for name, value in config.flat().items() if name not in own}
+    return facts | {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
+
+
+def _open_data(config: RunConfig) -> tuple[Source, Source]:
+    source = open_source(config.data, "train")
+    validation = open_source(config.data, "val", source.classes)
+    if list(source.classes) != list(validation.classes):
+        raise DataError(
+            f"training has {len(source.classes)} classes, validation {len(validation.classes)}, "
+            "or their names differ",
+            "give both splits the same class folders, or one classes.json",
+        )
+    declared = config.model.num_classes
+    if declared is not None and declared < len(source.classes):
+        raise ConfigError(
+            "model.num_classes", declared, f"but the data has {len(source.classes)} classes",
+            "raise it, or leave it out to take the data's",
+        )  # fmt: skip
+    return source, validation
+
+
+def _agree_on_folder(config: RunConfig, group: Group) -> RunFolder:
+    """Rank 0 chooses; the others are told."""
+    folder: RunFolder | None = None
+    error: PacelineError | None = None
+    if group.rank == 0:
+        try:
+            folder = choose_run_folder(config, restarted=group.restarted)
+        except PacelineError as caught:
+            error = caught
+    group.settle("run folder", error)
+    told = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
+    path, _, resume = group.broadcast_bytes(told).decode().partition("\n")
+    return RunFolder(Path(path), Path(resume) if resume else None)
+
+
+def _read_checkpoint(config: RunConfig, folder: RunFolder, group: Group) -> Checkpoint | None:
+    """Rank 0 reads and sends the bytes, so that only its node needs the file."""
+    if folder.resume_from is None:
+        return None
+    content, error = None, None
+    if group.rank == 0:
+        try:
+            content = read_file(folder.resume_from)
+        except PacelineError as caught:
+            error = caught
+    group.settle("checkpoint", error)
+    sent, path = group.broadcast_bytes(content), folder.resume_from
+
+    def parse() -> Checkpoint:
+        found = Checkpoint.from_bytes(sent, path)
+        check_pinned(found, config, path)
+        return found
+
+    return group.settled("checkpoint content", parse)
