@@ -86,8 +86,10 @@ def main() -> None:
         ddp.train()
         epoch_started = time.perf_counter()
         for pixels, labels in loader:
-            rate = 0.2 * (step + 1) / warm if step < warm else (
-                0.1 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+            rate = (
+                0.2 * (step + 1) / warm
+                if step < warm
+                else (0.1 * (1 + math.cos(math.pi * (step - warm) / (total - warm))))
             )
             for group in optimizer.param_groups:
                 group["lr"] = rate

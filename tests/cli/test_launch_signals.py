@@ -11,8 +11,8 @@ from paceline.cli.failure import CHILD_MARK
 from paceline.cli.launch_signals import LaunchSignals
 
 
-class Asked(Exception):  # noqa: N818 - a stand-in for torch's SignalException
-    """Takes what torch's takes."""
+class Asked(Exception):
+    """Stands in for torch's SignalException, and takes what that takes."""
 
     def __init__(self, text: str, sigval: signal.Signals) -> None:
         super().__init__(text)

@@ -58,8 +58,11 @@ def test_a_rank_does_not_launch_ranks(tmp_path: Path, mark: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--nproc-per-node", "0"), "--nproc-per-node = 0: must be 1 or more"),
-        (("--nproc-per-node", "2", "--max-restarts", "-1"), "--max-restarts = -1: must be 0 or"),
+        (("--nproc-per-node", "0"), "--nproc-per-node = 0: must be at least 1"),
+        (
+            ("--nproc-per-node", "2", "--max-restarts", "-1"),
+            "--max-restarts = -1: must be at least 0",
+        ),
         (("--nproc-per-node", "2", "--master-port", "65536"), "--master-port = 65536: must be 0"),
     ],
 )

@@ -267,3 +267,10 @@ def test_a_plain_alexnet_does_not_drop_batch_norms(tmp_path, narrow):
     assert "5 unexpected (features.bn0.weight" in refused(
         AlexNet(num_classes=5), tmp_path / "w.pth"
     )
+
+
+def test_a_checkpoint_of_ours_is_pointed_to_export(tmp_path):
+    path = tmp_path / "step-00000001.pt"
+    torch.save({"format": "paceline-checkpoint", "model": {"a": torch.zeros(1)}}, path)
+    with pytest.raises(CheckpointError, match="is a checkpoint of a run.*paceline export"):
+        load_pretrained(nn.Linear(1, 1), path)

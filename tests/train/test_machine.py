@@ -50,6 +50,16 @@ def test_threads_are_shared_out_among_the_ranks_of_a_node(monkeypatch: pytest.Mo
     assert choose_threads(small_config("", run__threads=3), four) == 3
 
 
+def test_a_slurm_task_has_the_cores_that_srun_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    config = small_config("", run__threads=0)
+    task = Topology(world_size=4, local_world_size=4, launcher="slurm")
+    assert choose_threads(config, task) == 6
+    under_torchrun = Topology(world_size=4, local_world_size=4, launcher="torchrun")
+    assert choose_threads(config, under_torchrun) == 1
+
+
 def test_tables_are_plain_texts() -> None:
     for table in (versions(), hardware(torch.device("cpu"))):
         assert json.loads(json.dumps(table)) == table

@@ -67,7 +67,7 @@ def train(
         ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
     ):  # fmt: skip
         if value < least:
-            raise ConfigError(flag, value, f"must be {least} or more")
+            raise ConfigError(flag, value, f"must be at least {least}")
     if nproc_per_node > 1 or max_restarts > 0:
         return _launch(config, nproc_per_node, master_port, max_restarts)
     with interrupted_at_once():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
 import uuid
@@ -30,6 +31,7 @@ from paceline.core.topology import Topology
 
 _LOBBY = "paceline-lobby"
 _POLL_S = 0.02
+_RETRY_S = 0.1
 # Torch's own timeout comes first, where it works: its words tell more.
 _GRACE_S = 1.0
 
@@ -46,8 +48,11 @@ def meet(topology: Topology, timeout_s: float) -> Meeting:
     """Returns when all ranks have come, or fails with a line that names address, port and remedy."""
     where = f"{topology.master_addr}:{topology.master_port}"
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = topology.is_main and not agent_hosts
     try:
-        store = _open_store(topology, topology.is_main and not agent_hosts, timeout_s)
+        if not hosts:
+            _await_host(topology, timeout_s)
+        store = _open_store(topology, hosts, timeout_s)
         if not topology.is_main:
             return Meeting(PrefixStore(_come_in(store, topology.rank, timeout_s), store), False)
         # Only an agent's store can be older than this attempt.
@@ -58,6 +63,25 @@ def meet(topology: Topology, timeout_s: float) -> Meeting:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(*explain(where, topology, error, timeout_s)) from error
+
+
+def _await_host(topology: Topology, timeout_s: float) -> None:
+    """Returns once somebody listens at the address.
+
+    Torch would wait for that too, but says in pages of its own that nobody came.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            address = (topology.master_addr, topology.master_port)
+            socket.create_connection(address, timeout=max(left_s, _RETRY_S)).close()
+        except OSError:  # a name, too, may become known only when its host has started
+            if left_s <= 0:
+                raise
+        else:
+            return
+        time.sleep(_RETRY_S)
 
 
 def _open_store(topology: Topology, hosts: bool, timeout_s: float) -> TCPStore:
@@ -157,7 +181,7 @@ def explain(
             f"rank {topology.rank} may not listen on {where}",
             "set MASTER_PORT to a port above 1024",
         )
-    if "resolve" in text or "name or service" in text or "getaddrinfo" in text:
+    if isinstance(error, socket.gaierror) or "resolve" in text or "getaddrinfo" in text:
         return (f"the host of {where} cannot be resolved", "set MASTER_ADDR to rank 0's address")
     if isinstance(error, ValueError):
         return (f"{where} is not an address of a rendezvous", "set MASTER_ADDR and MASTER_PORT")

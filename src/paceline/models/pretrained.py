@@ -112,6 +112,12 @@ def _read(path: Path) -> object:
 
 def _unwrap(content: object, path: Path) -> StateDict:
     if isinstance(content, Mapping):
+        if content.get("format") == "paceline-checkpoint":
+            # Its batch-norm statistics are those of each rank; export averages them.
+            raise CheckpointError(
+                f"{path} is a checkpoint of a run, not weights",
+                "take the run's weights.safetensors, or make it with paceline export",
+            )
         for wrapper in _WRAPPERS:
             if isinstance(content.get(wrapper), Mapping):
                 return _unwrap(content[wrapper], path)

@@ -50,6 +50,10 @@ def choose_threads(config: RunConfig, topology: Topology) -> int:
     """The node's cores, shared out among its ranks."""
     if config.run.threads:
         return config.run.threads
+    # srun binds each of its tasks to cores of its own, and says how many; they are not shared out.
+    own = os.environ.get("SLURM_CPUS_PER_TASK", "") if topology.launcher == "slurm" else ""
+    if own.isdecimal() and int(own) > 0:
+        return int(own)
     return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
 
 

@@ -55,6 +55,7 @@ class Training:
     model: nn.Module
     state: RunState
     step: TrainStep
+    source: Source
     validation: Source
     shelf: CheckpointShelf
     progress: Progress
@@ -79,6 +80,7 @@ class Training:
 
     def close(self) -> None:
         self.step.loader.close()
+        self.source.close()
         self.validation.close()
         for observer in self.observers:
             # A record that a full disk refused was told when it was written; it is not told twice.
@@ -148,7 +150,7 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
     if notes:
         chosen["pretrained"] = "; ".join(notes)
     return Training(
-        config, group, folder, sizes, plan, schedule, model, state, step, inputs.validation,
+        config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
         CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
     )  # fmt: skip
 
