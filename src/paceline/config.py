@@ -35,7 +35,7 @@ class RunSettings:
     unset, the first is 256 and the second the largest share of at most 256. `threads` = 0 shares the
     node's cores out among its ranks. `resume` is `auto`, a run folder or a checkpoint. `target_top1`
     (percent) ends the run once it is reached. `max_skipped_steps` non-finite gradients in a row end it
-    as diverged. `channels_last` keeps weights and activations in NHWC.
+    as diverged. `device` is auto, cpu or cuda. `channels_last` keeps weights and activations in NHWC.
     """
 
     name: str = "run"

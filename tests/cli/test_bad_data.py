@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -145,14 +144,12 @@ def test_data_that_vanishes_on_one_rank_while_it_trains(tmp_path: Path, kind: st
         else partial(faults.cut_short, tmp_path / "there/train-1.tar")
     )
     quick = ("--workers", "1", "--set", "data.prefetch_batches=1", "--output", "run", *SAVES)
-    started = time.monotonic()
     done = run_two(
         small_on("here", *quick),
         tmp_path,
         [None, partial(faults.at_micro_batch, 3, 1, spoil)],
         second=small_on("there", *quick),
     )
-    assert time.monotonic() - started < 12
     lines = [rank.error_line() for rank in done]
     assert lines[0] == lines[1]
     assert lines[0].startswith(

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.cli.doctor import check_data, check_devices, check_disk, check_rendezvous, doctor
 
-LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,37 @@ def test_a_port_in_use_is_a_problem_with_a_remedy(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
         found = list(check_rendezvous())[-1]
     assert (found.ok, found.remedy) == (False, "set MASTER_PORT to a free port")
+
+
+def test_a_rank_that_connects_needs_somebody_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as host:
+        host.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(host.getsockname()[1]))
+        assert not list(check_rendezvous())[-1].ok
+        host.listen()
+        assert list(check_rendezvous())[-1].ok
+
+
+def test_under_torchrun_the_agent_holds_the_port_and_that_is_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with socket.socket() as agent:
+        agent.bind(("127.0.0.1", 0))
+        agent.listen()
+        monkeypatch.setenv("MASTER_PORT", str(agent.getsockname()[1]))
+        assert list(check_rendezvous())[-1].ok
+
+
+def test_one_process_needs_no_port() -> None:
+    (found,) = check_rendezvous()
+    assert found.ok
 
 
 def test_a_half_set_environment_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def assert_stopped(done: Done, cwd: Path, number: signal.Signals, step: int) -> 
     assert done.code == 128 + number
     assert done.err == ""
     assert f"stopped after step {step}: {number.name}" in done.out
-    assert "continue with: --resume auto --output run" in done.out
+    assert "continue with the same command and --resume auto --output run" in done.out
     saved = sorted((cwd / "run/checkpoints").glob("step-*.pt"))
     assert saved[-1].name == f"step-{step:08d}.pt"
     assert not (cwd / "run/summary.json").exists()
@@ -114,9 +114,7 @@ def test_a_signal_stops_within_one_micro_step(tmp_path: Path) -> None:
         process.wait_until(lambda: events(tmp_path / "run", "start"))
         time.sleep(0.3)
         process.send(TERM)
-        sent = time.monotonic()
-        done = process.wait()
-        assert time.monotonic() - sent < 5
+        done = process.wait()  # a hang is the helper's time limit; a finished step would show below
     assert_stopped(done, tmp_path, TERM, 0)
     assert steps(tmp_path / "run") == []
 

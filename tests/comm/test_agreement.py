@@ -73,3 +73,18 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_the_first_fault_stays_and_all_can_read_it() -> None:
     assert run_ranks(2, _fault) == ["rank 1: optim.lr = 0: too small (2)"] * 2
+
+
+def _fault_on_the_way(rank: int) -> str:
+    agreement, _ = _agreement(timeout_s=300.0)
+    if rank == 1:
+        agreement.post_fault(DataError("out of memory", "free some"))
+        agreement.leave(0.1)
+        return "gone"
+    with pytest.raises(AgreedError) as caught:
+        agreement.settle("model")
+    return str(caught.value)
+
+
+def test_a_rank_that_failed_on_the_way_is_not_waited_for() -> None:
+    assert run_ranks(2, _fault_on_the_way)[0] == "rank 1: out of memory; free some"

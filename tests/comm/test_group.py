@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.group import Group, PeerError, choose_backend
 from paceline.comm.settings import CommSettings
-from paceline.core.errors import CommError, DataError
+from paceline.core.errors import CommError, DataError, PacelineError
 from paceline.core.topology import Topology
 from ranks import RankFailed, run_ranks
 
@@ -83,3 +83,33 @@ def test_nccl_without_a_gpu_is_refused() -> None:
     with pytest.raises(CommError, match="needs CUDA"):
         choose_backend(CommSettings(backend="nccl"), two, CPU)
     assert choose_backend(CommSettings(), two, CPU) == "gloo"
+
+
+def _unlike(rank: int) -> str:
+    device = torch.device("cpu" if rank == 0 else "meta")
+    with pytest.raises(PacelineError) as caught:
+        Group(Topology.from_env(os.environ), CommSettings(backend="gloo"), device)
+    return str(caught.value)
+
+
+def test_ranks_on_unlike_devices_are_told_before_any_backend_connects() -> None:
+    for text in run_ranks(2, _unlike):
+        assert "ranks differ in device: 'cpu' on rank 0, 'meta' on rank 1" in text
+
+
+def _announce(rank: int) -> tuple[bool, bool]:
+    group = _group()
+    try:
+        before = group.stop_announced()
+        group.all_reduce_sum(torch.ones(1))
+        if rank == 1:
+            group.announce_stop()
+        group.all_reduce_sum(torch.ones(1))
+        group._ask_again_at = 0.0  # it asks once a second at most
+        return before, group.stop_announced()
+    finally:
+        group.close()
+
+
+def test_a_stop_on_one_rank_is_heard_by_all() -> None:
+    assert run_ranks(2, _announce) == [(False, True), (False, True)]

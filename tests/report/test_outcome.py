@@ -35,7 +35,7 @@ def test_a_finished_run_speaks_through_its_summary(finished_run: Path) -> None:
         world_size=1,
         global_batch_size=120,
         corrupt_samples=0,
-        times_corrupt_met=0,
+        corrupt_val_samples=0,
         skipped_steps=0,
         steps_without_loss=0,
         resumes=0,

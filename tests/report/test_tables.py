@@ -51,7 +51,7 @@ def test_result_tells_what_is_out_of_the_ordinary(make_run: MakeRun) -> None:
     assert rows["best top-1"] == "95.00 %"
     assert rows["time to target"] == "88 s"
     assert rows["steps"] == "2 of 800"
-    assert rows["corrupt samples"] == "1, met 8 times"
+    assert rows["corrupt training images"] == "8"
     assert rows["skipped steps"] == "1"
     assert rows["steps without a finite loss"] == "1"
     assert rows["resumes"] == "1"

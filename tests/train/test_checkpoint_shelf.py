@@ -44,13 +44,18 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_taken_for_checkpoints(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000060.pt"]
 
 
-def test_later_ones_of_a_run_that_went_back_crowd_out_nothing(tmp_path: Path) -> None:
+def test_later_ones_of_a_run_that_went_back_are_set_aside(tmp_path: Path) -> None:
     shelf = CheckpointShelf(tmp_path, keep=2)
     for step in (40, 50):
         put(shelf, step)
     for step in (10, 20, 30):
         assert put(shelf, step).is_file()
-    assert shelf.steps() == [20, 30, 40, 50]
+    assert shelf.steps() == [20, 30]
+    assert shelf.newest() == shelf.path(30)
+    assert sorted(p.name for p in tmp_path.glob("*.abandoned")) == [
+        "step-00000040.pt.abandoned",
+        "step-00000050.pt.abandoned",
+    ]
 
 
 def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:

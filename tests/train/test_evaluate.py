@@ -12,6 +12,7 @@ from paceline.comm.settings import CommSettings
 from paceline.core.errors import DataError, PacelineError
 from paceline.core.topology import Topology
 from paceline.data.batch import Batch
+from paceline.data.corrupt import CorruptSample
 from paceline.data.normalize import Normalizer
 from paceline.train.evaluate import EvalResult, evaluate
 from paceline.train.stop_signals import StopSignals
@@ -116,3 +117,24 @@ def test_data_that_vanishes_on_one_rank_fails_all_with_its_words() -> None:
 def test_no_image_at_all_is_an_error() -> None:
     with pytest.raises(DataError, match="no validation image"):
         evaluate(Reader(), [], NORMALIZE, alone(), StopSignals())
+
+
+def _corrupt_everywhere(rank: int, limit: int) -> str:
+    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
+    try:
+        bad = CorruptSample(rank, f"image {rank}", "cut short")
+        some = [Batch(b.images, b.labels, (bad,)) for b in batches(0, 1)] + batches(1, 4)
+        try:
+            found = evaluate(Reader(), some, NORMALIZE, group, StopSignals(), limit)
+        except DataError as error:
+            return str(error)
+        assert isinstance(found, EvalResult)
+        return f"{found.corrupt_count} corrupt"
+    finally:
+        group.close()
+
+
+def test_the_share_of_corrupt_images_is_that_of_all_ranks_together() -> None:
+    assert run_ranks(2, _corrupt_everywhere, 2) == ["2 corrupt"] * 2
+    for text in run_ranks(2, _corrupt_everywhere, 1):
+        assert text.startswith("2 corrupt validation images, more than")

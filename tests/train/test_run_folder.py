@@ -86,3 +86,31 @@ def test_an_output_that_cannot_be_made_is_named() -> None:
         choose_run_folder(small_config("file/run"), restarted=False)
     with pytest.raises(PacelineError, match="is not a folder"):
         choose_run_folder(small_config("file"), restarted=False)
+
+
+def test_a_restart_goes_on_from_what_the_run_saved_since() -> None:
+    started(RunFolder(Path("a"), None), step=1000)
+    file = "a/checkpoints/step-00001000.pt"
+    started(RunFolder(Path("b"), None), step=5000)
+    config = small_config("b", run__resume=file)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        choose_run_folder(config, restarted=False)
+    found = choose_run_folder(config, restarted=True)
+    assert found == RunFolder(Path("b"), Path("b/checkpoints/step-00005000.pt"))
+
+
+def test_auto_says_what_it_did_not_find() -> None:
+    started(choose_run_folder(small_config(""), restarted=False), step=5)
+    config = small_config("", run__resume="auto", optim__lr=0.5)
+    found = choose_run_folder(config, restarted=False)
+    assert found.resume_from is None
+    assert found.note.endswith("a new one starts (runs/small-001 differs in optim.lr)")
+
+
+def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", forbidden)
+    with pytest.raises(PacelineError, match="here cannot be used: Permission denied"):
+        choose_run_folder(small_config("here"), restarted=False)

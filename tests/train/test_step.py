@@ -217,3 +217,16 @@ def test_an_error_on_one_rank_ends_the_step_on_all_with_its_words(kind: str, wor
     texts = run_ranks(2, _faulty, kind)
     assert texts[0] == texts[1]
     assert words in texts[0]
+
+
+def test_a_single_value_for_batch_norm_is_told_in_words() -> None:
+    step = make_step(alone(), 12)
+
+    def forward(images: Tensor) -> Tensor:
+        return nn.BatchNorm2d(1)(images[:1, :, :1, :1]).flatten(1)  # type: ignore[no-any-return]
+
+    step.model.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(
+        PacelineError, match="one sample at step 0 leaves batch norm a single value"
+    ):
+        step.run(0, 0.1)

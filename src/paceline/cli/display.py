@@ -57,7 +57,8 @@ def notable(event: Event) -> str | None:
         case CheckpointEvent():
             return f"saved {event.path}{' (best so far)' if event.best else ''}"
         case CorruptEvent():
-            return f"corrupt, replaced by its successor: {event.name} ({event.reason})"
+            fate = "left out" if event.split == "val" else "replaced by its successor"
+            return f"corrupt, {fate}: {event.name} ({event.reason})"
         case StopEvent() if event.reason != "finished":
             return f"stopped after step {event.step}: {event.reason}"
         case NoteEvent():

@@ -6,7 +6,9 @@ where there is a problem. Nothing is changed.
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -18,12 +20,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from paceline.core.cores import available_cores
 from paceline.core.errors import PacelineError
 from paceline.core.topology import Topology
 from paceline.version import __version__
 
 # A ResNet-50 run with its kept checkpoints needs about this much.
 _ENOUGH_DISK_BYTES = 2 * 2**30
+_REACH_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def doctor(
 
 def check_versions() -> Iterator[Finding]:
     yield Finding("paceline", __version__)
+    yield Finding("python", platform.python_version())
     for name in ("torch", "numpy", "pillow", "safetensors", "tomli-w", "typer", "rich"):
         try:
             yield Finding(name, version(name))
@@ -74,7 +79,7 @@ def check_devices() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("devices", str(error), False, "install torch for this machine")
         return
-    yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores")
+    yield Finding("cpu", f"{available_cores()} cores")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -105,6 +110,9 @@ def check_rendezvous() -> Iterator[Finding]:
     except PacelineError as error:
         yield Finding("rendezvous", error.cause, False, error.remedy)
         return
+    if topology.launcher == "single":
+        yield Finding("rendezvous", "one process, none needed")
+        return
     where = f"{topology.master_addr}:{topology.master_port}"
     yield Finding("launcher", f"{topology.launcher}, rank {topology.rank} of {topology.world_size}")
     try:
@@ -114,11 +122,26 @@ def check_rendezvous() -> Iterator[Finding]:
             "rendezvous", f"{where} cannot be resolved", False, "set MASTER_ADDR to rank 0's host"
         )
         return
-    yield _port_state(where, str(address), topology.master_port)
+    # torchrun's agent listens there already, and every rank but the first only connects.
+    if topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield _port_to_host(where, str(address), topology.master_port)
+    else:
+        yield _port_to_reach(where, str(address), topology.master_port)
 
 
-def _port_state(where: str, address: str, port: int) -> Finding:
-    """A port on this host must be free to listen on; one of another host cannot be tried so."""
+def _port_to_reach(where: str, address: str, port: int) -> Finding:
+    try:
+        socket.create_connection((address, port), timeout=_REACH_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return Finding(
+            "rendezvous", f"{where}: {reason}", False, "start rank 0 first; check the firewall"
+        )
+    return Finding("rendezvous", f"{where} answers")
+
+
+def _port_to_host(where: str, address: str, port: int) -> Finding:
+    """Rank 0 must be able to listen on it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,11 +150,16 @@ def _port_state(where: str, address: str, port: int) -> Finding:
         except PermissionError:
             return Finding("rendezvous", f"{where} not allowed", False, "use a port above 1024")
         except OSError as error:
-            if error.errno == 98:
+            if error.errno == errno.EADDRINUSE:
                 return Finding(
                     "rendezvous", f"{where} in use", False, "set MASTER_PORT to a free port"
                 )
-            return Finding("rendezvous", f"{where} is another host's")
+            return Finding(
+                "rendezvous",
+                f"{where} is not this host's, but this is rank 0",
+                False,
+                "set MASTER_ADDR to this host",
+            )
     return Finding("rendezvous", f"{where} free")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import typer
@@ -27,6 +28,8 @@ def evaluate_checkpoint(
     if workers is not None:
         overrides["data.workers"] = workers
     result, config, rank = evaluate_file(path, overrides, batch_size)
+    if isinstance(result, signal.Signals):
+        return 128 + int(result)
     if rank != 0:
         return 0
     if as_json:
@@ -44,6 +47,9 @@ def evaluate_checkpoint(
         return 0
     for sample in result.corrupt_here:
         typer.echo(f"corrupt, left out: {sample.name} ({sample.reason})")
+    elsewhere = result.corrupt_count - len(result.corrupt_here)
+    if elsewhere:
+        typer.echo(f"corrupt, left out: {elsewhere} more on other ranks")
     typer.echo(
         f"{path}: top-1 {result.top1:.2f} %, top-5 {result.top5:.2f} %, loss {result.loss:.4f} "
         f"on {result.samples} images in {result.eval_s:.1f} s"

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from paceline.cli.failure import CHILD_MARK, Failure
 from paceline.cli.launch_signals import LaunchSignals
 from paceline.cli.root_cause import root_cause
+from paceline.core.cores import available_cores
 from paceline.core.errors import LaunchError
 
 
@@ -46,7 +47,7 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
     )
     signals = LaunchSignals(SignalException)
     # Ranks choose their own thread counts; the agent's default would be 1, and a printed warning.
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // processes))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // processes))
     try:
         with signals, _environment({CHILD_MARK: str(os.getpid()), "OMP_NUM_THREADS": threads}):
             elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
@@ -90,10 +91,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _reason(error: BaseException) -> str:

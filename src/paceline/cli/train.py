@@ -26,12 +26,12 @@ def train(
         "where --data-dir is given.",
     ),
     data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
-    model: str | None = typer.Option(None, help="Model name."),
+    model: str | None = typer.Option(None, help="resnet18 … resnet152, alexnet … (docs/models.md)."),
     batch_size: str | None = typer.Option(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
-    opt: str | None = typer.Option(None, help="Optimizer."),
+    opt: str | None = typer.Option(None, help="sgd."),
     lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),
@@ -136,7 +136,8 @@ def _train_here(config: RunConfig) -> int:
     outcome = run_training(config, lambda: create_display(console, config.run.log_interval))
     if outcome.result.stop_signal is not None:
         if outcome.rank == 0:
-            console.print(f"continue with: --resume auto --output {outcome.folder}", markup=False)
+            hint = f"continue with the same command and --resume auto --output {outcome.folder}"
+            console.print(hint, markup=False, highlight=False, soft_wrap=True)
         return 128 + int(outcome.result.stop_signal)
     if outcome.report is not None:
         print_summary(console, outcome.folder, outcome.report)

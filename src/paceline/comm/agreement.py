@@ -8,6 +8,7 @@ ranks whose state differs, and needs neither GPU nor backend.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +21,9 @@ from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
 
 _FAULT = "paceline/fault"
+_STOP = "paceline/stop"
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.1
+_GRACE_S = 15.0
 
 
 class AgreedError(PacelineError):
@@ -33,6 +37,13 @@ class AgreedError(PacelineError):
 class PeerError(CommError):
     """Something broke because another process is gone: a consequence, not a cause."""
 
+    @classmethod
+    def told(cls, cause: AgreedError) -> PeerError:
+        """With the words, and the exit code, of the rank that failed."""
+        error = cls(str(cause))
+        error.exit_code = cause.exit_code
+        return error
+
 
 class Agreement:
     """Settles phases of a run among all ranks. Each phase's name is used once."""
@@ -40,7 +51,7 @@ class Agreement:
     def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
         self._store = store
         self._topology = topology
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
 
     def settle(
         self,
@@ -86,7 +97,7 @@ class Agreement:
         for rank in range(self._topology.world_size):
             try:
                 said.append(json.loads(self._wait(phase, rank)))
-            except CommError as error:
+            except (CommError, AgreedError) as error:
                 return {"error": str(error), "code": error.exit_code}
         for rank, word in enumerate(said):
             if word["error"]:
@@ -104,17 +115,24 @@ class Agreement:
         return f"paceline/{phase}/{who}"
 
     def _wait(self, phase: str, who: int | str) -> bytes:
-        try:
-            self._store.wait([self._key(phase, who)], self._timeout)
-            return bytes(self._store.get(self._key(phase, who)))
-        except DistNetworkError:
-            raise
-        except RuntimeError:
-            missing = "rank 0" if who == "verdict" else f"rank {who}"
-            raise CommError(
-                f"{missing} did not reach '{phase}' within {self._timeout.total_seconds():g} s",
-                f"look into the log of {missing}; comm.rendezvous_timeout_s sets the wait",
-            ) from None
+        """What `who` says; ends early where a rank has left word that it failed on the way."""
+        key, pause_s = self._key(phase, who), _FIRST_PAUSE_S
+        # Rank 0 gives up first: it knows who is missing, and tells the others.
+        patience_s = self._timeout_s + (_GRACE_S if who == "verdict" else 0.0)
+        deadline = time.monotonic() + patience_s
+        while not self._store.check([key]):
+            told = self.read_fault()
+            if told is not None:
+                raise told
+            if time.monotonic() > deadline:
+                missing = "rank 0" if who == "verdict" else f"rank {who}"
+                raise CommError(
+                    f"{missing} did not reach '{phase}' within {self._timeout_s:g} s",
+                    f"look into the log of {missing}; comm.rendezvous_timeout_s sets the wait",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return bytes(self._store.get(key))
 
     def post_fault(self, error: PacelineError) -> None:
         """Leaves this rank's error where the others find it; the first one stays."""
@@ -137,6 +155,17 @@ class Agreement:
             return None
         where = f"rank {word['rank']}: " if self._topology.world_size > 1 else ""
         return AgreedError(where + word["error"], word["code"])
+
+    def announce_stop(self) -> None:
+        """Lets ranks that were not signalled know, before the next collective, that one was."""
+        with suppress(RuntimeError):
+            self._store.set(_STOP, "")
+
+    def stop_announced(self) -> bool:
+        try:
+            return bool(self._store.check([_STOP]))
+        except RuntimeError:
+            return False
 
     def leave(self, wait_s: float) -> None:
         """Says that this rank will ask no more; rank 0, where it hosts the store, waits for the rest.

@@ -7,6 +7,7 @@ agreement. A single process without a launcher is a group of one that needs no b
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ Made = TypeVar("Made")
 _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
+_ASK_S = 1.0
 
 
 class Group:
@@ -39,6 +41,8 @@ class Group:
         self.backend = choose_backend(settings, topology, device)
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
+        self._stop_heard = False
+        self._ask_again_at = time.monotonic() + _ASK_S
         # On rank 0: the launcher has run this job before.
         self.restarted = False
         if self.backend == "none":
@@ -48,7 +52,8 @@ class Group:
         self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
-        self._agreement.settle("join")
+        facts = {"comm.backend": self.backend, "device": device.type}
+        self._agreement.settle("join", facts=facts, remedy="use the same kind of device everywhere")
         self._watched(
             "joining the process group",
             lambda: dist.init_process_group(
@@ -136,6 +141,21 @@ class Group:
         found = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else self._own_fault
         return found or CommError("a rank failed without saying why", "look into the ranks' logs")
 
+    def announce_stop(self) -> None:
+        """This rank was asked to stop. The others hear of it in the next collective at the latest, and
+        with this already while they still work towards it, which may take them minutes."""
+        if self._agreement is not None and not self._stop_heard:
+            self._stop_heard = True
+            self._agreement.announce_stop()
+
+    def stop_announced(self) -> bool:
+        """Whether some rank was asked to stop. Asks the store once a second at most."""
+        now = time.monotonic()
+        if self._agreement is not None and not self._stop_heard and now > self._ask_again_at:
+            self._ask_again_at = now + _ASK_S
+            self._stop_heard = self._agreement.stop_announced()
+        return self._stop_heard
+
     def close(self) -> None:
         """Leaves the group. Waits for ranks that may be gone for seconds at most."""
         # First the connections, so that a rank that waits in a collective finds out.
@@ -151,7 +171,7 @@ class Group:
         except RuntimeError as error:
             told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if told is not None:
-                raise PeerError(str(told)) from error
+                raise PeerError.told(told) from error
             raise PeerError(
                 f"{what} broke on rank {self.rank}: another rank is gone ({_reason(error)})",
                 "the first rank to fail tells the cause; resume with --resume auto",

@@ -13,8 +13,9 @@ BACKENDS = ("auto", "gloo", "nccl")
 class CommSettings:
     """How ranks meet and talk.
 
-    `backend` = auto takes NCCL where the ranks compute on GPUs and Gloo elsewhere. `timeout_s` bounds
-    every collective, `rendezvous_timeout_s` the wait for ranks that have not arrived yet.
+    `backend` is nccl, gloo, or auto, which takes NCCL where the ranks compute on GPUs and Gloo
+    elsewhere. `timeout_s` bounds every collective, `rendezvous_timeout_s` the wait for ranks that have
+    not arrived yet.
     """
 
     backend: str = "auto"

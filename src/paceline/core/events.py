@@ -40,6 +40,8 @@ class StartEvent(Event):
     global_batch_size: int
     resumed_from: str | None = None
     chosen: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,13 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class CorruptEvent(Event):
-    """A sample that could not be decoded and was replaced by its successor."""
+    """A sample that could not be decoded: replaced by its successor in training, left out in val."""
 
     kind: ClassVar[str] = "corrupt"
     step: int
     name: str
     reason: str
+    split: str = "train"
 
 
 @dataclass(frozen=True)

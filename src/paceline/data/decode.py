@@ -1,8 +1,8 @@
 """Decoding: from a file's bytes to upright 8-bit pixels.
 
 In: an encoded image (JPEG, PNG, WebP, and GIF or BMP under a wrong name), or pixels. Out: a fully loaded
-PIL image, greyscale (`L`) or `RGB`. Whatever cannot be decoded whole is a `CorruptImage` with its
-reason, never a warning and never a half-grey picture.
+PIL image, greyscale (`L`) or `RGB`. Whatever Pillow cannot decode to its end is a `CorruptImage` with
+its reason, never a warning. Damage that still decodes goes unnoticed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 class DataSettings:
     """Where the images come from, and what becomes of them before the model sees them.
 
-    `source` = auto finds out what `dir` holds. `mean` and `std` are on the scale 0 to 1, one value
+    `source` is embedded, shards, folder, synthetic, or auto, which finds out what `dir` holds.
+    `augment` is random_resized_crop, pad_crop or none; `interpolation` is nearest, bilinear, bicubic or
+    lanczos. `mean` and `std` are on the scale 0 to 1, one value
     for all channels or one for each. `eval_resize` is the short side before the centre
     crop of validation images; 0 scales them straight to `image_size`. `workers` are threads; 0 does
     the work in the caller.

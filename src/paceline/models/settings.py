@@ -33,13 +33,19 @@ SMALL_STEM_MAX_PIXELS = 64
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The section `[model]` of a recipe."""
+    """Which network, and how it starts.
+
+    `name` is one of resnet18, resnet34, resnet50, resnet101, resnet152, resnet_tiny, alexnet,
+    alexnet2012 and alexnet_bn. `num_classes`, unset, is the data's. `stem` is imagenet, small, or auto:
+    small for images of at most 64 pixels. `zero_init_gamma` starts the last γ of each residual branch
+    at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets).
+    """
 
     name: str = "resnet50"
-    num_classes: int | None = None  # None: taken from the data
-    stem: str = "auto"  # imagenet | small | auto: small for images of at most 64 pixels
-    zero_init_gamma: bool = True  # last gamma of each residual branch; no effect on AlexNet
-    dropout: float = 0.5  # AlexNet's; no effect on residual nets
+    num_classes: int | None = None
+    stem: str = "auto"
+    zero_init_gamma: bool = True
+    dropout: float = 0.5
 
     def __post_init__(self) -> None:
         check_model_name(self.name)

@@ -26,7 +26,7 @@ class OptimSettings:
     lr_base_batch: int = 256
     momentum: float = 0.9
     nesterov: bool = False
-    weight_decay: float = 5e-5
+    weight_decay: float = 1e-4
     decay_bias_norm: bool = False
     warmup_epochs: float = 5.0
     warmup_start: float = 0.0

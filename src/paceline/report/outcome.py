@@ -36,7 +36,7 @@ class Outcome:
     world_size: int | None
     global_batch_size: int | None
     corrupt_samples: int
-    times_corrupt_met: int | None
+    corrupt_val_samples: int
     skipped_steps: int
     steps_without_loss: int
     resumes: int
@@ -72,19 +72,27 @@ class Outcome:
             world_size=whole(summary, "world_size") or whole(start, "world_size"),
             global_batch_size=whole(summary, "global_batch_size")
             or whole(start, "global_batch_size"),
-            corrupt_samples=len(_corrupt_names(run)),
-            times_corrupt_met=whole(summary, "corrupt_samples"),
+            corrupt_samples=_corrupt_count(run, "corrupt_samples", "train"),
+            corrupt_val_samples=_corrupt_count(run, "corrupt_val_samples", "val"),
             skipped_steps=sum(record.get("skipped") is True for record in steps),
             steps_without_loss=losses_missing,
             resumes=len(run.resumes),
         )
 
 
-def _corrupt_names(run: RunFiles) -> set[str]:
-    """Each process names a sample once, however often it meets it; ranks may name the same."""
-    return {
-        shown(record.get("name")) for rank in run.ranks for record in run.of_kind("corrupt", rank)
-    }
+def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
+    """The summary's exact count; before there is one, the names, which ranks may share."""
+    known = whole(run.summary or {}, field)
+    if known is not None:
+        return known
+    return len(
+        {
+            shown(record.get("name"))
+            for rank in run.ranks
+            for record in run.of_kind("corrupt", rank)
+            if record.get("split", "train") == split
+        }
+    )
 
 
 def _stopped_by(run: RunFiles) -> str | None:

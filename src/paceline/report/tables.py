@@ -74,9 +74,9 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.insert(1, ("best top-1", percent(outcome.best_top1)))
     if outcome.time_to_target_s is not None:
         rows.insert(4, ("time to target", duration(outcome.time_to_target_s)))
-    if outcome.corrupt_samples or outcome.times_corrupt_met:
-        rows.append(("corrupt samples", _corrupt(outcome)))
     for label, amount in (
+        ("corrupt training images", outcome.corrupt_samples),
+        ("corrupt validation images", outcome.corrupt_val_samples),
         ("skipped steps", outcome.skipped_steps),
         ("steps without a finite loss", outcome.steps_without_loss),
         ("resumes", outcome.resumes),
@@ -84,12 +84,6 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         if amount:
             rows.append((label, count(amount)))
     return rows
-
-
-def _corrupt(outcome: Outcome) -> str:
-    """How many samples, and how often training met one: an epoch meets each again."""
-    named, met = outcome.corrupt_samples, outcome.times_corrupt_met or 0
-    return count(named) if met <= named else f"{count(named)}, met {count(met)} times"
 
 
 def epoch_table(run: RunFiles) -> Table:
@@ -143,13 +137,14 @@ def configuration_tables(run: RunFiles) -> list[Table]:
 
 def environment_tables(run: RunFiles) -> list[Table]:
     """Versions and hardware, and what the run chose by itself."""
-    summary = run.summary or {}
     starts = run.of_kind("start")
+    # A run that was killed has no summary; what it ran on is told at its start as well.
+    known = (starts[-1] if starts else {}) | (run.summary or {})
     tables = []
     for title, content in (
-        ("Versions", summary.get("versions")),
-        ("Hardware", summary.get("hardware")),
-        ("Chosen automatically", starts[-1].get("chosen") if starts else None),
+        ("Versions", known.get("versions")),
+        ("Hardware", known.get("hardware")),
+        ("Chosen automatically", known.get("chosen")),
     ):
         if isinstance(content, dict) and content:
             rows = tuple((key, shown(value)) for key, value in _flat(content))

@@ -51,8 +51,11 @@ class CheckpointShelf:
             link_atomically(self.best, path)
         else:
             checkpoint.write(path)
-        # Later ones are there where a run went back to an older checkpoint: they crowd out nothing.
-        for step in [step for step in self.steps() if step <= checkpoint.step][: -self._keep]:
+        # A run that went back to an older checkpoint has left the later ones for good: they must not be
+        # taken for its newest. Kept under another name, because somebody may still want them.
+        for step in [step for step in self.steps() if step > checkpoint.step]:
+            self.path(step).replace(self.path(step).with_suffix(".pt.abandoned"))
+        for step in self.steps()[: -self._keep]:
             self.path(step).unlink(missing_ok=True)
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)

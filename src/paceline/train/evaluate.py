@@ -43,8 +43,12 @@ def evaluate(
     normalize: Normalizer,
     group: Group,
     stop: StopSignals,
+    corrupt_limit: int | None = None,
 ) -> EvalResult | signal.Signals:
-    """The signal, on all ranks, when one was asked to stop: the counts would be incomplete."""
+    """The signal, on all ranks, when one was asked to stop: the counts would be incomplete.
+
+    More corrupt images than `corrupt_limit`, over all ranks together, are an error on all of them.
+    """
     started = time.perf_counter()
     model.eval()
     correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
@@ -55,6 +59,8 @@ def evaluate(
         with torch.inference_mode():
             for batch in batches:
                 if stop.received is not None:
+                    group.announce_stop()
+                if stop.received is not None or group.stop_announced():
                     break
                 size = len(batch)
                 outputs = model(normalize(batch.images, group.device)).float()
@@ -86,6 +92,12 @@ def evaluate(
         raise group.fault()
     if terminations or interrupts:
         return signal.SIGTERM if terminations else signal.SIGINT
+    if corrupt_limit is not None and bad > corrupt_limit:
+        raise DataError(
+            f"{bad:.0f} corrupt validation images, more than data.max_corrupt_share allows "
+            f"({corrupt_limit})",
+            "mend the data (metrics*.jsonl names the samples), or raise the share",
+        )
     if not samples:
         raise DataError("no validation image could be decoded", "check the validation images")
     return EvalResult(

@@ -1,4 +1,4 @@
-"""Evaluating what is on disk: a checkpoint of ours, or weights of another program.
+"""Evaluating a checkpoint on disk.
 
 In: a file, and settings that override the checkpoint's. Out: the same exact counts that a run
 reports, on one rank or many.
@@ -7,20 +7,23 @@ reports, on one rank or many.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError, RunError
 from paceline.core.topology import Topology
+from paceline.data.corrupt import allowed_corrupt
 from paceline.data.loader import EvalLoader
 from paceline.data.normalize import Normalizer
-from paceline.data.source import open_source
+from paceline.data.source import Source, open_source
 from paceline.models.registry import create_model
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.evaluate import EvalResult, evaluate
@@ -31,25 +34,18 @@ from paceline.train.weights_file import checkpoint_weights
 
 def evaluate_file(
     path: Path, overrides: Mapping[str, Any], batch_size: int
-) -> tuple[EvalResult, RunConfig, int]:
-    """Result, configuration and rank. The checkpoint's own settings say how to read the images."""
+) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
+    """Result (or the signal that ended it), configuration and rank.
+
+    The checkpoint's own settings say how to read the images.
+    """
     checkpoint = Checkpoint.read(path)
     config = RunConfig.from_tables(checkpoint.config).with_values(overrides)
     topology = Topology.from_env(os.environ)
     group = Group(topology, config.comm, choose_device(config, topology))
     try:
-        source = open_source(config.data, "val", checkpoint.classes)
-        _check_classes(source.classes, checkpoint.classes, path)
-        model = create_model(
-            config.model,
-            num_classes=config.model.num_classes or len(checkpoint.classes),
-            in_channels=config.data.channels,
-            image_size=config.data.image_size,
-        )
-        model.load_state_dict(checkpoint_weights(checkpoint))
-        if config.run.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model.to(group.device)
+        source = group.settled("data", lambda: _open(config, checkpoint, path))
+        model = _restored(config, checkpoint).to(group.device)
         loader = EvalLoader(
             source,
             config.data,
@@ -58,19 +54,40 @@ def evaluate_file(
             batch_size=batch_size,
             pin_memory=group.device.type == "cuda",
         )
+        limit = allowed_corrupt(config.data.max_corrupt_share, len(source))
         normalize = Normalizer(config.data.mean, config.data.std, config.data.channels)
         with loader, StopSignals() as stop:
-            result = evaluate(model, loader, normalize, group, stop)
-        if not isinstance(result, EvalResult):
-            raise RunError(f"stopped by {result.name}")
+            result = evaluate(model, loader, normalize, group, stop, limit)
         return result, config, group.rank
     except PeerError:
         raise
     except PacelineError as error:
         group.post_fault(error)
         raise
+    except Exception as error:
+        group.post_fault(RunError(f"{type(error).__name__}: {error}", "see its traceback"))
+        raise
     finally:
         group.close()
+
+
+def _open(config: RunConfig, checkpoint: Checkpoint, path: Path) -> Source:
+    source = open_source(config.data, "val", checkpoint.classes)
+    _check_classes(source.classes, checkpoint.classes, path)
+    return source
+
+
+def _restored(config: RunConfig, checkpoint: Checkpoint) -> nn.Module:
+    model = create_model(
+        config.model,
+        num_classes=config.model.num_classes or len(checkpoint.classes),
+        in_channels=config.data.channels,
+        image_size=config.data.image_size,
+    )
+    model.load_state_dict(checkpoint_weights(checkpoint))
+    if config.run.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
 
 
 def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:

@@ -89,7 +89,7 @@ def _agree_on_folder(config: RunConfig, group: Group) -> RunFolder:
     group.settle("run folder", error)
     told = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
     path, _, resume = group.broadcast_bytes(told).decode().partition("\n")
-    return RunFolder(Path(path), Path(resume) if resume else None)
+    return RunFolder(Path(path), Path(resume) if resume else None, folder.note if folder else "")
 
 
 def _read_checkpoint(config: RunConfig, folder: RunFolder, group: Group) -> Checkpoint | None:

@@ -16,14 +16,17 @@ from paceline.core.events import (
     CheckpointEvent,
     CorruptEvent,
     EvalEvent,
+    NoteEvent,
     StartEvent,
     StepEvent,
     StopEvent,
 )
 from paceline.data.batch import CorruptSample
+from paceline.data.corrupt import allowed_corrupt
 from paceline.data.loader import EvalLoader
 from paceline.train.corrupt_tally import CorruptTally
 from paceline.train.evaluate import evaluate
+from paceline.train.machine import hardware, versions
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
 
@@ -46,7 +49,7 @@ class TrainingLoop:
         self._t = training
         self._before_s = training.progress.train_s
         self._started = time.perf_counter()
-        self._saved_step = training.progress.step if training.folder.resume_from else -1
+        self._saved_step = training.progress.step if training.folder.holds_its_checkpoint else -1
         self._tally = CorruptTally(
             training.progress,
             training.plan.samples,
@@ -67,8 +70,13 @@ class TrainingLoop:
                 global_batch_size=t.plan.global_batch,
                 resumed_from=str(t.folder.resume_from) if t.folder.resume_from else None,
                 chosen=t.chosen,
+                versions=versions(),
+                hardware=hardware(t.group.device),
             )
         )
+        if t.folder.resume_from is not None and self._saved_step < 0:
+            # Started from another folder's checkpoint: from here on this folder stands alone.
+            self._save(best=False)
         result = self._catch_up() or self._steps()
         progress.train_s = self._elapsed()
         if self._saved_step != progress.step:
@@ -100,8 +108,11 @@ class TrainingLoop:
         """
         if self._evaluation_is_due():
             return self._evaluate()
-        at_target = self._t.progress.evaluated_step == self._t.progress.step and self._reached()
-        return RunResult("target", None) if at_target else None
+        if self._t.progress.evaluated_step != self._t.progress.step or not self._reached():
+            return None
+        if self._t.progress.time_to_target_s is None:
+            self._t.progress.time_to_target_s = self._t.progress.train_s
+        return RunResult("target", None)
 
     def _reached(self) -> bool:
         target, top1 = self._t.config.run.target_top1, self._t.progress.top1
@@ -132,7 +143,8 @@ class TrainingLoop:
             )
         )
         if outcome.corrupt_count:
-            self._name_corrupt(self._tally.add(outcome.corrupt_here))
+            self._name_corrupt(self._tally.add(outcome.corrupt_here), "train")
+            self._note_elsewhere(outcome.corrupt_count - len(outcome.corrupt_here))
             self._tally.check()
         self._check_health()
 
@@ -147,11 +159,17 @@ class TrainingLoop:
                 "the last good checkpoint is kept",
             )
 
-    def _name_corrupt(self, samples: Sequence[CorruptSample]) -> None:
+    def _name_corrupt(self, samples: Sequence[CorruptSample], split: str) -> None:
         for sample in samples:
             if sample.name not in self._named:
                 self._named.add(sample.name)
-                self._t.emit(CorruptEvent(self._t.progress.step, sample.name, sample.reason))
+                step = self._t.progress.step
+                self._t.emit(CorruptEvent(step, sample.name, sample.reason, split))
+
+    def _note_elsewhere(self, count: int) -> None:
+        """Only rank 0 has a display; what other ranks met is named in their own records."""
+        if count > 0 and self._t.is_main:
+            self._t.emit(NoteEvent(f"{count} corrupt on other ranks; see metrics.rank*.jsonl"))
 
     def _evaluation_is_due(self) -> bool:
         t, progress = self._t, self._t.progress
@@ -177,8 +195,9 @@ class TrainingLoop:
             batch_size=min(_EVAL_BATCH, _EVAL_TIMES * t.sizes.micro_batch),
             pin_memory=t.group.device.type == "cuda",
         )
+        limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
         with t.step.batch_norm.averaged(t.group), loader:
-            found = evaluate(t.model, loader, t.step.normalize, t.group, t.stop)
+            found = evaluate(t.model, loader, t.step.normalize, t.group, t.stop, limit)
         if isinstance(found, signal.Signals):
             return RunResult(found.name, found)
         progress.train_s = self._elapsed()
@@ -188,7 +207,8 @@ class TrainingLoop:
         best = found.top1 > progress.best_top1
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
-        self._name_corrupt(found.corrupt_here)
+        self._name_corrupt(found.corrupt_here, "val")
+        self._note_elsewhere(found.corrupt_count - len(found.corrupt_here))
         t.emit(
             EvalEvent(
                 step=progress.step,

@@ -14,6 +14,7 @@ import PIL
 import torch
 
 from paceline.config import RunConfig
+from paceline.core.cores import available_cores
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
 from paceline.version import __version__
@@ -54,7 +55,7 @@ def choose_threads(config: RunConfig, topology: Topology) -> int:
     own = os.environ.get("SLURM_CPUS_PER_TASK", "") if topology.launcher == "slurm" else ""
     if own.isdecimal() and int(own) > 0:
         return int(own)
-    return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
+    return max(1, available_cores() // topology.local_world_size)
 
 
 def versions() -> dict[str, str]:
@@ -75,7 +76,7 @@ def hardware(device: torch.device) -> dict[str, str]:
     found = {
         "device": str(device),
         "cpu": _cpu_name(),
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(available_cores()),
         "memory_gib": f"{_memory_gib():.0f}",
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -76,15 +76,17 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     the run that it named as it was."""
     config, folder, error = training.config, training.folder, None
     try:
-        if training.is_main:
-            folder.sweep()
-            folder.write_config(config.with_values({"run.output": str(folder.path)}))
+        if training.is_main and config.run.tensorboard:
+            place = folder.path / "tensorboard"
+            training.observers.append(TensorBoardWriter(place, training.progress.step))
         training.observers.append(JsonlWriter(folder.metrics(training.group.rank)))
         if training.is_main:
             training.observers.append(display())
-            if config.run.tensorboard:
-                place = folder.path / "tensorboard"
-                training.observers.append(TensorBoardWriter(place, training.progress.step))
+            folder.sweep()
+            if training.progress.step < training.plan.total_steps:
+                # A finished run that goes on is not finished any more.
+                (folder.path / "summary.json").unlink(missing_ok=True)
+            folder.write_config(config.with_values(_resolved(training)))
     except PacelineError as caught:
         error = caught
     except OSError as caught:
@@ -93,6 +95,13 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
             "free space or choose another --output",
         )
     training.group.settle("records", error)
+
+
+def _resolved(training: Training) -> dict[str, Any]:
+    """What the saved configuration says otherwise than the command: the global batch that came out,
+    and neither where the run lies nor what it resumed, so that the file starts the run elsewhere."""
+    batch = training.sizes.global_batch
+    return {"run.output": "", "run.resume": "", "run.global_batch_size": batch}
 
 
 def _conclude(training: Training, result: RunResult) -> RunOutcome:

@@ -6,9 +6,10 @@ the very run that shall go on; never another run's.
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,29 @@ ROOT = Path("runs")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`path` holds the run's files; `resume_from` is the checkpoint to start at, if any."""
+    """`path` holds the run's files; `resume_from` is the checkpoint to start at, if any.
+
+    `note` tells, on rank 0, what `--resume auto` did not find.
+    """
 
     path: Path
     resume_from: Path | None
+    note: str = field(default="", compare=False)
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def holds_its_checkpoint(self) -> bool:
+        """Whether the checkpoint to start at lies in this very folder."""
+        found = self.resume_from
+        return found is not None and found.resolve().parent == self.checkpoints.resolve()
+
+    def discard_if_empty(self) -> None:
+        """A start that failed leaves no empty folder behind."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def metrics(self, rank: int) -> Path:
         return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
@@ -51,13 +67,23 @@ class RunFolder:
 
 def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
     """`restarted`: torchrun started this process anew after a failure; that always resumes."""
+    try:
+        return _choose(config, restarted)
+    except OSError as error:
+        where = config.run.resume if config.run.resume not in ("", "auto") else config.run.output
+        raise PacelineError(
+            f"{where or ROOT} cannot be used: {error.strerror}", "check --output and --resume"
+        ) from None
+
+
+def _choose(config: RunConfig, restarted: bool) -> RunFolder:
     resume = config.run.resume or ("auto" if restarted else "")
     output = Path(config.run.output) if config.run.output else None
     if resume and resume != "auto":
-        return _from_file(Path(resume), output)
+        return _from_file(Path(resume), output, restarted)
     if output is None:
-        found = _unfinished(config) if resume == "auto" else None
-        return _resumed(found) if found else RunFolder(_new_folder(config.run.name), None)
+        found, note = _unfinished(config) if resume == "auto" else (None, "")
+        return _resumed(found) if found else RunFolder(_new_folder(config.run.name), None, note)
     if not (output / "config.toml").exists():
         _make(output, exist_ok=True)
         return RunFolder(output, None)
@@ -66,8 +92,11 @@ def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
     raise _occupied(output)
 
 
-def _from_file(file: Path, output: Path | None) -> RunFolder:
-    """An explicit checkpoint continues its own run unless another folder is named."""
+def _from_file(file: Path, output: Path | None, restarted: bool) -> RunFolder:
+    """An explicit checkpoint continues its own run unless another folder is named.
+
+    Started anew by its launcher, the run goes on from what it has saved itself since.
+    """
     if file.is_dir():
         newest = CheckpointShelf(file / "checkpoints", 1).newest()
         if newest is None:
@@ -78,10 +107,11 @@ def _from_file(file: Path, output: Path | None) -> RunFolder:
     home = file.resolve().parent.parent
     if output is None:
         output = home if (home / "config.toml").exists() else _new_folder("resumed")
-    elif (output / "config.toml").exists() and output.resolve() != home:
+    elif (output / "config.toml").exists() and output.resolve() != home and not restarted:
         raise _occupied(output)
     _make(output, exist_ok=True)
-    return RunFolder(output, file)
+    since = CheckpointShelf(output / "checkpoints", 1).newest() if restarted else None
+    return RunFolder(output, since or file)
 
 
 def _occupied(output: Path) -> ConfigError:
@@ -95,9 +125,14 @@ def _resumed(folder: Path) -> RunFolder:
     return RunFolder(folder, CheckpointShelf(folder / "checkpoints", 1).newest())
 
 
-def _unfinished(config: RunConfig) -> Path | None:
-    """The newest folder of this name whose configuration is this one and that has not ended."""
+def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
+    """The newest folder of this name whose configuration is this one and that has not ended.
+
+    Where there is none, the note says so, and what keeps the newest unfinished one from being it.
+    """
     wanted = _identity(config.to_tables())
+    note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
+    other = ""
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
         if (folder / "summary.json").exists():
             continue
@@ -105,13 +140,22 @@ def _unfinished(config: RunConfig) -> Path | None:
             there = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         except (OSError, tomllib.TOMLDecodeError):
             continue
-        if _identity(there) == wanted:
-            return folder
-    return None
+        different = _differences(_identity(there), wanted)
+        if not different:
+            return folder, ""
+        other = other or f" ({folder} differs in {', '.join(different[:3])})"
+    return None, note + other
 
 
 def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in flatten(tables).items() if name not in LOCAL_SETTINGS}
+
+
+def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Names of settings that differ. A folder tells the global batch, a command may leave it open."""
+    left_open = {"run.global_batch_size"} - wanted.keys()
+    names = (there.keys() | wanted.keys()) - left_open
+    return sorted(name for name in names if there.get(name) != wanted.get(name))
 
 
 def _new_folder(name: str) -> Path:

@@ -7,7 +7,7 @@ checkpoint of another run is refused by the name of what differs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,14 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     there, here = flatten(checkpoint.config), config.flat()
     for name in PINNED:
         _compare(path, name, there.get(name), here.get(name))
+
+
+def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Collection[str]) -> str:
+    """What this run sets otherwise than the one that wrote the checkpoint, for the record."""
+    there, here = flatten(checkpoint.config), config.flat()
+    names = sorted((there.keys() | here.keys()) - set(ignored))
+    different = [name for name in names if there.get(name) != here.get(name)]
+    return ", ".join(f"{name} {there.get(name)!r} → {here.get(name)!r}" for name in different)
 
 
 def _compare(path: Path, name: str, before: object, now: object) -> None:
@@ -80,6 +88,8 @@ class RunState:
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
         progress = Progress.from_table(checkpoint.progress)
         progress.resumes.append(progress.step)
+        if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
+            progress.time_to_target_s = None
         return progress
 
     def _restore_optimizer(self, saved: dict[str, Any]) -> None:
@@ -101,6 +111,12 @@ class RunState:
              len(self.batch_norm.names)),
         ):  # fmt: skip
             _compare(path, name, before, now)
+        if sampler["position"] < min(checkpoint.step * batches.global_batch, batches.total_samples):
+            # The last batch of a shorter run was cut; going on from it would leave samples out.
+            raise CheckpointError(
+                f"{path} is the end of a shorter run, whose last batch was not full",
+                "raise --epochs from a checkpoint before its last step",
+            )
         if checkpoint.step > batches.total_steps:
             raise CheckpointError(
                 f"{path} is at step {checkpoint.step}, past the {batches.total_steps} of this run",

@@ -78,7 +78,7 @@ class TrainStep:
             if self.fault is not None:
                 raise self.fault
             for turn, _ in enumerate(self.plan.micro_batches(step, self.group.rank)):
-                if self.stop.received is not None:
+                if self._asked_to_stop():
                     signals.abandon = 1.0
                     break
                 waiting = time.perf_counter()
@@ -94,8 +94,8 @@ class TrainStep:
         except PacelineError as error:
             self.group.post_fault(error)
             signals.fault = 1.0
-        except (RuntimeError, MemoryError) as error:
-            fault = self._memory_error(step, error)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            fault = self._memory_error(step, error) or _single_value_error(step, error)
             if fault is None:
                 raise
             self.group.post_fault(fault)
@@ -136,8 +136,26 @@ class TrainStep:
             "the global batch and the result stay the same",
         )
 
+    def _asked_to_stop(self) -> bool:
+        """Here, or on another rank, which then waits for us with seconds to spare."""
+        if self.stop.received is not None:
+            self.group.announce_stop()
+            return True
+        return self.group.stop_announced()
+
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(outputs, labels, reduction="sum", label_smoothing=self.smoothing)
+
+
+def _single_value_error(step: int, error: Exception) -> RunError | None:
+    """Batch norm has no variance to take of one sample with 1 × 1 maps."""
+    if "more than 1 value per channel" not in str(error):
+        return None
+    return RunError(
+        f"a micro-batch of one sample at step {step} leaves batch norm a single value",
+        "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
+        "larger --batch-size",
+    )
 
 
 def _stop_signal(agreed: Signals) -> signal.Signals | None:

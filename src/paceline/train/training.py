@@ -30,12 +30,14 @@ from paceline.optim.schedule import LrSchedule
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.batch_sizes import BatchSizes, resolve_batch_sizes
+from paceline.train.checkpoint import Checkpoint
 from paceline.train.checkpoint_shelf import CheckpointShelf
-from paceline.train.inputs import agree_on_inputs
+from paceline.train.inputs import RunInputs, agree_on_inputs
 from paceline.train.machine import choose_threads
+from paceline.train.memory import memory_error
 from paceline.train.progress import Progress
-from paceline.train.run_folder import RunFolder
-from paceline.train.run_state import RunState
+from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
+from paceline.train.run_state import RunState, changes
 from paceline.train.seeds import seed_initial_weights
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
@@ -90,14 +92,23 @@ class Training:
 
 def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
     """Builds the run on this rank, in step with all others."""
-    inputs = agree_on_inputs(config, group)
-    checkpoint, source, folder = inputs.checkpoint, inputs.source, inputs.folder
-    threads = checkpoint.threads if checkpoint else choose_threads(config, group.topology)
-    torch.set_num_threads(threads)
-
     sizes = resolve_batch_sizes(
         config.run.global_batch_size, config.run.batch_size, group.world_size
     )
+    inputs = agree_on_inputs(config, group)
+    try:
+        return _assemble(config, group, stop, sizes, inputs)
+    except BaseException:
+        if group.rank == 0:
+            inputs.folder.discard_if_empty()
+        raise
+
+
+def _assemble(
+    config: RunConfig, group: Group, stop: StopSignals, sizes: BatchSizes, inputs: RunInputs
+) -> Training:
+    checkpoint, source, folder = inputs.checkpoint, inputs.source, inputs.folder
+    threads = _choose_threads(config, group, checkpoint)
     plan = BatchPlan(
         samples=len(source),
         epochs=config.run.epochs,
@@ -143,16 +154,40 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
         "device": str(group.device),
         "backend": group.backend,
         "launcher": group.topology.launcher,
-        "threads": f"{threads} (as in the checkpoint)" if checkpoint else str(threads),
+        "threads": threads,
+        "data": f"{type(source).__name__}, {len(source):,} training and "
+        f"{len(inputs.validation):,} validation images, {len(source.classes)} classes",
+        "model": _describe_model(config, model),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
     }
     if notes:
         chosen["pretrained"] = "; ".join(notes)
+    if folder.note:
+        chosen["resume"] = folder.note
+    changed = changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else ""
+    if changed:
+        chosen["changed on resume"] = changed
     return Training(
         config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
         CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
     )  # fmt: skip
+
+
+def _choose_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
+    """Sets torch's threads and says how many. A checkpoint's count makes a resume bit-identical."""
+    threads, why = choose_threads(config, group.topology), ""
+    if checkpoint and not config.run.threads and checkpoint.world_size == group.world_size:
+        threads, why = checkpoint.threads, " (as in the checkpoint)"
+    torch.set_num_threads(threads)
+    return f"{threads}{why}"
+
+
+def _describe_model(config: RunConfig, model: nn.Module) -> str:
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    stem = config.model.stem_for(config.data.image_size)
+    stemmed = f" with the {stem} stem" if config.model.name.startswith("resnet") else ""
+    return f"{config.model.name}{stemmed}, {weights:,} parameters"
 
 
 def _create_optimizer(
@@ -165,6 +200,18 @@ def _create_optimizer(
 
 
 def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.Module, list[str]]:
+    """Initial weights on this rank's device; a device too full for them is the user's to mend."""
+    try:
+        return _create_model_on(config, source, group)
+    except (RuntimeError, MemoryError) as error:
+        fault = memory_error(error, f"while placing {config.model.name} on {group.device}",
+                             "free the device, or choose a smaller model")  # fmt: skip
+        raise fault or error from error
+
+
+def _create_model_on(
+    config: RunConfig, source: Source, group: Group
+) -> tuple[nn.Module, list[str]]:
     seed_initial_weights(config.run.seed)
     model = create_model(
         config.model,

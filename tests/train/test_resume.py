@@ -1,0 +1,132 @@
+"""Resuming in the less common ways: elsewhere, longer, with other settings, after going back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import load_config
+from paceline.core.errors import PacelineError
+from paceline.core.events import Event, StartEvent, StepEvent
+from paceline.train.run import RunOutcome, run_training
+from small_runs import Silent, run_small, small_config
+
+EVERY_STEP: dict[str, Any] = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
+
+
+class StopAt(Silent):
+    """Sends SIGTERM to this process once a step is done."""
+
+    step = 0
+
+    def on_event(self, event: Event) -> None:
+        super().on_event(event)
+        if isinstance(event, StepEvent) and event.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_after(step: int, output: Path, **values: Any) -> RunOutcome:
+    display = StopAt()
+    display.step = step
+    return run_training(small_config(output, **values), lambda: display)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_resumed_elsewhere_is_saved_there_at_once(tmp_path: Path) -> None:
+    whole = run_small(tmp_path / "a", **EVERY_STEP)
+    saved = str(tmp_path / "a/checkpoints/step-00000003.pt")
+    stopped = stop_after(4, tmp_path / "b", run__resume=saved)
+    assert stopped.result.stopped_by == "SIGTERM"
+    assert "step-00000003.pt" in names(tmp_path / "b")
+    assert "step-00000004.pt" in names(tmp_path / "b")
+    rest = run_small(tmp_path / "b", run__resume="auto")
+    assert rest.summary["resumed_at_steps"] == [3, 4]
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_going_back_does_not_come_back_to_what_was_left(tmp_path: Path) -> None:
+    run_small(tmp_path / "a", **EVERY_STEP)
+    saved = str(tmp_path / "a/checkpoints/step-00000003.pt")
+    stop_after(4, tmp_path / "a", run__resume=saved, optim__lr=0.01, **EVERY_STEP)
+    rest = run_small(tmp_path / "a", run__resume="auto", optim__lr=0.01, **EVERY_STEP)
+    assert rest.summary["resumed_at_steps"] == [3, 4]
+    straight = run_small(tmp_path / "b", run__resume=saved, optim__lr=0.01)
+    assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
+
+
+def test_settings_that_change_are_recorded(tmp_path: Path) -> None:
+    stop_after(2, tmp_path / "a")
+    display = Silent()
+    config = small_config(tmp_path / "a", run__resume="auto", optim__lr=0.02, data__workers=0)
+    run_training(config, lambda: display)
+    start = display.events[0]
+    assert isinstance(start, StartEvent)
+    assert start.chosen["changed on resume"] == "optim.lr 0.05 → 0.02"
+    assert start.versions["torch"]
+    assert start.hardware["device"] == "cpu"
+
+
+def test_a_longer_run_goes_on_only_from_a_full_batch(tmp_path: Path) -> None:
+    run_small(tmp_path / "a", run__epochs=1, **EVERY_STEP)  # 56 samples: 16, 16, 16 and 8
+    with pytest.raises(PacelineError, match="whose last batch was not full; raise --epochs from"):
+        run_small(tmp_path / "a", run__epochs=2, run__resume="auto")
+    saved = str(tmp_path / "a/checkpoints/step-00000003.pt")
+    longer = run_small(tmp_path / "b", run__epochs=2, run__resume=saved)
+    assert longer.summary["images"] == 112
+
+
+def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
+    run_small(tmp_path / "a", run__epochs=2)  # 112 samples are seven full batches
+    assert (tmp_path / "a/summary.json").exists()
+    stop_after(8, tmp_path / "a", run__epochs=4, run__resume="auto")
+    assert not (tmp_path / "a/summary.json").exists()
+    done = run_small(tmp_path / "a", run__epochs=4, run__resume="auto")
+    assert done.summary["images"] == 224
+
+
+def test_the_time_to_a_target_is_that_target_s(tmp_path: Path) -> None:
+    reached = run_small(tmp_path / "a", run__target_top1=1.0)
+    assert reached.summary["time_to_target_s"] > 0
+    missed = run_small(tmp_path / "a", run__target_top1=100.0, run__resume="auto")
+    if missed.summary["top1"] < 100:
+        assert missed.summary["time_to_target_s"] is None
+        assert missed.summary["stopped_by"] == "finished"
+    met = run_small(tmp_path / "a", run__target_top1=0.5, run__resume="auto")
+    assert met.summary["stopped_by"] == "target"
+    assert met.summary["time_to_target_s"] > 0
+
+
+def test_the_saved_configuration_repeats_the_run(tmp_path: Path) -> None:
+    first = run_small(tmp_path / "a", run__batch_size=8, run__global_batch_size=None)
+    config = load_config(str(tmp_path / "a/config.toml"), {"run.output": str(tmp_path / "b")})
+    again = run_training(config, Silent)
+    assert config.run.resume == ""
+    assert config.run.global_batch_size == 8
+    assert again.summary["weights_sha256"] == first.summary["weights_sha256"]
+
+
+def test_a_start_that_fails_leaves_no_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PacelineError, match="nowhere"):
+        run_small("", run__pretrained="nowhere.pth")
+    assert list(tmp_path.glob("runs/*")) == []
+
+
+def test_threads_are_the_checkpoint_s_unless_they_are_given(tmp_path: Path) -> None:
+    stop_after(2, tmp_path / "a", run__threads=1)
+    kept = json.loads((tmp_path / "a/metrics.jsonl").read_text().splitlines()[0])
+    assert kept["chosen"]["threads"] == "1"
+    display = Silent()
+    run_training(small_config(tmp_path / "a", run__resume="auto", run__threads=0), lambda: display)
+    assert isinstance(display.events[0], StartEvent)
+    assert display.events[0].chosen["threads"] == "1 (as in the checkpoint)"
