@@ -1,5 +1,9 @@
-# make train   set up .venv and train on the embedded images
-# make test    set up .venv and run every check
+#: make train      set up .venv and train on the embedded images (ARGS="--epochs 3" adds flags)
+#: make test       set up .venv and run every check; as root on Debian it installs openmpi-bin too
+#: make test-slow  whole trainings, minutes each
+#: make docs       rewrite docs/settings.md from the code
+#: make data       rebuild the embedded images from Debian's package dataset-fashion-mnist
+#: make clean      remove .venv and caches
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +14,7 @@ ARGS ?=
 .PHONY: help train test lint types contracts unit test-slow data docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n 's/^#: //p' Makefile
 
 # A stamp for each set of packages: nothing is installed again until pyproject or constraints change.
 $(VENV)/.made:
@@ -19,10 +23,12 @@ $(VENV)/.made:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing into $(VENV); torch is large, this can take minutes"
 	$(PIP) -e .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing into $(VENV) with the test extras; torch is large, this can take minutes"
 	$(PIP) -e '.[test]'
 	touch $(VENV)/.installed $@
 
