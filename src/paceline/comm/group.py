@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import CommSettings
-from paceline.core.errors import CommError, PacelineError
+from paceline.core.errors import CommError, PacelineError, RunError
 from paceline.core.topology import Topology
 
 Made = TypeVar("Made")
@@ -155,6 +156,22 @@ class Group:
             self._ask_again_at = now + _ASK_S
             self._stop_heard = self._agreement.stop_announced()
         return self._stop_heard
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leaves; an error of this rank's own is left for the others to find first."""
+        if isinstance(error, PacelineError) and not isinstance(error, PeerError):
+            self.post_fault(error)
+        elif isinstance(error, Exception) and not isinstance(error, PacelineError):
+            self.post_fault(RunError(f"{type(error).__name__}: {error}", "see its traceback"))
+        self.close()
 
     def close(self) -> None:
         """Leaves the group. Waits for ranks that may be gone for seconds at most."""

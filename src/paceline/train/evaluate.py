@@ -92,14 +92,7 @@ def evaluate(
         raise group.fault()
     if terminations or interrupts:
         return signal.SIGTERM if terminations else signal.SIGINT
-    if corrupt_limit is not None and bad > corrupt_limit:
-        raise DataError(
-            f"{bad:.0f} corrupt validation images, more than data.max_corrupt_share allows "
-            f"({corrupt_limit})",
-            "mend the data (metrics*.jsonl names the samples), or raise the share",
-        )
-    if not samples:
-        raise DataError("no validation image could be decoded", "check the validation images")
+    _check_counts(samples, bad, corrupt_limit)
     return EvalResult(
         top1=100 * right1 / samples,
         top5=100 * right5 / samples,
@@ -109,6 +102,18 @@ def evaluate(
         corrupt_here=tuple(corrupt),
         eval_s=time.perf_counter() - started,
     )
+
+
+def _check_counts(samples: float, bad: float, corrupt_limit: int | None) -> None:
+    """Counts are equal on all ranks here, and so is the error."""
+    if corrupt_limit is not None and bad > corrupt_limit:
+        raise DataError(
+            f"{bad:.0f} corrupt validation images, more than data.max_corrupt_share allows "
+            f"({corrupt_limit})",
+            "mend the data (metrics*.jsonl names the samples), or raise the share",
+        )
+    if not samples:
+        raise DataError("no validation image could be decoded", "check the validation images")
 
 
 def _memory_error(error: Exception, size: int) -> RunError | None:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import CheckpointError, PacelineError, RunError
+from paceline.core.errors import CheckpointError
 from paceline.core.topology import Topology
 from paceline.data.corrupt import allowed_corrupt
 from paceline.data.loader import EvalLoader
@@ -42,8 +41,7 @@ def evaluate_file(
     checkpoint = Checkpoint.read(path)
     config = RunConfig.from_tables(checkpoint.config).with_values(overrides)
     topology = Topology.from_env(os.environ)
-    group = Group(topology, config.comm, choose_device(config, topology))
-    try:
+    with Group(topology, config.comm, choose_device(config, topology)) as group:
         source = group.settled("data", lambda: _open(config, checkpoint, path))
         model = _restored(config, checkpoint).to(group.device)
         loader = EvalLoader(
@@ -59,16 +57,6 @@ def evaluate_file(
         with loader, StopSignals() as stop:
             result = evaluate(model, loader, normalize, group, stop, limit)
         return result, config, group.rank
-    except PeerError:
-        raise
-    except PacelineError as error:
-        group.post_fault(error)
-        raise
-    except Exception as error:
-        group.post_fault(RunError(f"{type(error).__name__}: {error}", "see its traceback"))
-        raise
-    finally:
-        group.close()
 
 
 def _open(config: RunConfig, checkpoint: Checkpoint, path: Path) -> Source:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import PacelineError
 from paceline.core.events import JsonlWriter, Observer
 from paceline.core.topology import Topology
 from paceline.report.write import write_report
@@ -43,19 +42,8 @@ class RunOutcome:
 def run_training(config: RunConfig, display: Callable[[], Observer]) -> RunOutcome:
     """Trains on this rank; rank 0 also shows events on the observer that `display` makes."""
     topology = Topology.from_env(os.environ)
-    group = Group(topology, config.comm, choose_device(config, topology))
-    try:
+    with Group(topology, config.comm, choose_device(config, topology)) as group:
         return _train(config, group, display)
-    except PeerError:
-        raise
-    except PacelineError as error:
-        group.post_fault(error)
-        raise
-    except Exception as error:
-        group.post_fault(RunError(f"{type(error).__name__}: {error}", "see its traceback"))
-        raise
-    finally:
-        group.close()
 
 
 def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> RunOutcome:
