@@ -74,6 +74,15 @@ def test_the_live_line_shows_the_same_numbers() -> None:
     assert "[7]" in text  # names are not markup
 
 
+def test_the_live_line_is_whole_on_a_terminal_of_80_columns() -> None:
+    output = io.StringIO()
+    display = LiveDisplay(Console(file=output, force_terminal=True, width=80))
+    display.on_event(StartEvent(0, 112_590, 1251.0, 8, 1024))
+    display.on_event(StepEvent(100_000, 79.94, 1.2345, 0.01234, 23_456.0, 0.1, 0.0))
+    display.close()
+    assert "…" not in output.getvalue()
+
+
 def test_a_terminal_gets_the_live_display() -> None:
     assert isinstance(create_display(Console(file=io.StringIO()), 1), PlainDisplay)
     live = create_display(Console(file=io.StringIO(), force_terminal=True), 1)

@@ -14,7 +14,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -100,12 +99,10 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            # The numbers matter more than a long bar: all of it fits into 80 columns.
+            BarColumn(bar_width=6),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
             refresh_per_second=5,
