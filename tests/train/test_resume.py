@@ -120,6 +120,13 @@ def test_a_start_that_fails_leaves_no_empty_folder(
     with pytest.raises(PacelineError, match="nowhere"):
         run_small("", run__pretrained="nowhere.pth")
     assert list(tmp_path.glob("runs/*")) == []
+    (tmp_path / "foreign.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(PacelineError, match="foreign.pt"):
+        run_small("", run__resume="foreign.pt")
+    with pytest.raises(PacelineError, match="foreign.pt"):
+        run_small("new", run__resume="foreign.pt")
+    assert list(tmp_path.glob("runs/*")) == []
+    assert not (tmp_path / "new").exists()
 
 
 def test_threads_are_the_checkpoint_s_unless_they_are_given(tmp_path: Path) -> None:

@@ -110,10 +110,10 @@ def check_rendezvous() -> Iterator[Finding]:
     except PacelineError as error:
         yield Finding("rendezvous", error.cause, False, error.remedy)
         return
-    if topology.launcher == "single":
-        yield Finding("rendezvous", "one process, none needed")
-        return
     where = f"{topology.master_addr}:{topology.master_port}"
+    if topology.launcher == "single":
+        yield Finding("rendezvous", f"{where}, not needed by one process")
+        return
     yield Finding("launcher", f"{topology.launcher}, rank {topology.rank} of {topology.world_size}")
     try:
         address = socket.getaddrinfo(topology.master_addr, topology.master_port)[0][4][0]

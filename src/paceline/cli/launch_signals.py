@@ -12,10 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 from paceline.cli.failure import CHILD_MARK, is_child_of_launcher
+from paceline.core.signal_context import SignalContext
 
 # The agent gives ranks 30 s. Should it ever have lost the first signal, one after that counts again.
 _DEAF_S = 35.0
@@ -23,31 +23,18 @@ _DEAF_S = 35.0
 _PR_SET_PDEATHSIG = 1
 
 
-class LaunchSignals:
+class LaunchSignals(SignalContext):
     """A context in which the first signal raises `raised(text, signal)`, and the next ones nothing."""
 
     def __init__(self, raised: Callable[[str, signal.Signals], Exception]) -> None:
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        # A hang-up that is ignored is nohup's will; the other two are always meant.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        super().__init__(numbers, self._hear)
         self.received: signal.Signals | None = None
         self._raised = raised
         self._heard_at = -_DEAF_S
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> LaunchSignals:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # A hang-up that is ignored is nohup's will; the other two are always meant.
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._hear)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() - self._heard_at < _DEAF_S:

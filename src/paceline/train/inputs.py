@@ -1,6 +1,6 @@
 """`RunInputs`: what a run reads, agreed upon by all ranks.
 
-In: a configuration and the group. Out: data, folder, and the checkpoint to start from. Each is settled
+In: a configuration and the group. Out: data and folder, and the checkpoint to start from. Each is settled
 among all ranks before the next: what is missing on one node alone ends all ranks with the same line.
 """
 
@@ -28,7 +28,6 @@ class RunInputs:
     validation: Source
     labels: str
     folder: RunFolder
-    checkpoint: Checkpoint | None
 
 
 def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
@@ -43,9 +42,7 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
         "validation labels (digest)": _digest(validation),
     }
     group.settle("data set", facts=facts, remedy="use the same data")
-    folder = _agree_on_folder(config, group)
-    checkpoint = _read_checkpoint(config, folder, group)
-    return RunInputs(source, validation, labels, folder, checkpoint)
+    return RunInputs(source, validation, labels, _agree_on_folder(config, group))
 
 
 def _digest(source: Source) -> str:
@@ -92,7 +89,7 @@ def _agree_on_folder(config: RunConfig, group: Group) -> RunFolder:
     return RunFolder(Path(path), Path(resume) if resume else None, folder.note if folder else "")
 
 
-def _read_checkpoint(config: RunConfig, folder: RunFolder, group: Group) -> Checkpoint | None:
+def read_checkpoint(config: RunConfig, folder: RunFolder, group: Group) -> Checkpoint | None:
     """Rank 0 reads and sends the bytes, so that only its node needs the file."""
     if folder.resume_from is None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,15 @@ class RunFolder:
         found = self.resume_from
         return found is not None and found.resolve().parent == self.checkpoints.resolve()
 
-    def discard_if_empty(self) -> None:
-        """A start that failed leaves no empty folder behind."""
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+    @contextlib.contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """A start that fails within this context leaves no empty folder behind."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # what holds something stays
+                self.path.rmdir()
+            raise
 
     def metrics(self, rank: int) -> Path:
         return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")

@@ -10,32 +10,19 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+
+from paceline.core.signal_context import SignalContext
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopSignals:
+class StopSignals(SignalContext):
     """A context in which the two signals are noted instead of obeyed at once."""
 
     def __init__(self) -> None:
+        super().__init__(HANDLED, self._note)
         self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in HANDLED:
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:

@@ -32,7 +32,7 @@ from paceline.train.batch_norm import BatchNormState
 from paceline.train.batch_sizes import BatchSizes, resolve_batch_sizes
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.checkpoint_shelf import CheckpointShelf
-from paceline.train.inputs import RunInputs, agree_on_inputs
+from paceline.train.inputs import RunInputs, agree_on_inputs, read_checkpoint
 from paceline.train.machine import choose_threads
 from paceline.train.memory import memory_error
 from paceline.train.progress import Progress
@@ -96,18 +96,20 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
         config.run.global_batch_size, config.run.batch_size, group.world_size
     )
     inputs = agree_on_inputs(config, group)
-    try:
-        return _assemble(config, group, stop, sizes, inputs)
-    except BaseException:
-        if group.rank == 0:
-            inputs.folder.discard_if_empty()
-        raise
+    with inputs.folder.discarded_on_error():
+        checkpoint = read_checkpoint(config, inputs.folder, group)
+        return _assemble(config, group, stop, sizes, inputs, checkpoint)
 
 
 def _assemble(
-    config: RunConfig, group: Group, stop: StopSignals, sizes: BatchSizes, inputs: RunInputs
+    config: RunConfig,
+    group: Group,
+    stop: StopSignals,
+    sizes: BatchSizes,
+    inputs: RunInputs,
+    checkpoint: Checkpoint | None,
 ) -> Training:
-    checkpoint, source, folder = inputs.checkpoint, inputs.source, inputs.folder
+    source, folder = inputs.source, inputs.folder
     threads = _choose_threads(config, group, checkpoint)
     plan = BatchPlan(
         samples=len(source),
