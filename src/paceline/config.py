@@ -21,9 +21,12 @@ from paceline.core.settings import flatten, from_table, to_table
 from paceline.data.settings import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.settings import OptimSettings
+from paceline.precision.settings import PrecisionSettings
 
 RECIPES = Path(__file__).parent / "recipes"
 DEVICES = ("auto", "cpu", "cuda")
+SWITCHES = ("auto", "on", "off")
+COMPILE_MODES = ("auto", "off", "blocks", "model")
 Tables = dict[str, dict[str, Any]]
 
 
@@ -36,6 +39,11 @@ class RunSettings:
     node's cores out among its ranks. `resume` is `auto`, a run folder or a checkpoint. `target_top1`
     (percent) ends the run once it is reached. `max_skipped_steps` non-finite gradients in a row end it
     as diverged. `device` is auto, cpu or cuda. `channels_last` keeps weights and activations in NHWC.
+
+    `fused_norm` (auto, on, off) takes our kernels for batch norm with ReLU, sum and pool: auto on a GPU
+    for the models that have them. `compile` is torch.compile: off, blocks (each residual block), model
+    (all of it), or auto: model on a GPU where fused_norm has nothing to offer. `cuda_graphs` (auto, on,
+    off) records micro-step and update and replays them: auto on a GPU.
     """
 
     name: str = "run"
@@ -47,6 +55,9 @@ class RunSettings:
     device: str = "auto"
     threads: int = 0
     channels_last: bool = True
+    fused_norm: str = "auto"
+    compile: str = "auto"
+    cuda_graphs: str = "auto"
     output: str = ""
     resume: str = ""
     pretrained: str = ""
@@ -74,8 +85,20 @@ class RunSettings:
             raise ConfigError(
                 "run.target_top1", self.target_top1, "must be a percentage in (0, 100]"
             )
-        if self.device not in DEVICES:
-            raise ConfigError("run.device", self.device, "unknown", nearest(self.device, DEVICES))
+        for name, known in (
+            ("device", DEVICES),
+            ("fused_norm", SWITCHES),
+            ("compile", COMPILE_MODES),
+            ("cuda_graphs", SWITCHES),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"run.{name}", value, "unknown", nearest(value, known))
+        if self.fused_norm == "on" and self.compile not in ("auto", "off"):
+            raise ConfigError(
+                "run.fused_norm", "on", f"cannot be compiled by run.compile = {self.compile!r}",
+                "choose one of the two",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,6 +130,7 @@ class RunConfig:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
+    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
@@ -142,6 +166,7 @@ SECTIONS: dict[str, type] = {
     "data": DataSettings,
     "model": ModelSettings,
     "optim": OptimSettings,
+    "precision": PrecisionSettings,
     "comm": CommSettings,
     "checkpoint": CheckpointSettings,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -128,6 +129,61 @@ def tiny_imagenet() -> Path:
     if not directory.is_dir():
         pytest.skip("tinyimagenet25 is not here: ../shared/data is absent")
     return directory
+
+
+CIFAR_STEMS = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+
+
+def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
+    """A batch as the published Python version has it: protocol 2, byte strings, NumPy of 2009."""
+    planes = pixels.transpose(0, 3, 1, 2).tobytes()
+    return b"".join(
+        [
+            b"\x80\x02}(U\x06labels](",
+            *(b"K" + bytes([label]) for label in labels),
+            b"eU\x04datacnumpy.core.multiarray\n_reconstruct\n",
+            b"cnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01",
+            b"J" + len(labels).to_bytes(4, "little") + b"M\x00\x0c\x86",
+            b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN",
+            b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89",
+            b"T" + len(planes).to_bytes(4, "little") + planes,
+            b"tbu.",
+        ]
+    )
+
+
+class SmallCifar:
+    """Six files of `count` random images, written in any of the published forms."""
+
+    def __init__(self, count: int = 4) -> None:
+        random = np.random.default_rng(3)
+        self.pixels = random.integers(0, 256, (6, count, 32, 32, 3), dtype=np.uint8)
+        self.labels = random.integers(0, 10, (6, count))
+
+    def write(self, directory: Path, form: str) -> Path:
+        directory.mkdir(exist_ok=True)
+        for stem, pixels, labels in zip(
+            CIFAR_STEMS, self.pixels, self.labels.tolist(), strict=True
+        ):
+            if form == "png":
+                content = encode(pixels.reshape(len(pixels), 1024, 3))
+            elif form == "bin":
+                planes = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
+                rows = np.concatenate([np.array(labels, np.uint8)[:, None], planes], axis=1)
+                content = rows.tobytes()
+            else:
+                content = python2_pickle(pixels, labels)
+            (directory / f"{stem}{'' if form == 'py' else '.' + form}").write_bytes(content)
+        if form == "png":
+            train = self.labels[:5].reshape(-1).tolist()
+            (directory / "train_lables.json").write_text(json.dumps(train))
+            (directory / "test_lables.json").write_text(json.dumps(self.labels[5].tolist()))
+        return directory
+
+
+@pytest.fixture
+def small_cifar() -> SmallCifar:
+    return SmallCifar()
 
 
 @pytest.fixture

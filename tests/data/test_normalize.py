@@ -38,6 +38,25 @@ def test_memory_is_channels_last() -> None:
     assert not got.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    images = torch.arange(2 * 16 * 8 * 3).remainder(256).to(torch.uint8).view(2, 16, 8, 3)
+    got = Normalizer(*IMAGENET, 3, dtype)(images, "cpu")
+    assert torch.equal(got, Normalizer(*IMAGENET, 3)(images, "cpu").to(dtype))
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_compiles_whole() -> None:
+    """A break in the graph, or one more for the second batch, would be an error here."""
+    normalize = Normalizer(*IMAGENET, 3, torch.bfloat16)
+    normalize.prepare("cpu")
+    compiled = torch.compile(lambda x: normalize(x, "cpu"), fullgraph=True, backend="eager")
+    images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8)
+    assert torch.equal(compiled(images), normalize(images, "cpu"))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(compiled(images.flip(0)), normalize(images.flip(0), "cpu"))
+
+
 def test_wrong_number_of_values() -> None:
     with pytest.raises(ValueError, match="mean has 3 values for 1 channels"):
         Normalizer(*IMAGENET, 1)
@@ -52,3 +71,17 @@ def test_on_the_gpu() -> None:
     torch.testing.assert_close(
         got.cpu().double(), reference(images, *IMAGENET), rtol=1e-6, atol=1e-6
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_graph_holds_it() -> None:
+    normalize = Normalizer(*IMAGENET, 3, torch.float16)
+    images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8, device="cuda")
+    normalize.prepare("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = normalize(images, "cuda")
+    images.copy_(torch.randint(0, 256, images.shape, dtype=torch.uint8))
+    graph.replay()
+    assert torch.equal(got, normalize(images, "cuda"))

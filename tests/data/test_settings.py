@@ -35,6 +35,8 @@ from paceline.data.settings import DataSettings
         ("std", (0.2, 0.2, float("nan"))),
         ("workers", -1),
         ("prefetch_batches", 0),
+        ("resident", "yes"),
+        ("resident_max_mib", -1),
         ("max_corrupt_share", 1.0),
         ("max_corrupt_share", -0.1),
         ("synthetic_samples", 0),
@@ -77,7 +79,7 @@ def test_a_directory_that_would_not_be_read_is_refused(source: str) -> None:
         DataSettings(source=source, dir="somewhere")
 
 
-@pytest.mark.parametrize("source", ["shards", "folder"])
+@pytest.mark.parametrize("source", ["shards", "folder", "cifar10"])
 def test_a_source_in_a_directory_needs_one(source: str) -> None:
     with pytest.raises(ConfigError, match="needs a directory"):
         DataSettings(source=source)

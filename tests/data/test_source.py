@@ -125,7 +125,7 @@ def test_missing_split(
 def test_both_layouts_at_once(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
     write_tar(tmp_path / "train-0.tar", samples(6))
     make_folder(tmp_path, "train/a")
-    with pytest.raises(DataError, match=r"holds both train-\*.tar and train/; set data.source"):
+    with pytest.raises(DataError, match=r"holds train-\*.tar and train/; set data.source"):
         open_source(settings(tmp_path), "train")
     assert len(open_source(settings(tmp_path, "folder"), "train")) == 1
     assert len(open_source(settings(tmp_path, "shards"), "train")) == 6

@@ -47,6 +47,20 @@ def test_polynomial_of_power_two() -> None:
     assert poly.rate(90) == pytest.approx(0.01)
 
 
+def test_the_decay_may_arrive_after_the_end_of_the_run() -> None:
+    # 10 epochs of 10 steps, but the way down is 19 epochs long after 1 of warm-up.
+    poly = schedule("poly", warmup_epochs=1, decay_over_epochs=20)
+    assert poly.rate(9) == poly.rate(10) == 1.0
+    assert poly.rate(99) == pytest.approx((1 - 89 / 190) ** 2)
+    assert schedule("cosine", warmup_epochs=0, decay_over_epochs=20).rate(100) == pytest.approx(0.5)
+
+
+def test_the_decay_may_arrive_before_the_end_of_the_run() -> None:
+    early = schedule("poly", warmup_epochs=0, decay_over_epochs=5, lr_end=0.1)
+    assert early.rate(25) == pytest.approx(0.1 + 0.9 * 0.25)
+    assert [early.rate(step) for step in (50, 99)] == [0.1, 0.1]
+
+
 def test_cosine_halves_in_the_middle() -> None:
     cosine = schedule("cosine", warmup_epochs=0, lr_end=0.2)
     assert cosine.rate(50) == pytest.approx(0.6)

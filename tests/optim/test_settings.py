@@ -22,6 +22,12 @@ from paceline.optim.settings import OptimSettings
         ("warmup_epochs", -1.0),
         ("decay_rate", 0.0),
         ("decay_epochs", (60.0, 30.0)),
+        ("decay_over_epochs", 5.0),
+        ("decay_over_epochs", float("inf")),
+        ("trust_coefficient", 0.0),
+        ("eps", -1e-8),
+        ("trust_log_interval", -1),
+        ("fused", "cuda"),
     ],
 )
 def test_a_bad_value_is_named(field: str, value: Any) -> None:
@@ -37,3 +43,8 @@ def test_a_near_miss_gets_a_suggestion() -> None:
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs momentum"):
         OptimSettings(nesterov=True, momentum=0.0)
+
+
+def test_the_fp16_ablation_has_no_kernels() -> None:
+    with pytest.raises(ConfigError, match="optim.fused = 'triton': has no kernels.*use foreach"):
+        OptimSettings(name="lars", in_half=True, fused="triton")

@@ -2,7 +2,7 @@
 
 import re
 
-from paceline.report.page_style import STYLE
+from paceline.report.page_style import SERIES_COLOURS, STYLE
 
 
 def test_nothing_is_loaded() -> None:
@@ -21,3 +21,9 @@ def test_every_colour_is_defined_for_light_and_dark() -> None:
 
 def test_brackets_match() -> None:
     assert STYLE.count("{") == STYLE.count("}")
+
+
+def test_every_series_colour_can_be_drawn() -> None:
+    for number in range(1, SERIES_COLOURS + 1):
+        for rule in (f".chart .line.c{number} ", f".chart circle.c{number} ", f".key .c{number}:"):
+            assert rule in STYLE

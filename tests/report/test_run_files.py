@@ -65,6 +65,7 @@ def test_other_ranks_are_read_by_their_number(make_run: MakeRun) -> None:
     (folder / "metrics.rankx.jsonl").write_text("not ours\n", "utf-8")
     run = RunFiles.read(folder)
     assert list(run.ranks) == [0, 2, 10]
+    assert list(RunFiles.read(folder, first_rank_only=True).ranks) == [0]
     assert steps(run, 10) == [(1, 10.0)]
 
 

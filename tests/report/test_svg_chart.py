@@ -146,3 +146,19 @@ def test_colours_come_from_the_page() -> None:
     assert "#" not in text
     assert "style=" not in text
     assert 'class="line c2"' in text
+
+
+def test_a_line_without_a_name_is_drawn_and_told_of_nowhere() -> None:
+    bold, seed = Line("mean", [(0, 1), (1, 2)]), Line("", [(0, 0), (1, 3)], faint=True)
+    svg = parsed(Chart("Loss", "epoch", [seed, bold]))
+    assert len(svg.findall("polyline")) == 2
+    assert titles(svg, "rect") == ["epoch 0\nmean 1", "epoch 1\nmean 2"]
+    legends = ["".join(t.itertext()) for t in svg.iter("text") if t.get("class") == "legend"]
+    assert legends == ["mean 2"]
+
+
+def test_a_chart_may_go_without_legend_and_a_line_may_be_dashed() -> None:
+    line = Line("a", [(0, 1), (1, 2)], colour=3, dashed=True)
+    svg = parsed(Chart("Loss", "epoch", [line], legend=False))
+    assert [t for t in svg.iter("text") if t.get("class") == "legend"] == []
+    assert svg.findall("polyline")[0].attrib["class"] == "line c3 dashed"

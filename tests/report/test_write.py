@@ -8,7 +8,7 @@ from paceline.core.errors import DataError
 from paceline.report import write
 from paceline.report.html_page import render
 from paceline.report.run_files import RunFiles
-from paceline.report.write import write_report
+from paceline.report.write import write_page, write_report
 
 
 def fails(run_dir: Path, out: Path | None = None) -> str:
@@ -68,3 +68,9 @@ def test_a_place_that_cannot_be(finished_run: Path) -> None:
 def test_no_run_no_report(tmp_path: Path) -> None:
     assert "is not a run folder" in fails(tmp_path)
     assert names(tmp_path) == []
+
+
+def test_any_page_goes_to_a_file_or_into_a_folder(tmp_path: Path) -> None:
+    assert write_page("<p>ä</p>", tmp_path, "compare.html") == tmp_path / "compare.html"
+    out = write_page("<p>ä</p>", tmp_path / "new" / "a.html", "compare.html")
+    assert out.read_bytes() == (tmp_path / "compare.html").read_bytes() == "<p>ä</p>".encode()

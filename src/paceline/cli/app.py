@@ -12,7 +12,7 @@ import traceback
 
 import typer
 
-from paceline.cli import doctor, evaluate, export, report, train
+from paceline.cli import bench, compare, doctor, evaluate, export, report, train
 from paceline.cli.failure import Failure, is_child_of_launcher
 from paceline.core.errors import PacelineError
 from paceline.version import __version__
@@ -29,7 +29,9 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("export")(export.export_weights)
 app.command("report")(report.report_run)
+app.command("compare")(compare.compare_runs)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.bench, name="bench")
 
 
 def _show_version(value: bool) -> None:

@@ -31,7 +31,7 @@ def train(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
-    opt: str | None = typer.Option(None, help="sgd."),
+    opt: str | None = typer.Option(None, help="sgd or lars."),
     lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),
@@ -45,6 +45,9 @@ def train(
     target_top1: str | None = typer.Option(None, help="Stop at this top-1 (percent).", metavar="X"),
     pretrained: str | None = typer.Option(None, help="Weights with torchvision's or timm's keys."),
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
+    amp_dtype: str | None = typer.Option(None, help="fp16, bf16, fp32 or auto."),
+    compile: str | None = typer.Option(  # noqa: A002
+        None, help="torch.compile: auto, off, blocks or model."),
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
@@ -58,7 +61,8 @@ def train(
         "optim.weight_decay": weight_decay, "run.smoothing": smoothing, "run.seed": seed,
         "data.workers": workers, "run.output": output, "run.resume": resume,
         "run.log_interval": log_interval, "run.target_top1": target_top1,
-        "run.pretrained": pretrained, "run.device": device,
+        "run.pretrained": pretrained, "run.device": device, "precision.amp_dtype": amp_dtype,
+        "run.compile": compile,
     }  # fmt: skip
     follow_launcher()
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}

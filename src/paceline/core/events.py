@@ -57,6 +57,16 @@ class StepEvent(Event):
     step_s: float
     data_s: float
     skipped: bool = False
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrustEvent(Event):
+    """LARS's trust ratio of each parameter in one step, by name."""
+
+    kind: ClassVar[str] = "trust"
+    step: int
+    ratios: dict[str, float]
 
 
 @dataclass(frozen=True)

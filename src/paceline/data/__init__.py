@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from paceline.data.batch import Batch
     from paceline.data.batch_plan import BatchPlan
     from paceline.data.corrupt import CorruptSample
+    from paceline.data.create_loader import create_eval_loader, create_train_loader
     from paceline.data.loader import EvalLoader, TrainLoader
+    from paceline.data.loader_protocol import EvalBatches, TrainBatches
     from paceline.data.normalize import Normalizer
     from paceline.data.order import SampleOrder
     from paceline.data.settings import DataSettings
@@ -24,11 +26,15 @@ _HOMES = {
     "BatchPlan": "batch_plan",
     "CorruptSample": "corrupt",
     "DataSettings": "settings",
+    "EvalBatches": "loader_protocol",
     "EvalLoader": "loader",
     "Normalizer": "normalize",
     "SampleOrder": "order",
     "Source": "source",
+    "TrainBatches": "loader_protocol",
     "TrainLoader": "loader",
+    "create_eval_loader": "create_loader",
+    "create_train_loader": "create_loader",
     "open_source": "source",
 }
 
@@ -37,11 +43,15 @@ __all__ = [
     "BatchPlan",
     "CorruptSample",
     "DataSettings",
+    "EvalBatches",
     "EvalLoader",
     "Normalizer",
     "SampleOrder",
     "Source",
+    "TrainBatches",
     "TrainLoader",
+    "create_eval_loader",
+    "create_train_loader",
     "open_source",
 ]
 

@@ -19,8 +19,9 @@ from paceline.data.settings import DataSettings
 
 Pixels = npt.NDArray[np.uint8]
 Box = tuple[float, float, float, float]
-_TRIES = 10
-_FLIP, _TOP, _LEFT, _FIRST_TRY = 0, 1, 2, 3
+# Where in a row of uniform numbers each choice lies; a try of a box takes two.
+TRIES = 10
+FLIP, TOP, LEFT, FIRST_TRY = 0, 1, 2, 3
 _RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -45,11 +46,10 @@ class TrainTransform:
         self._settings = settings
         self._size = settings.image_size
         self._resampling = _RESAMPLING[settings.interpolation]
-        resized_crop = settings.augment == "random_resized_crop"
-        self.draws = _FIRST_TRY + (2 * _TRIES if resized_crop else 0)
+        self.draws = draws(settings)
 
     def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
-        flip = self._settings.flip and row[_FLIP] < 0.5
+        flip = self._settings.flip and row[FLIP] < 0.5
         if self._settings.augment == "random_resized_crop":
             box = random_box(
                 image.width, image.height, row, self._settings.crop_scale, self._settings.crop_ratio
@@ -59,24 +59,37 @@ class TrainTransform:
             image = _fitted(image, self._size, self._size, self._resampling)
         if self._settings.augment == "pad_crop":
             target = out[:, ::-1] if flip else out
-            _shift_into(target, _pixels(image), row, self._settings.crop_padding)
+            _shift_into(target, pixels_of(image), row, self._settings.crop_padding)
             return
         # Pillow turns four-byte pixels about, ten times as fast as NumPy does three bytes.
-        out[...] = _pixels(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image)
+        out[...] = pixels_of(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image)
 
 
-class EvalTransform:
-    """Short side to `eval_resize`, then the square in the centre."""
+class FitTransform:
+    """Short side to `short_side`, then the square of `size` in the centre; no chance in it."""
 
     draws = 0
 
-    def __init__(self, settings: DataSettings) -> None:
-        self._size = settings.image_size
-        self._short_side = settings.eval_resize or settings.image_size
-        self._resampling = _RESAMPLING[settings.interpolation]
+    def __init__(self, size: int, short_side: int, interpolation: str) -> None:
+        self._size = size
+        self._short_side = short_side
+        self._resampling = _RESAMPLING[interpolation]
 
     def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
-        out[...] = _pixels(_fitted(image, self._short_side, self._size, self._resampling))
+        out[...] = pixels_of(_fitted(image, self._short_side, self._size, self._resampling))
+
+
+class EvalTransform(FitTransform):
+    """Short side to `eval_resize`, or straight to `image_size` where that is 0."""
+
+    def __init__(self, settings: DataSettings) -> None:
+        size = settings.image_size
+        super().__init__(size, settings.eval_resize or size, settings.interpolation)
+
+
+def draws(settings: DataSettings) -> int:
+    """Uniform numbers that the augmentation of a training sample takes."""
+    return FIRST_TRY + (2 * TRIES if settings.augment == "random_resized_crop" else 0)
 
 
 def random_box(
@@ -92,14 +105,19 @@ def random_box(
     fit, the largest centred box whose ratio is allowed.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
-    for t in range(_FIRST_TRY, _FIRST_TRY + 2 * _TRIES, 2):
+    for t in range(FIRST_TRY, FIRST_TRY + 2 * TRIES, 2):
         area = width * height * (scale[0] + row[t] * (scale[1] - scale[0]))
         aspect = math.exp(low + row[t + 1] * (high - low))
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            top = int(row[_TOP] * (height - h + 1))
-            left = int(row[_LEFT] * (width - w + 1))
+            top = int(row[TOP] * (height - h + 1))
+            left = int(row[LEFT] * (width - w + 1))
             return left, top, left + w, top + h
+    return central_box(width, height, ratio)
+
+
+def central_box(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
+    """The largest box in the centre whose aspect ratio lies in `ratio`."""
     w, h = width, height
     if width / height < ratio[0]:
         h = max(1, min(height, round(width / ratio[0])))
@@ -132,8 +150,8 @@ def _fitted(
 def _shift_into(target: Pixels, pixels: Pixels, row: Sequence[float], padding: int) -> None:
     """A random crop of the image padded with zeros on all sides, without building the padding."""
     size = len(target)
-    down = padding - int(row[_TOP] * (2 * padding + 1))
-    right = padding - int(row[_LEFT] * (2 * padding + 1))
+    down = padding - int(row[TOP] * (2 * padding + 1))
+    right = padding - int(row[LEFT] * (2 * padding + 1))
     target[...] = 0
     rows, columns = size - abs(down), size - abs(right)
     to_row, to_column = max(down, 0), max(right, 0)
@@ -143,7 +161,7 @@ def _shift_into(target: Pixels, pixels: Pixels, row: Sequence[float], padding: i
     ]
 
 
-def _pixels(image: Image.Image) -> Pixels:
+def pixels_of(image: Image.Image) -> Pixels:
     """Always three axes: a greyscale image has one channel."""
     pixels: Pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels

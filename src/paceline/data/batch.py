@@ -1,7 +1,7 @@
 """`Batch`: what a loader hands over.
 
-In: nothing; it is a record. Out: pixels and labels of one micro-batch, in host memory, and the corrupt
-samples met for the first time on the way.
+In: nothing; it is a record. Out: pixels and labels of one micro-batch, in host memory or already on the
+device, and the corrupt samples met for the first time on the way.
 """
 
 from __future__ import annotations

@@ -1,37 +1,30 @@
-"""`TrainLoader` and `EvalLoader`: batches, prepared in the background.
+"""`TrainLoader` and `EvalLoader`: batches decoded and augmented by threads, in the background.
 
 In: a source, the settings, and which rank this is. Out: batches of pixels in host memory. What they hold
-depends on the plan and the seed alone, never on the number of threads or on their timing, and a loader
-that starts at step s gives what one from the beginning gives from step s on.
+depends on the plan and the seed alone, never on the number of threads or on their timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-
-import numpy as np
 
 from paceline.data.augment import EvalTransform, TrainTransform
 from paceline.data.batch import Batch, BatchBuffer
 from paceline.data.batch_plan import BatchPlan
-from paceline.data.corrupt import CorruptLog, CorruptSample
-from paceline.data.order import SampleOrder
-from paceline.data.prefetch import Job, Prefetcher, cut
+from paceline.data.corrupt import CorruptSample
+from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled
+from paceline.data.prefetch import Job, cut
 from paceline.data.randomness import Int64
 from paceline.data.sample_reader import SampleReader
 from paceline.data.settings import DataSettings
 from paceline.data.source import Source
-
-TrainJob = Job[list[CorruptSample], Batch]
-EvalJob = Job[list[tuple[int, CorruptSample]], Batch]
+from paceline.data.train_stream import TrainJob, TrainStream
 
 
-class TrainLoader:
+class TrainLoader(TrainStream):
     """This rank's micro-batches in order, from `first_step` to the end of the run.
 
-    DataError comes out of `next` where storage fails, or where more samples are corrupt than
-    `max_corrupt_share` allows among those that this rank met.
+    DataError comes out of `next` also where storage fails. `remark` goes with the description.
     """
 
     def __init__(
@@ -44,23 +37,20 @@ class TrainLoader:
         rank: int,
         first_step: int = 0,
         pin_memory: bool = False,
+        remark: str = "",
     ) -> None:
-        if plan.samples != len(source):
-            raise ValueError(f"a plan for {plan.samples} samples, a source of {len(source)}")
-        self._plan = plan
-        self._settings = settings
-        self._rank = rank
-        self._first_step = first_step
+        super().__init__(
+            len(source),
+            plan,
+            settings,
+            seed=seed,
+            rank=rank,
+            first_step=first_step,
+            workers=settings.workers,
+        )
         self._pin_memory = pin_memory
-        self._order = SampleOrder(len(source), seed)
-        self._log = CorruptLog(len(source), settings.max_corrupt_share)
+        self._remark = remark
         self._reader = SampleReader(source, TrainTransform(settings), settings.channels, self._log)
-        self._prefetcher = Prefetcher(self._jobs(), settings.workers, settings.prefetch_batches)
-
-    def _jobs(self) -> Iterator[TrainJob]:
-        for step in range(self._first_step, self._plan.total_steps):
-            for start, stop in self._plan.micro_batches(step, self._rank):
-                yield self._job(start, stop)
 
     def _job(self, start: int, stop: int) -> TrainJob:
         settings = self._settings
@@ -80,33 +70,12 @@ class TrainLoader:
     def _finish(self, buffer: BatchBuffer, parts: list[list[CorruptSample]]) -> Batch:
         return buffer.batch(self._log.report(sample for part in parts for sample in part))
 
-    @property
-    def corrupt(self) -> tuple[CorruptSample, ...]:
-        """All corrupt samples reported so far, in the order of the stream."""
-        return self._log.reported
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self._prefetcher)
-
-    def close(self) -> None:
-        """Stops the threads, also in the middle; the source stays open."""
-        self._prefetcher.close()
-
-    def __enter__(self) -> TrainLoader:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
+    def describe(self) -> str:
+        return _threads(self._settings.workers, self._remark)
 
 
-class EvalLoader:
-    """Every `iter` is one pass over this rank's samples: rank, rank + world_size, … in order.
-
-    Corrupt samples are left out and listed once; a batch may be smaller for it, none is empty.
-    """
+class EvalLoader(EvalPasses):
+    """Every `iter` is one pass over this rank's samples, decoded anew."""
 
     def __init__(
         self,
@@ -117,39 +86,19 @@ class EvalLoader:
         world_size: int,
         batch_size: int,
         pin_memory: bool = False,
+        remark: str = "",
     ) -> None:
-        if not 0 <= rank < world_size or batch_size < 1:
-            raise ValueError(f"rank {rank} of {world_size}, batches of {batch_size}")
-        self._indices: Int64 = np.arange(rank, len(source), world_size, dtype=np.int64)
-        self._settings = settings
-        self._batch_size = batch_size
+        super().__init__(
+            len(source),
+            settings,
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            workers=settings.workers,
+        )
         self._pin_memory = pin_memory
-        self._log = CorruptLog(len(source), settings.max_corrupt_share)
+        self._remark = remark
         self._reader = SampleReader(source, EvalTransform(settings), settings.channels, self._log)
-        self._passes: list[Prefetcher[list[tuple[int, CorruptSample]], Batch]] = []
-
-    def __len__(self) -> int:
-        """Samples of this rank, corrupt ones included."""
-        return len(self._indices)
-
-    def __iter__(self) -> Iterator[Batch]:
-        settings = self._settings
-        prefetcher = Prefetcher(self._jobs(), settings.workers, settings.prefetch_batches)
-        self._passes.append(prefetcher)
-        corrupt: tuple[CorruptSample, ...] = ()
-        try:
-            for batch in prefetcher:
-                corrupt += batch.corrupt
-                if len(batch):
-                    yield Batch(batch.images, batch.labels, corrupt)
-                    corrupt = ()
-        finally:
-            prefetcher.close()
-            self._passes.remove(prefetcher)
-
-    def _jobs(self) -> Iterator[EvalJob]:
-        for start in range(0, len(self._indices), self._batch_size):
-            yield self._job(self._indices[start : start + self._batch_size])
 
     def _job(self, indices: Int64) -> EvalJob:
         settings = self._settings
@@ -166,12 +115,7 @@ class EvalLoader:
         ]
         return Job(chunks, partial(self._finish, buffer, [first for first, _ in cuts]))
 
-    def _finish(
-        self,
-        buffer: BatchBuffer,
-        firsts: list[int],
-        parts: list[list[tuple[int, CorruptSample]]],
-    ) -> Batch:
+    def _finish(self, buffer: BatchBuffer, firsts: list[int], parts: list[Unfilled]) -> Batch:
         unfilled = [
             (first + row, sample)
             for first, part in zip(firsts, parts, strict=True)
@@ -180,18 +124,10 @@ class EvalLoader:
         corrupt = self._log.report(sample for _, sample in unfilled)
         return buffer.batch(corrupt, [row for row, _ in unfilled])
 
-    @property
-    def corrupt(self) -> tuple[CorruptSample, ...]:
-        """All corrupt samples met so far, also those of a batch of which nothing was left."""
-        return self._log.reported
+    def describe(self) -> str:
+        return _threads(self._settings.workers, self._remark)
 
-    def close(self) -> None:
-        """Stops passes that are still under way; the source stays open."""
-        for prefetcher in list(self._passes):
-            prefetcher.close()
 
-    def __enter__(self) -> EvalLoader:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
+def _threads(workers: int, remark: str) -> str:
+    text = f"{workers} thread{'' if workers == 1 else 's'}" if workers else "no threads"
+    return f"{text} ({remark})" if remark else text

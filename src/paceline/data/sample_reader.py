@@ -16,6 +16,7 @@ from paceline.data.order import SampleOrder
 from paceline.data.prefetch import Check
 from paceline.data.randomness import Int64, uniform
 from paceline.data.source import Source
+from paceline.data.successor import successor
 
 
 class SampleReader:
@@ -47,11 +48,15 @@ class SampleReader:
             check()
             loaded = self._load(index)
             if isinstance(loaded, CorruptSample):
-                passed, loaded, epochs, indices = self._successor(order, start + i, loaded)
+                passed, image, epochs, indices = successor(
+                    order, start + i, loaded, self._load, self._log
+                )
                 met += passed
                 rows[i] = uniform(order.seed, epochs, indices, self._transform.draws)[0].tolist()
                 labels[i] = self._source.labels[indices[0]]
-            self._transform(loaded, rows[i], images[i])
+            else:
+                image = loaded
+            self._transform(image, rows[i], images[i])
         return met
 
     def fill_indices(
@@ -79,20 +84,3 @@ class SampleReader:
             sample = CorruptSample(index, self._source.name(index), str(error))
             self._log.add(sample)
             return sample
-
-    def _successor(
-        self, order: SampleOrder, position: int, first: CorruptSample
-    ) -> tuple[list[CorruptSample], Image.Image, Int64, Int64]:
-        """The corrupt samples from `position` on and the first good one after them.
-
-        Ends for sure: by a good sample, by more corrupt ones than allowed, or by having seen all.
-        """
-        met = {first.index: first}
-        while len(met) <= self._log.limit and len(met) < order.count:
-            position += 1
-            epochs, indices = order.at(position, position + 1)
-            loaded = self._load(int(indices[0]))
-            if not isinstance(loaded, CorruptSample):
-                return list(met.values()), loaded, epochs, indices
-            met[loaded.index] = loaded
-        raise self._log.error(met.values())

@@ -8,21 +8,23 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
 
-SOURCES = ("auto", "embedded", "shards", "folder", "synthetic")
+SOURCES = ("auto", "embedded", "shards", "folder", "cifar10", "synthetic")
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+RESIDENCE = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """Where the images come from, and what becomes of them before the model sees them.
 
-    `source` is embedded, shards, folder, synthetic, or auto, which finds out what `dir` holds.
+    `source` is embedded, shards, folder, cifar10, synthetic, or auto, which finds out what `dir` holds.
     `augment` is random_resized_crop, pad_crop or none; `interpolation` is nearest, bilinear, bicubic or
     lanczos. `mean` and `std` are on the scale 0 to 1, one value
     for all channels or one for each. `eval_resize` is the short side before the centre
     crop of validation images; 0 scales them straight to `image_size`. `workers` are threads; 0 does
-    the work in the caller.
+    the work in the caller. `resident` on decodes each split once, onto the training device, and
+    augments there; auto does so on a GPU for a split of at most `resident_max_mib`.
     """
 
     dir: str = ""
@@ -40,6 +42,8 @@ class DataSettings:
     interpolation: str = "bilinear"
     workers: int = 2
     prefetch_batches: int = 4
+    resident: str = "auto"
+    resident_max_mib: int = 4096
     max_corrupt_share: float = 0.01
     synthetic_samples: int = 1280
     synthetic_classes: int = 1000
@@ -50,9 +54,10 @@ class DataSettings:
         self._check_choice("source", SOURCES)
         self._check_choice("augment", AUGMENTATIONS)
         self._check_choice("interpolation", INTERPOLATIONS)
+        self._check_choice("resident", RESIDENCE)
         for name in ("image_size", "prefetch_batches", "synthetic_samples", "synthetic_classes"):
             self._check_at_least(name, 1)
-        for name in ("crop_padding", "eval_resize", "workers"):
+        for name in ("crop_padding", "eval_resize", "workers", "resident_max_mib"):
             self._check_at_least(name, 0)
         if self.channels not in (1, 3):
             raise _error("channels", self.channels, "must be 1 or 3", "1 is greyscale, 3 is RGB")
@@ -86,7 +91,7 @@ class DataSettings:
                 f"is not read by data.source = {self.source!r}",
                 "set data.source = 'auto', or leave data.dir empty",
             )
-        if self.source in ("shards", "folder") and not self.dir:
+        if self.source in ("shards", "folder", "cifar10") and not self.dir:
             raise _error(
                 "dir",
                 self.dir,

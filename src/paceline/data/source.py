@@ -1,19 +1,21 @@
 """`Source`: labelled images by index, whatever they are stored in.
 
-In: the settings and a split. Out: shards, class folders, the embedded set or synthetic images behind
-one protocol. Anything that is missing fails here, with the path, what was looked for and the remedy.
+In: the settings and a split. Out: shards, class folders, CIFAR-10, the embedded set or synthetic images
+behind one protocol. Anything that is missing fails here, with the path, what was looked for and the
+remedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
+from paceline.data.cifar10 import Cifar10, find_layout
 from paceline.data.class_list import read_classes
 from paceline.data.image_folder import ImageFolder, class_directories
 from paceline.data.randomness import Int64
@@ -24,8 +26,8 @@ from paceline.data.tar_shards import SHARD_SUFFIXES, TarShards
 Split = Literal["train", "val"]
 EMBEDDED = Path(__file__).parent / "embedded"
 _LAYOUT = (
-    "--data-dir takes a folder with train-*.tar and val-*.tar, or with train/<class>/ and "
-    "val/<class>/; the embedded images are data.source = embedded"
+    "--data-dir takes a folder with train-*.tar and val-*.tar, with train/<class>/ and val/<class>/, "
+    "or with CIFAR-10; the embedded images are data.source = embedded"
 )
 
 
@@ -49,6 +51,14 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class ArraySource(Source, Protocol):
+    """One that has all its images at hand, equal in size: samples × height × width × channels."""
+
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8]: ...
+
+
 def open_source(
     settings: DataSettings, split: Split, classes: Sequence[str] | None = None
 ) -> Source:
@@ -66,23 +76,30 @@ def open_source(
     kind = settings.source if settings.source != "auto" else detect(directory, split)
     if kind == "shards":
         return _shards(directory, split, classes)
+    if kind == "cifar10":
+        return Cifar10(directory, split)
     return _folder(directory, split, classes)
 
 
-def detect(directory: Path, split: Split) -> Literal["shards", "folder"]:
-    """What `directory` holds of `split`; both or neither is the user's to settle."""
-    has_shards = bool(_shard_paths(directory, split))
-    has_folder = (directory / split).is_dir()
-    if has_shards and has_folder:
+def detect(directory: Path, split: Split) -> Literal["shards", "folder", "cifar10"]:
+    """What `directory` holds of `split`; several or nothing is the user's to settle."""
+    signs: dict[Literal["shards", "folder", "cifar10"], tuple[str, bool]] = {
+        "shards": (f"{split}-*.tar", bool(_shard_paths(directory, split))),
+        "folder": (f"{split}/", (directory / split).is_dir()),
+        "cifar10": ("CIFAR-10", find_layout(directory, split) is not None),
+    }
+    found = [kind for kind, (_, there) in signs.items() if there]
+    if len(found) > 1:
         raise DataError(
-            f"{directory}: holds both {split}-*.tar and {split}/",
-            "set data.source = 'shards' or 'folder'",
+            f"{directory}: holds {' and '.join(signs[kind][0] for kind in found)}",
+            f"set data.source = {' or '.join(map(repr, found))}",
         )
-    if has_shards:
-        return "shards"
-    if has_folder:
-        return "folder"
-    raise DataError(f"{directory}: neither {split}-*.tar[.gz] nor {split}/<class>/ in it", _LAYOUT)
+    if not found:
+        raise DataError(
+            f"{directory}: neither {split}-*.tar[.gz] nor {split}/<class>/ nor CIFAR-10 in it",
+            _LAYOUT,
+        )
+    return found[0]
 
 
 def _check_directory(directory: Path) -> None:

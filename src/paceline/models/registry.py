@@ -63,5 +63,9 @@ def _create_alexnet(
         num_classes=num_classes,
         in_channels=in_channels,
         dropout=settings.dropout,
-        norms=NORM_NAMES if settings.name == "alexnet_bn" else (),
+        norms=_norms(settings) if settings.name == "alexnet_bn" else (),
     )
+
+
+def _norms(settings: ModelSettings) -> tuple[str, ...]:
+    return tuple(name for name in NORM_NAMES if settings.pool5_norm or name != "bn_pool5")

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from paceline.models.residual_block import (
+    ResidualBlock,
+    Uses,
+    fused_stem,
+    projection,
+    split_uses,
+)
 
 STAGE_CHANNELS = (64, 128, 256, 512)
 
@@ -19,16 +28,7 @@ def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
 
 
-def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """The shortcut of a block that changes size; None where the input passes as it is."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
-    )
-
-
-class BasicBlock(nn.Module):
+class BasicBlock(ResidualBlock):
     """Two 3x3 convolutions, the first with the stride."""
 
     expansion: ClassVar[int] = 1
@@ -40,21 +40,19 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = conv3x3(channels, channels)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.downsample = _projection(in_channels, channels, stride)
+        self.downsample = projection(in_channels, channels, stride)
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
         return self.bn2
 
-    def forward(self, x: Tensor) -> Tensor:
-        branch = self.relu(self.bn1(self.conv1(x)))
-        branch = self.bn2(self.conv2(branch))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out: Tensor = self.relu(branch + shortcut)
-        return out
+    def forward(self, x: Uses) -> Uses:
+        branch_in, shortcut_in = split_uses(x)
+        branch = self.norm_relu(self.conv1(branch_in), self.bn1)
+        return self.join(self.conv2(branch), self.bn2, self.shortcut(shortcut_in))
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(ResidualBlock):
     """1x1 down, 3x3 with the stride, 1x1 up to four times the channels."""
 
     expansion: ClassVar[int] = 4
@@ -69,19 +67,17 @@ class Bottleneck(nn.Module):
         self.conv3 = nn.Conv2d(channels, out_channels, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _projection(in_channels, out_channels, stride)
+        self.downsample = projection(in_channels, out_channels, stride)
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
         return self.bn3
 
-    def forward(self, x: Tensor) -> Tensor:
-        branch = self.relu(self.bn1(self.conv1(x)))
-        branch = self.relu(self.bn2(self.conv2(branch)))
-        branch = self.bn3(self.conv3(branch))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out: Tensor = self.relu(branch + shortcut)
-        return out
+    def forward(self, x: Uses) -> Uses:
+        branch_in, shortcut_in = split_uses(x)
+        branch = self.norm_relu(self.conv1(branch_in), self.bn1)
+        branch = self.norm_relu(self.conv2(branch), self.bn2)
+        return self.join(self.conv3(branch), self.bn3, self.shortcut(shortcut_in))
 
 
 Block = type[BasicBlock] | type[Bottleneck]
@@ -121,6 +117,9 @@ def init_residual(model: nn.Module, *, zero_init_gamma: bool) -> None:
 class ResNet(nn.Module):
     """A residual net. The stems `imagenet` and `small` differ in conv1's shape, not in the keys."""
 
+    fused = False
+    pads_images: bool
+
     def __init__(
         self,
         block: Block,
@@ -132,6 +131,7 @@ class ResNet(nn.Module):
         zero_init_gamma: bool = True,
     ) -> None:
         super().__init__()
+        self.pads_images = in_channels == 3
         width = STAGE_CHANNELS[0]
         self.conv1: nn.Conv2d
         self.maxpool: nn.Module
@@ -154,7 +154,22 @@ class ResNet(nn.Module):
         init_residual(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
+        maps, _ = split_uses(self.layer4(self.layer3(self.layer2(self.layer1(self.stem(x))))))
+        return self.head(maps)
+
+    def stem(self, x: Tensor) -> Uses:
+        """First convolution to first block. Images may have empty channels behind their own: GPUs
+        read four faster than three."""
+        weight = self.conv1.weight
+        if x.shape[1] > weight.shape[1]:
+            weight = F.pad(weight, (0, 0, 0, 0, 0, x.shape[1] - weight.shape[1]))
+        x = F.conv2d(x, weight, None, self.conv1.stride, self.conv1.padding)
+        if not self.fused:
+            maps: Tensor = self.maxpool(self.relu(self.bn1(x)))
+            return maps
+        return fused_stem(x, self.bn1, pooled=isinstance(self.maxpool, nn.MaxPool2d))
+
+    def head(self, maps: Tensor) -> Tensor:
+        """Average over each map, then the linear layer."""
+        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
         return logits

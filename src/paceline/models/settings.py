@@ -38,7 +38,8 @@ class ModelSettings:
     `name` is one of resnet18, resnet34, resnet50, resnet101, resnet152, resnet_tiny, alexnet,
     alexnet2012 and alexnet_bn. `num_classes`, unset, is the data's. `stem` is imagenet, small, or auto:
     small for images of at most 64 pixels. `zero_init_gamma` starts the last γ of each residual branch
-    at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets).
+    at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets). `pool5_norm` = false
+    leaves the batch norm after pool5 out of alexnet_bn, for the ablation.
     """
 
     name: str = "resnet50"
@@ -46,6 +47,7 @@ class ModelSettings:
     stem: str = "auto"
     zero_init_gamma: bool = True
     dropout: float = 0.5
+    pool5_norm: bool = True
 
     def __post_init__(self) -> None:
         check_model_name(self.name)
@@ -57,6 +59,11 @@ class ModelSettings:
                 "leave it out to take the number from the data",
             )
         self._check_stem()
+        if not self.pool5_norm and self.name != "alexnet_bn":
+            raise ConfigError(
+                "model.pool5_norm", False, f"{self.name} has no batch norm after pool5",
+                "leave it out, or use alexnet_bn",
+            )  # fmt: skip
         # Written so that NaN fails too.
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from paceline.models.residual_block import split_uses
 from paceline.models.resnet import BasicBlock, build_stage, conv3x3, init_residual
 
 STEM_CHANNELS = 16
@@ -37,6 +38,6 @@ class SmallResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
+        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
         return logits

@@ -1,6 +1,6 @@
 """From settings to an optimizer.
 
-In: parameter groups as `paceline.models.parameter_groups` makes them. Out: a torch Optimizer, whose
+In: parameter groups as `paceline.models.parameter_groups` makes them. Out: SGD or LARS, whose
 rate the training loop sets before every step.
 """
 
@@ -11,20 +11,36 @@ from typing import Any
 
 import torch
 
+from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
+from paceline.optim.sgd import SGD
 
 
-def create_optimizer(
-    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float
-) -> torch.optim.Optimizer:
-    """Momentum SGD; the fused kernel where parameters lie on a GPU."""
-    on_cuda = all(p.is_cuda for group in groups for p in group["params"])
-    return torch.optim.SGD(
-        list(groups),
-        lr=lr,
-        momentum=settings.momentum,
+def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float) -> LARS:
+    """SGD or LARS; groups of role `bias_norm` keep the global rate unless the settings adapt them."""
+    fused = {"auto": None, "triton": True, "foreach": False}[settings.fused]
+    if settings.name == "sgd":
+        return SGD(
+            groups,
+            lr,
+            settings.momentum,
+            nesterov=settings.nesterov,
+            fused=fused,
+            in_half=settings.in_half,
+        )
+    assert settings.name == "lars", settings.name
+    exempt = set() if settings.adapt_bias_norm else {"bias_norm"}
+    return LARS(
+        [group | {"adapt": group.get("role") not in exempt} for group in groups],
+        lr,
+        settings.momentum,
+        trust_coefficient=settings.trust_coefficient,
+        eps=settings.eps,
         nesterov=settings.nesterov,
-        fused=on_cuda or None,
+        lr_in_momentum=settings.lr_in_momentum,
+        clip=settings.clip,
+        fused=fused,
+        in_half=settings.in_half,
     )
 
 

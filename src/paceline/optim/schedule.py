@@ -41,7 +41,9 @@ class LrSchedule:
                 step >= epoch * self.steps_per_epoch for epoch in self.settings.decay_epochs
             )
             return self.peak * float(self.settings.decay_rate**passed)
-        span = max(self.total_steps - self.warmup_steps, 1.0)
+        over = self.settings.decay_over_epochs
+        goal = self.total_steps if over is None else over * self.steps_per_epoch
+        span = max(goal - self.warmup_steps, 1.0)
         left = 1.0 - min(max(step - self.warmup_steps, 0.0) / span, 1.0)
         if kind == "poly":
             return end + (self.peak - end) * float(left**self.settings.poly_power)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, nearest
 
-OPTIMIZERS = ("sgd",)
+OPTIMIZERS = ("lars", "sgd")
+PATHS = ("auto", "foreach", "triton")
 SCHEDULES = ("constant", "cosine", "poly", "step")
 
 
@@ -17,7 +18,14 @@ class OptimSettings:
     `lr` is the peak rate as it is; unset, the peak is `lr_base` · global batch / `lr_base_batch`
     (linear scaling). Warm-up rises from `warmup_start` to the peak; then `schedule` is one of constant,
     cosine and poly (`poly_power`), both down to `lr_end`, or step (× `decay_rate` at each of
-    `decay_epochs`). Weight decay spares biases and normalisation unless `decay_bias_norm`.
+    `decay_epochs`). `decay_over_epochs` is the epoch at which poly and cosine arrive, warm-up counted;
+    unset, the run's end. Weight decay spares biases and normalisation unless `decay_bias_norm`.
+
+    `name` is sgd or lars. For lars: `trust_coefficient`, `eps`, `lr_in_momentum` and `clip` as in
+    docs/optimizers.md; biases and normalisation keep the global rate unless `adapt_bias_norm`.
+    `trust_log_interval` steps pass between two records of the trust ratios (0: none). `in_half` is an
+    ablation: the update in the parameters' own format, without masters. `fused` is auto (Triton on a GPU
+    where it is installed), triton or foreach.
     """
 
     name: str = "sgd"
@@ -35,6 +43,15 @@ class OptimSettings:
     decay_rate: float = 0.1
     poly_power: float = 2.0
     lr_end: float = 0.0
+    decay_over_epochs: float | None = None
+    trust_coefficient: float = 0.001
+    eps: float = 0.0
+    lr_in_momentum: bool = True
+    clip: bool = False
+    adapt_bias_norm: bool = False
+    trust_log_interval: int = 0
+    in_half: bool = False
+    fused: str = "auto"
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -53,7 +70,15 @@ class OptimSettings:
             raise ConfigError("optim.momentum", self.momentum, "must be in [0, 1)", "try 0.9")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("optim.nesterov", True, "needs momentum", "set optim.momentum = 0.9")
-        for name in ("weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power"):
+        for name in (
+            "weight_decay",
+            "warmup_epochs",
+            "warmup_start",
+            "lr_end",
+            "poly_power",
+            "eps",
+            "trust_log_interval",
+        ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"optim.{name}", value, "must be 0 or more")
@@ -61,6 +86,27 @@ class OptimSettings:
             raise ConfigError("optim.decay_rate", self.decay_rate, "must be in (0, 1]", "try 0.1")
         if list(self.decay_epochs) != sorted(self.decay_epochs):
             raise ConfigError("optim.decay_epochs", self.decay_epochs, "must rise")
+        over = self.decay_over_epochs
+        if over is not None and not self.warmup_epochs < over < float("inf"):
+            raise ConfigError(
+                "optim.decay_over_epochs",
+                over,
+                f"must lie behind the warm-up of {self.warmup_epochs:g} epochs",
+                "leave it unset to decay over the whole run",
+            )
+        self._check_lars()
+
+    def _check_lars(self) -> None:
+        if not 0 < self.trust_coefficient < float("inf"):
+            raise ConfigError(
+                "optim.trust_coefficient", self.trust_coefficient, "must be above 0", "try 0.001"
+            )
+        if self.fused not in PATHS:
+            raise ConfigError("optim.fused", self.fused, "unknown", nearest(self.fused, PATHS))
+        if self.in_half and self.fused == "triton":
+            raise ConfigError(
+                "optim.fused", self.fused, "has no kernels for optim.in_half", "use foreach"
+            )
 
     def peak_lr(self, global_batch: int) -> float:
         """Linear scaling (Goyal et al. 2017), unless the rate is given as it is."""

@@ -10,13 +10,12 @@ import re
 from html import escape
 
 from paceline.report import incident_tables, tables
+from paceline.report.html_document import document, figures, remarks, section
 from paceline.report.html_table import html_pairs, html_table
 from paceline.report.outcome import Outcome
-from paceline.report.page_style import STYLE
 from paceline.report.quantities import moment, shown
 from paceline.report.run_charts import run_charts
 from paceline.report.run_files import RunFiles, finite
-from paceline.report.svg_chart import line_chart
 from paceline.report.tables import Table
 from paceline.report.text_summary import verdict
 
@@ -29,14 +28,7 @@ _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 
 def render(run: RunFiles) -> str:
     """The whole page."""
-    title = escape(verdict(run))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in _parts(run) if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return document(verdict(run), _parts(run))
 
 
 def _parts(run: RunFiles) -> list[str]:
@@ -45,9 +37,9 @@ def _parts(run: RunFiles) -> list[str]:
         _header(run),
         html_pairs([row for row in results if row[0] in _LARGE], "tiles"),
         html_pairs([row for row in results if row[0] not in _LARGE], "facts"),
-        _charts(run),
-        _section("Evaluations", [tables.epoch_table(run)]),
-        _section(
+        figures(run_charts(run)),
+        section("Evaluations", [tables.epoch_table(run)]),
+        section(
             "Incidents",
             [
                 incident_tables.resume_table(run),
@@ -56,8 +48,8 @@ def _parts(run: RunFiles) -> list[str]:
             ],
             titled=True,
         ),
-        _remarks(run),
-        _section(
+        remarks("Remarks", incident_tables.notes(run)[: tables.MAX_ROWS]),
+        section(
             "Files and ranks",
             [incident_tables.checkpoint_table(run), incident_tables.rank_table(run)],
             titled=True,
@@ -81,24 +73,6 @@ def _header(run: RunFiles) -> str:
     )
 
 
-def _charts(run: RunFiles) -> str:
-    figures = "\n".join(
-        f"<figure><figcaption>{escape(chart.title)} <span>{escape(chart.note)}</span>"
-        f"</figcaption>{line_chart(chart)}</figure>"
-        for chart in run_charts(run)
-    )
-    return f'<section class="charts">\n{figures}\n</section>'
-
-
-def _section(title: str, content: list[Table], *, titled: bool = False) -> str:
-    """A heading and a card for each table; nothing where all are empty."""
-    filled = [html_table(table, titled=titled) for table in content if table.rows]
-    if not filled:
-        return ""
-    cards = "\n".join(f'<div class="card">{table}</div>' for table in filled)
-    return f'<section><h2>{escape(title)}</h2>\n<div class="wide">{cards}</div></section>'
-
-
 def _cards(title: str, content: list[Table], otherwise: str) -> str:
     """Small tables side by side."""
     filled = [f'<div class="card">{html_table(table)}</div>' for table in content if table.rows]
@@ -106,15 +80,6 @@ def _cards(title: str, content: list[Table], otherwise: str) -> str:
     if filled:
         body = '<div class="cards">' + "\n".join(filled) + "</div>"
     return f"<section><h2>{escape(title)}</h2>\n{body}</section>"
-
-
-def _remarks(run: RunFiles) -> str:
-    items = "".join(
-        f"<li>{escape(text)}</li>" for text in incident_tables.notes(run)[: tables.MAX_ROWS]
-    )
-    if not items:
-        return ""
-    return f'<section><h2>Remarks</h2>\n<ul class="card remarks">{items}</ul></section>'
 
 
 def _footer(run: RunFiles) -> str:

@@ -1,16 +1,27 @@
 """The report's style sheet: one constant, set inline, so that the page needs no second file."""
 
-STYLE = """
+# How many series colours there are; a chart of more lines dashes the next round of them.
+SERIES_COLOURS = 8
+_SERIES = "\n".join(
+    f".chart .line.c{n} {{ stroke: var(--c{n}); }} .chart circle.c{n} {{ fill: var(--c{n}); }} "
+    f".key .c{n}::before {{ border-color: var(--c{n}); }}"
+    for n in range(1, SERIES_COLOURS + 1)
+)
+
+STYLE = (
+    """
 :root {
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --ink: #16202c; --soft: #5b6877; --rule: #dfe4ea;
   --grid: #e9edf1; --c1: #1f6fd1; --c2: #d9730d; --good: #1a7f4b; --warn: #a15c07;
+  --c3: #2a8f57; --c4: #b5359c; --c5: #7a5cd6; --c6: #8a6d1f; --c7: #0f8f9c; --c8: #c62f3b;
   --good-back: #e3f4ea; --warn-back: #fdf0dc; --alarm: #c62f3b; --strip: rgba(31, 111, 209, .09);
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #10151c; --card: #18202a; --ink: #e6ebf1; --soft: #94a1b1; --rule: #2b3644;
     --grid: #242e3a; --c1: #5ba7ff; --c2: #ffab57; --good: #63d297; --warn: #f2b95f;
+    --c3: #63d297; --c4: #f58ae0; --c5: #b09cff; --c6: #d9bd6a; --c7: #54d0dc; --c8: #ff7b84;
     --good-back: #173526; --warn-back: #3a2c14; --alarm: #ff7b84; --strip: rgba(91, 167, 255, .13);
   }
 }
@@ -56,10 +67,14 @@ figcaption span { color: var(--soft); font-weight: 400; font-size: 12.5px; }
 .chart .axis { stroke: var(--soft); stroke-opacity: .55; }
 .chart .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 .chart .line.faint { stroke-width: 1; stroke-opacity: .42; }
-.chart .line.c1 { stroke: var(--c1); } .chart .line.c2 { stroke: var(--c2); }
+.chart .line.dashed { stroke-dasharray: 6 5; }
 .chart circle { stroke: var(--card); stroke-width: 1.2; }
 .chart circle:hover { stroke: var(--ink); stroke-width: 2; }
-.chart circle.c1 { fill: var(--c1); } .chart circle.c2 { fill: var(--c2); }
+.key { display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 24px 2px 0; padding: 0;
+  list-style: none; overflow-wrap: anywhere; }
+.key li::before { content: ""; display: inline-block; width: 18px; margin-right: 8px;
+  border-top: 3px solid; vertical-align: middle; }
+.key .dashed::before { border-top-style: dashed; }
 .chart .resume { stroke: var(--soft); stroke-dasharray: 3 4; }
 .chart .skip { stroke: var(--alarm); stroke-width: 2; }
 .chart .strip { fill: transparent; }
@@ -87,3 +102,6 @@ tbody tr:hover td { background: var(--strip); }
 footer { margin-top: 44px; color: var(--soft); font-size: 13px; overflow-wrap: anywhere; }
 @media print { body { background: none; } figure, .card, tr { break-inside: avoid; } }
 """
+    + _SERIES
+    + "\n"
+)

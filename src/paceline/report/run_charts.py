@@ -49,7 +49,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
         axis.chart(
             "Loss",
             loss_lines,
-            log=_spans_decades(loss_lines),
+            log=spans_decades(loss_lines),
             markers=[*axis.resumes(), *axis.skips()],
             show_value=loss,
             note=_smoothing(losses),
@@ -140,6 +140,7 @@ def _smoothing(points: Sequence[Point]) -> str:
     return f"median of {smoothing_window(len(points))} steps"
 
 
-def _spans_decades(lines: Sequence[Line]) -> bool:
+def spans_decades(lines: Sequence[Line]) -> bool:
+    """Whether the values spread so far that only a logarithmic scale shows them all."""
     values = [value for line in lines for _, value in line.points]
     return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_SPAN

@@ -22,7 +22,7 @@ from paceline.core.events import read_events
 
 Record = dict[str, Any]
 
-_EVENTS_NAME = "metrics.jsonl"
+EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 # One of each is in force for a step; of the others, a step may have several.
 _ONE_A_STEP = frozenset({"step", "eval", "checkpoint"})
@@ -39,12 +39,15 @@ class RunFiles:
     config: Record
 
     @classmethod
-    def read(cls, path: Path) -> RunFiles:
-        """Reads the run folder `path`; `DataError` where it is none, or where a file is broken."""
+    def read(cls, path: Path, *, first_rank_only: bool = False) -> RunFiles:
+        """Reads the run folder `path`; `DataError` where it is none, or where a file is broken.
+
+        `first_rank_only` leaves out the records of the other ranks, which many runs have many of.
+        """
         try:
             _check_folder(path)
-            files = {0: path / _EVENTS_NAME}
-            for file in sorted(path.iterdir()):
+            files = {0: path / EVENTS_NAME}
+            for file in [] if first_rank_only else sorted(path.iterdir()):
                 if matched := _RANK_NAME.fullmatch(file.name):
                     files[int(matched[1])] = file
             ranks = {rank: tuple(live(_checked(file))) for rank, file in sorted(files.items())}
@@ -141,13 +144,13 @@ def _check_folder(path: Path) -> None:
         raise DataError(f"run folder {path} does not exist", remedy)
     if not path.is_dir():
         raise DataError(f"{path} is not a folder", remedy)
-    if (path / _EVENTS_NAME).is_file():
+    if (path / EVENTS_NAME).is_file():
         return
-    inside = [file.parent for file in path.glob(f"*/{_EVENTS_NAME}")]
+    inside = [file.parent for file in path.glob(f"*/{EVENTS_NAME}")]
     if inside:
-        newest = max(inside, key=lambda folder: (folder / _EVENTS_NAME).stat().st_mtime)
+        newest = max(inside, key=lambda folder: (folder / EVENTS_NAME).stat().st_mtime)
         remedy = f"did you mean {newest}?"
-    raise DataError(f"{path} is not a run folder: it has no {_EVENTS_NAME}", remedy)
+    raise DataError(f"{path} is not a run folder: it has no {EVENTS_NAME}", remedy)
 
 
 def _read_summary(file: Path) -> Record | None:

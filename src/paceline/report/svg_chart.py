@@ -25,12 +25,22 @@ XY = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """One series. `colour` counts the page's series colours from 1; `faint` lies in the back."""
+    """One series. `colour` counts the page's series colours from 1; `faint` lies in the back.
+
+    One without a name is drawn, and told of neither in the legend nor on hover.
+    """
 
     name: str
     points: Sequence[XY]
     colour: int = 1
     faint: bool = False
+    dashed: bool = False
+
+    @property
+    def look(self) -> str:
+        """Its classes in the page's style."""
+        shades = " faint" * self.faint + " dashed" * self.dashed
+        return f"line c{self.colour}{shades}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,10 @@ class Marker:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw. `x_range` keeps charts of one run aligned with one another."""
+    """What to draw. `x_range` keeps charts of one run aligned with one another.
+
+    `legend` off: the page names the lines elsewhere.
+    """
 
     title: str
     x_label: str
@@ -55,6 +68,7 @@ class Chart:
     markers: Sequence[Marker] = ()
     show_value: Callable[[float], str] = field(default=number)
     note: str = ""
+    legend: bool = True
 
 
 def line_chart(chart: Chart) -> str:
@@ -70,7 +84,8 @@ def line_chart(chart: Chart) -> str:
         body += _markers(chart, x_axis)
         for line in sorted(chart.lines, key=lambda line: not line.faint):
             body += _line(chart, line, x_axis, y_axis)
-        body += _legend(chart)
+        if chart.legend:
+            body += _legend(chart)
     else:
         body.append(
             f'<path class="axis" d="M{LEFT} {TOP + PLOT_HEIGHT}h{PLOT_WIDTH}"/>'
@@ -133,10 +148,9 @@ def _markers(chart: Chart, x_axis: Axis) -> list[str]:
 def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
     if not line.points:
         return []
-    look = f"line c{line.colour}" + (" faint" if line.faint else "")
     places = [place(x, y, x_axis, y_axis) for x, y in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    parts = [f'<polyline class="{look}" points="{path}"/>']
+    parts = [f'<polyline class="{line.look}" points="{path}"/>']
     if line.faint or len(places) > _MAX_DOTS:
         return parts
     for (x, y), (x_value, y_value) in zip(places, line.points, strict=True):
@@ -151,7 +165,7 @@ def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
 def _strips(chart: Chart, x_axis: Axis) -> list[str]:
     """Invisible columns over the plot, each with the values that lie in it as its title."""
     found: dict[int, tuple[float, dict[str, str]]] = {}
-    for line in chart.lines:
+    for line in filter(lambda line: line.name, chart.lines):
         for x, y in line.points:
             strip = min(_STRIPS - 1, max(0, int(x_axis.share(x) * _STRIPS)))
             _, values = found.setdefault(strip, (x, {}))
@@ -173,11 +187,10 @@ def _legend(chart: Chart) -> list[str]:
     """Name and last value of each line, from left to right above the plot."""
     parts, x = [], float(LEFT)
     for line in chart.lines:
-        if not line.points:
+        if not line.points or not line.name:
             continue
-        faint = " faint" if line.faint else ""
         last = "" if line.faint else f" {chart.show_value(line.points[-1][1])}"
-        parts.append(f'<path class="line c{line.colour}{faint}" d="M{x:.1f} 14h14"/>')
+        parts.append(f'<path class="{line.look}" d="M{x:.1f} 14h14"/>')
         parts.append(
             f'<text class="legend" x="{x + 19:.1f}" y="18">{escape(line.name)}'
             f'<tspan class="last">{escape(last)}</tspan></text>'

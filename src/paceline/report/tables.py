@@ -129,7 +129,7 @@ def configuration_tables(run: RunFiles) -> list[Table]:
     sections = {"general": general} if general else {}
     for section, table in run.config.items():
         if isinstance(table, dict):
-            sections[shown(section)] = [(key, shown(value)) for key, value in _flat(table)]
+            sections[shown(section)] = [(key, shown(value)) for key, value in flat(table)]
     return [
         Table(name, ("", ""), tuple(rows), frozenset({0, 1})) for name, rows in sections.items()
     ]
@@ -147,17 +147,17 @@ def environment_tables(run: RunFiles) -> list[Table]:
         ("Chosen automatically", known.get("chosen")),
     ):
         if isinstance(content, dict) and content:
-            rows = tuple((key, shown(value)) for key, value in _flat(content))
+            rows = tuple((key, shown(value)) for key, value in flat(content))
             tables.append(Table(title, ("", ""), rows, frozenset({0, 1})))
     return tables
 
 
-def _flat(table: Record, prefix: str = "") -> list[tuple[str, Any]]:
+def flat(table: Record, prefix: str = "") -> list[tuple[str, Any]]:
     """Tables in tables as dotted keys."""
     rows: list[tuple[str, Any]] = []
     for key, value in table.items():
         name = f"{prefix}{shown(key)}"
-        rows += _flat(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
+        rows += flat(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
     return rows
 
 

@@ -1,7 +1,7 @@
-"""Writes the report of a run beside its records.
+"""Writes pages: the report of a run beside its records, or any page where it is wanted.
 
-In: a run folder. Out: `report.html`, whole or not at all: who opens the page while it is written
-anew sees the old one.
+In: a run folder, or a page. Out: an HTML file, whole or not at all: who opens the page while it is
+written anew sees the old one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ REPORT_NAME = "report.html"
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Writes the report of `run_dir` to `out` (a file, or a folder for it) and returns its path."""
-    page = render(RunFiles.read(run_dir)).encode("utf-8")
     target = run_dir / REPORT_NAME if out is None else out
+    return write_page(render(RunFiles.read(run_dir)), target, REPORT_NAME)
+
+
+def write_page(page: str, target: Path, name: str) -> Path:
+    """Writes `page` to `target`, a file, or a folder in which it is called `name`."""
     try:
         if target.is_dir():
-            target = target / REPORT_NAME
+            target = target / name
         # Beside the target, because a rename is atomic only within one file system.
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as file:
-                file.write(page)
+                file.write(page.encode("utf-8"))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(target)

@@ -1,7 +1,7 @@
 """Running statistics of batch norm.
 
 In: a model. Its running means and variances move into one flat buffer, each rank's own. Out:
-remembering and recalling them around a step that may be skipped; their average over ranks, for
+remembering them around a step that may be skipped; their average over ranks, for
 evaluation and export; their rows for the checkpoint.
 
 The average over N ranks treats their statistics as those of N equal parts of one population: the mean
@@ -43,9 +43,11 @@ class BatchNormState:
             assert layer.running_var is not None
             self.flat[0, start:stop] = layer.running_mean
             self.flat[1, start:stop] = layer.running_var
+            # By `.data` each view counts its own changes. Autograd would else take the update of one
+            # layer, where torch.compile makes it visible, for one of what another has saved.
             layer.running_mean, layer.running_var = (
-                self.flat[0, start:stop],
-                self.flat[1, start:stop],
+                self.flat[0, start:stop].data,
+                self.flat[1, start:stop].data,
             )
             layer.num_batches_tracked = self.tracked[number]
             start = stop
@@ -56,10 +58,11 @@ class BatchNormState:
         self._flat_before.copy_(self.flat)
         self._tracked_before.copy_(self.tracked)
 
-    def recall(self) -> None:
-        """Back to what `remember` saw: a NaN in one batch must not live on in the statistics."""
-        self.flat.copy_(self._flat_before)
-        self.tracked.copy_(self._tracked_before)
+    def settle(self, discard: Tensor) -> None:
+        """Back to what `remember` saw where the flag on the device says so: a NaN in one batch must not
+        live on in the statistics. Nobody waits to read the flag."""
+        self.flat.copy_(torch.where(discard > 0, self._flat_before, self.flat))
+        self.tracked.copy_(torch.where(discard > 0, self._tracked_before, self.tracked))
 
     def average(self, group: Group) -> Tensor:
         """The average over ranks, computed alike on all of them, in float64 inside."""

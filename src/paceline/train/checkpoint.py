@@ -22,7 +22,7 @@ from paceline.train.atomic_file import write_atomically
 from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
-VERSION = 1
+VERSION = 2
 _FOREIGN = "weights of other programs are taken with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
 
@@ -44,6 +44,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     batch_norm: dict[str, Any]
     optimizer: dict[str, Any]
+    precision: dict[str, float]
     sampler: dict[str, Any]
     schedule: dict[str, Any]
     rng: dict[str, Any]

@@ -18,8 +18,9 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.core.errors import DataError, PacelineError, RunError
 from paceline.data.batch import Batch, CorruptSample
-from paceline.data.loader import EvalLoader
+from paceline.data.loader_protocol import EvalBatches
 from paceline.data.normalize import Normalizer
+from paceline.precision.policy import Policy
 from paceline.train.memory import memory_error
 from paceline.train.stop_signals import StopSignals
 
@@ -41,6 +42,7 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
     normalize: Normalizer,
+    policy: Policy,
     group: Group,
     stop: StopSignals,
     corrupt_limit: int | None = None,
@@ -56,7 +58,8 @@ def evaluate(
     seen, failed, size = 0, 0, 0
     corrupt: list[CorruptSample] = []
     try:
-        with torch.inference_mode():
+        # Blocks that are compiled for training would be compiled once more for this.
+        with torch.inference_mode(), torch.compiler.set_stance("force_eager"), policy.compute():
             for batch in batches:
                 if stop.received is not None:
                     group.announce_stop()
@@ -80,7 +83,7 @@ def evaluate(
         failed = 1
     finally:
         model.train()
-    if isinstance(batches, EvalLoader):
+    if isinstance(batches, EvalBatches):
         # It also knows those of a last batch of which nothing was left to hand over.
         corrupt = list(batches.corrupt)
     asked = [stop.received is signal.SIGINT, stop.received is signal.SIGTERM]

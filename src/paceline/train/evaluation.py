@@ -20,10 +20,11 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.core.topology import Topology
 from paceline.data.corrupt import allowed_corrupt
-from paceline.data.loader import EvalLoader
+from paceline.data.create_loader import create_eval_loader
 from paceline.data.normalize import Normalizer
 from paceline.data.source import Source, open_source
 from paceline.models.registry import create_model
+from paceline.precision.policy import allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.evaluate import EvalResult, evaluate
 from paceline.train.machine import choose_device
@@ -44,18 +45,22 @@ def evaluate_file(
     with Group(topology, config.comm, choose_device(config, topology)) as group:
         source = group.settled("data", lambda: _open(config, checkpoint, path))
         model = _restored(config, checkpoint).to(group.device)
-        loader = EvalLoader(
-            source,
-            config.data,
-            rank=group.rank,
-            world_size=group.world_size,
-            batch_size=batch_size,
-            pin_memory=group.device.type == "cuda",
-        )
+        policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))
+        allow_tf32(config.precision)
+        policy.convert(model)
+        loader = group.settled(
+            "loader",
+            lambda: create_eval_loader(
+                source, config.data, rank=group.rank, world_size=group.world_size,
+                batch_size=batch_size, device=group.device,
+            ),
+        )  # fmt: skip
         limit = allowed_corrupt(config.data.max_corrupt_share, len(source))
-        normalize = Normalizer(config.data.mean, config.data.std, config.data.channels)
+        normalize = Normalizer(
+            config.data.mean, config.data.std, config.data.channels, policy.dtype
+        )
         with loader, StopSignals() as stop:
-            result = evaluate(model, loader, normalize, group, stop, limit)
+            result = evaluate(model, loader, normalize, policy, group, stop, limit)
         return result, config, group.rank
 
 

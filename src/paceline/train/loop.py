@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import PacelineError
 from paceline.core.events import (
     CheckpointEvent,
     CorruptEvent,
@@ -20,11 +20,13 @@ from paceline.core.events import (
     StartEvent,
     StepEvent,
     StopEvent,
+    TrustEvent,
 )
 from paceline.data.batch import CorruptSample
 from paceline.data.corrupt import allowed_corrupt
-from paceline.data.loader import EvalLoader
+from paceline.data.create_loader import create_eval_loader
 from paceline.train.corrupt_tally import CorruptTally
+from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
 from paceline.train.machine import hardware, versions
 from paceline.train.step import StepOutcome
@@ -88,25 +90,37 @@ class TrainingLoop:
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
         for number in range(progress.step, t.plan.total_steps):
-            rate = t.schedule.rate(number)
-            outcome = t.step.run(number, rate)
-            if outcome.done:
-                self._account(number, rate, outcome)
-            if outcome.stop is not None:
-                return RunResult(outcome.stop.name, outcome.stop)
-            result = self._evaluate() if self._evaluation_is_due() else None
+            t.step.launch(number, t.schedule.rate(number))
+            pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
+            stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
+            if stop is not None:
+                return stop
+            if not pause:
+                continue
+            result = self._evaluate() if self._evaluation_is_due(number + 1) else None
             if result is not None:
                 return result
-            if self._save_is_due():
+            if self._save_is_due(number + 1):
                 self._save(best=False)
-        return RunResult("finished", None)
+        return self._collect(0) or RunResult("finished", None)
+
+    def _collect(self, left: int) -> RunResult | None:
+        """Accounts for steps until `left` are under way; for all of them once one says stop."""
+        stop: signal.Signals | None = None
+        while self._t.step.under_way > left:
+            outcome = self._t.step.collect()
+            if outcome.done:
+                self._account(outcome)
+            if outcome.stop is not None:
+                stop, left = outcome.stop, 0
+        return None if stop is None else RunResult(stop.name, stop)
 
     def _catch_up(self) -> RunResult | None:
         """An evaluation that was due when the checkpoint was made, but was not done, comes first.
 
         A run that had reached its target, but was killed before it could say so, ends here.
         """
-        if self._evaluation_is_due():
+        if self._evaluation_is_due(self._t.progress.step):
             return self._evaluate()
         if self._t.progress.evaluated_step != self._t.progress.step or not self._reached():
             return None
@@ -121,8 +135,8 @@ class TrainingLoop:
     def _elapsed(self) -> float:
         return self._before_s + time.perf_counter() - self._started
 
-    def _account(self, number: int, rate: float, outcome: StepOutcome) -> None:
-        t, progress = self._t, self._t.progress
+    def _account(self, outcome: StepOutcome) -> None:
+        t, progress, number = self._t, self._t.progress, outcome.number
         first, last = t.plan.step_range(number)
         progress.step = number + 1
         progress.images += last - first
@@ -135,29 +149,29 @@ class TrainingLoop:
                 step=progress.step,
                 epoch=t.plan.epoch_at(progress.step),
                 loss=outcome.loss,
-                lr=rate,
+                lr=outcome.rate,
                 images_per_s=(last - first) / outcome.step_s,
                 step_s=outcome.step_s,
                 data_s=outcome.data_s,
                 skipped=outcome.skipped,
+                loss_scale=outcome.loss_scale,
             )
         )
+        if t.is_main and self._trust_is_due(progress.step):
+            ratios = t.step.update.optimizer.trust_ratios()
+            names = t.step.update.names
+            t.emit(TrustEvent(progress.step, dict(zip(names, ratios, strict=True))))
         if outcome.corrupt_count:
             self._name_corrupt(self._tally.add(outcome.corrupt_here), "train")
             self._note_elsewhere(outcome.corrupt_count - len(outcome.corrupt_here))
             self._tally.check()
-        self._check_health()
+        if outcome.skipped:
+            check_divergence(t, outcome)
 
-    def _check_health(self) -> None:
-        """Too many skipped steps end the run, on all ranks alike."""
-        t, progress = self._t, self._t.progress
-        if progress.skipped_in_a_row >= t.config.run.max_skipped_steps:
-            raise RunError(
-                f"gradients were not finite in {progress.skipped_in_a_row} steps in a row, "
-                f"up to step {progress.step - 1}",
-                f"lower --lr (now {t.schedule.peak:g} at its peak) or lengthen --warmup-epochs; "
-                "the last good checkpoint is kept",
-            )
+    def _trust_is_due(self, step: int) -> bool:
+        """Reading the ratios waits for the device: only every so many steps, when asked for."""
+        interval = self._t.config.optim.trust_log_interval
+        return interval > 0 and step % interval == 0
 
     def _name_corrupt(self, samples: Sequence[CorruptSample], split: str) -> None:
         for sample in samples:
@@ -171,33 +185,35 @@ class TrainingLoop:
         if count > 0 and self._t.is_main:
             self._t.emit(NoteEvent(f"{count} corrupt on other ranks; see metrics.rank*.jsonl"))
 
-    def _evaluation_is_due(self) -> bool:
-        t, progress = self._t, self._t.progress
-        if progress.step == 0 or progress.evaluated_step == progress.step:
+    def _evaluation_is_due(self, step: int) -> bool:
+        t = self._t
+        if step == 0 or t.progress.evaluated_step == step:
             return False
-        if progress.step == t.plan.total_steps:
+        if step == t.plan.total_steps:
             return True
-        if not t.plan.ends_epoch(progress.step - 1):
+        if not t.plan.ends_epoch(step - 1):
             return False
         # A step may complete several epochs; it is due if a multiple of the interval is among them.
         interval = t.config.run.eval_interval_epochs
-        before = int(t.plan.epoch_at(progress.step - 1))
-        return int(t.plan.epoch_at(progress.step)) // interval > before // interval
+        before = int(t.plan.epoch_at(step - 1))
+        return int(t.plan.epoch_at(step)) // interval > before // interval
 
     def _evaluate(self) -> RunResult | None:
         """Evaluates, keeps the best, saves; a result means that the run ends here."""
         t, progress = self._t, self._t.progress
-        loader = EvalLoader(
+        loader = create_eval_loader(
             t.validation,
             t.config.data,
             rank=t.group.rank,
             world_size=t.group.world_size,
             batch_size=min(_EVAL_BATCH, _EVAL_TIMES * t.sizes.micro_batch),
-            pin_memory=t.group.device.type == "cuda",
+            device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
         with t.step.batch_norm.averaged(t.group), loader:
-            found = evaluate(t.model, loader, t.step.normalize, t.group, t.stop, limit)
+            found = evaluate(
+                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
+            )
         if isinstance(found, signal.Signals):
             return RunResult(found.name, found)
         progress.train_s = self._elapsed()
@@ -223,12 +239,12 @@ class TrainingLoop:
         reached = self._reached()
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
-        if reached or self._save_is_due() or (best and t.config.checkpoint.keep_best):
+        if reached or self._save_is_due(progress.step) or (best and t.config.checkpoint.keep_best):
             self._save(best=best)
         return RunResult("target", None) if reached else None
 
-    def _save_is_due(self) -> bool:
-        t, step = self._t, self._t.progress.step
+    def _save_is_due(self, step: int) -> bool:
+        t = self._t
         if self._saved_step == step:
             return False
         if step == t.plan.total_steps:

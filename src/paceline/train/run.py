@@ -20,6 +20,7 @@ from paceline.core.events import JsonlWriter, Observer
 from paceline.core.topology import Topology
 from paceline.report.write import write_report
 from paceline.train.atomic_file import write_atomically
+from paceline.train.full_weights import full_state, master_weights
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.stop_signals import StopSignals
@@ -95,7 +96,7 @@ def _resolved(training: Training) -> dict[str, Any]:
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks hold the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
-    weights = fingerprint(training.model)
+    weights = fingerprint(master_weights(training.model, training.step.update.optimizer))
     group.settle(
         "weights", facts={"the final weights": weights}, remedy="this is a defect: please report it"
     )
@@ -107,7 +108,8 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
         if group.rank == 0:
             try:
                 names = {"model": training.config.model.name, "step": str(training.progress.step)}
-                write_weights(training.model.state_dict(), folder / "weights.safetensors", names)
+                state = full_state(training.model, training.step.update.optimizer)
+                write_weights(state, folder / "weights.safetensors", names)
                 text = json.dumps(summary, indent=2) + "\n"
                 write_atomically(folder / "summary.json", text.encode())
                 report = write_report(folder)

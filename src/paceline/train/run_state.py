@@ -20,9 +20,13 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data.batch_plan import BatchPlan
+from paceline.optim.lars import LARS
+from paceline.optim.master_state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.precision.loss_scale import LossScale
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.checkpoint import Checkpoint
+from paceline.train.full_weights import full_state, restore_masters
 from paceline.train.machine import versions
 from paceline.train.progress import Progress
 
@@ -67,8 +71,9 @@ class RunState:
     peak_lr: float
     classes: tuple[str, ...]
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: LARS
     batch_norm: BatchNormState
+    scale: LossScale
     group: Group
     labels: str = ""
 
@@ -78,6 +83,8 @@ class RunState:
         try:
             missing = self.model.load_state_dict(checkpoint.model, strict=False).missing_keys
             self._restore_optimizer(checkpoint.optimizer)
+            if not missing or all(_is_statistic(key) for key in missing):
+                restore_masters(self.model, self.optimizer, checkpoint.model)
         except (RuntimeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[-1].strip()
             raise CheckpointError(f"{path} does not fit ({reason})", "check --model") from None
@@ -85,6 +92,7 @@ class RunState:
         if lost:
             raise CheckpointError(f"{path} lacks {lost[0]} ({len(lost)} in all)", "check --model")
         saved = checkpoint.batch_norm
+        self.scale.restore(checkpoint.precision)
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
         progress = Progress.from_table(checkpoint.progress)
         progress.resumes.append(progress.step)
@@ -137,7 +145,7 @@ class RunState:
             plan=self.exchange_plan.to_table(),
             model={
                 name: value.detach().cpu()
-                for name, value in self.model.state_dict().items()
+                for name, value in full_state(self.model, self.optimizer).items()
                 if not _is_statistic(name)
             },
             batch_norm={
@@ -146,7 +154,8 @@ class RunState:
                 "rows": rows,
                 "tracked": self.batch_norm.tracked.cpu(),
             },
-            optimizer=self.optimizer.state_dict(),
+            optimizer=_without_masters(self.optimizer.state_dict()),
+            precision=self.scale.state(),
             sampler={
                 "position": min(progress.step * batches.global_batch, batches.total_samples),
                 "samples": batches.samples,
@@ -159,6 +168,15 @@ class RunState:
             classes=list(self.classes),
             versions=versions(),
         )
+
+
+def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
+    """Masters are in the checkpoint as the model's weights: a run in another format can take them."""
+    slim = {
+        number: {key: value for key, value in entry.items() if key != MASTER}
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": slim}
 
 
 def _shown(classes: Sequence[str]) -> str:

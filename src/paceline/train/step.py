@@ -1,45 +1,63 @@
-"""One training step, top to bottom: batch → forward → backward → reduce → finite check → update.
+"""One training step, top to bottom: batches → forward → backward → reduce → update.
 
-In: the step's number and rate. Out: what happened, equal on all ranks. Whatever goes wrong on one
-rank rides with the gradients, so that all ranks skip, stop or fail at the same step.
+In: the step's number and rate. Out: what happened, equal on all ranks. `launch` queues a step and
+returns; `collect` waits for the oldest one and reads its outcome: a GPU always has a next step to do.
+Whatever goes wrong on one rank rides with the gradients, so that all ranks skip, stop or fail at the
+same step; a rank that cannot go on takes part in the exchange, with nothing, until all have read it.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm.gradient_exchange import GradientExchange, Signals
 from paceline.comm.group import Group
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import PacelineError
 from paceline.data.batch import CorruptSample
 from paceline.data.batch_plan import BatchPlan
-from paceline.data.loader import TrainLoader
+from paceline.data.loader_protocol import TrainBatches
 from paceline.data.normalize import Normalizer
-from paceline.optim.build import set_rate
-from paceline.precision.finite import all_finite
+from paceline.precision.loss_scale import LossScale
+from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.memory import memory_error
+from paceline.train.micro_step import MicroStep
 from paceline.train.seeds import seed_micro_batch
+from paceline.train.step_error import step_error
 from paceline.train.stop_signals import StopSignals
+from paceline.train.update import Update, row_values
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     """`done` is False when a stop signal cut the step short: nothing of it remains."""
 
+    number: int
+    rate: float
     done: bool
     skipped: bool
     stop: signal.Signals | None
     loss: float
+    loss_scale: float
     corrupt_count: int
     corrupt_here: tuple[CorruptSample, ...]
     step_s: float
+    data_s: float
+
+
+@dataclass
+class _Launched:
+    number: int
+    rate: float
+    row: Tensor
+    ready: torch.cuda.Event | None
+    corrupt: tuple[CorruptSample, ...]
+    started: float
     data_s: float
 
 
@@ -48,92 +66,112 @@ class TrainStep:
     """Everything one step touches."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    micro: MicroStep
+    update: Update
     exchange: GradientExchange
     batch_norm: BatchNormState
-    loader: TrainLoader
+    loader: TrainBatches
     normalize: Normalizer
+    policy: Policy
     plan: BatchPlan
     group: Group
     stop: StopSignals
-    smoothing: float
+    scale: LossScale
     seed: int
     # An error between steps waits here for the next exchange, which tells all ranks.
     fault: PacelineError | None = None
+    _under_way: deque[_Launched] = field(default_factory=deque)
+    _collected_at: float = 0.0
+    _given_up: bool = False
+
+    @property
+    def lag(self) -> int:
+        """Steps that may be under way while the next is prepared; a CPU gains nothing from one."""
+        return 1 if self.policy.device.type == "cuda" else 0
+
+    @property
+    def under_way(self) -> int:
+        return len(self._under_way)
 
     def run(self, step: int, rate: float) -> StepOutcome:
-        """Computes, exchanges and applies the gradient of global batch number `step`."""
-        started, data_s = time.perf_counter(), 0.0
-        loss = torch.zeros((), device=self.group.device)
-        corrupt: list[CorruptSample] = []
-        signals = Signals()
-        # The sum over ranks and micro-batches of (sum of losses / samples of the global batch) is
-        # the mean over the global batch, whoever holds how many of its samples.
-        first, last = self.plan.step_range(step)
-        share = 1.0 / (last - first)
+        """`launch` and `collect` in one."""
+        self.launch(step, rate)
+        return self.collect()
 
-        self.exchange.zero()
+    def launch(self, step: int, rate: float) -> None:
+        """Queues global batch number `step`: gradients, exchange, update."""
+        started = time.perf_counter()
+        corrupt: list[CorruptSample] = []
+        failed, abandoned, data_s = False, False, 0.0
+        first, last = self.plan.step_range(step)
+        self.exchange.begin()
         self.batch_norm.remember()
+        self.micro.begin(last - first)
         try:
             if self.fault is not None:
                 raise self.fault
-            for turn, _ in enumerate(self.plan.micro_batches(step, self.group.rank)):
-                if self._asked_to_stop():
-                    signals.abandon = 1.0
+            for turn, (start, stop) in enumerate(self.plan.micro_batches(step, self.group.rank)):
+                if self._given_up or self._asked_to_stop():
+                    abandoned = self._given_up = True
                     break
                 waiting = time.perf_counter()
                 batch = next(self.loader)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
                 seed_micro_batch(self.seed, step, self.group.rank + turn * self.group.world_size)
-                images = self.normalize(batch.images, self.group.device)
-                labels = batch.labels.to(self.group.device, non_blocking=True)
-                part = self._loss(self.model(images), labels) * share
-                part.backward()  # type: ignore[no-untyped-call]
-                loss += part.detach()
-        except PacelineError as error:
-            self.group.post_fault(error)
-            signals.fault = 1.0
-        except (RuntimeError, MemoryError, ValueError) as error:
-            fault = self._memory_error(step, error) or _single_value_error(step, error)
+                usual = stop - start == self.plan.micro_batch
+                self.micro.run(batch.images, batch.labels, usual=usual)
+        except (PacelineError, RuntimeError, MemoryError, ValueError) as error:
+            fault = step_error(error, step, self.plan.micro_batch)
             if fault is None:
                 raise
+            self.fault, failed = fault, True
             self.group.post_fault(fault)
-            signals.fault = 1.0
-
-        signals.loss = float(loss)
-        signals.corrupt = float(len(corrupt))
-        signals.interrupt = float(self.stop.received is signal.SIGINT)
-        signals.terminate = float(self.stop.received is signal.SIGTERM)
-        agreed = self.exchange.reduce(signals)
-        if agreed.fault:
-            raise self.group.fault()
-
-        done = not agreed.abandon
-        finite = done and all_finite(self.exchange.gradients)
-        if finite:
-            set_rate(self.optimizer, rate)
-            self.optimizer.step()
-        else:
-            self.batch_norm.recall()
-        return StepOutcome(
-            done=done,
-            skipped=done and not finite,
-            stop=_stop_signal(agreed),
-            loss=agreed.loss,
-            corrupt_count=round(agreed.corrupt),
-            corrupt_here=tuple(corrupt),
-            step_s=time.perf_counter() - started,
-            data_s=data_s,
+        signals = Signals(
+            corrupt=float(len(corrupt)),
+            fault=float(failed),
+            abandon=float(abandoned),
+            interrupt=float(self.stop.received is signal.SIGINT),
+            terminate=float(self.stop.received is signal.SIGTERM),
         )
+        self.exchange.reduce(self.micro.loss, signals)
+        self.update.run(rate)
+        row, ready = self._send_row()
+        self._under_way.append(_Launched(step, rate, row, ready, tuple(corrupt), started, data_s))
 
-    def _memory_error(self, step: int, error: Exception) -> RunError | None:
-        size = self.plan.micro_batch
-        return memory_error(
-            error,
-            f"at step {step} with a batch size of {size} a process",
-            f"use a smaller one, such as --batch-size {max(1, size // 2)}; "
-            "the global batch and the result stay the same",
+    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The outcome's copy to host memory, queued behind the update."""
+        if self.policy.device.type != "cuda":
+            return self.update.row.clone(), None
+        row = torch.empty(self.update.row.shape, pin_memory=True)
+        row.copy_(self.update.row, non_blocking=True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return row, ready
+
+    def collect(self) -> StepOutcome:
+        """Waits for the oldest step under way. Raises what any rank met."""
+        launched = self._under_way.popleft()
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        row = row_values(launched.row)
+        if row["fault"]:
+            raise self.group.fault()
+        before = max(launched.started, self._collected_at)
+        self._collected_at = time.perf_counter()
+        done = not row["halted"]
+        return StepOutcome(
+            number=launched.number,
+            rate=launched.rate,
+            done=done,
+            skipped=done and bool(row["overflow"]),
+            stop=_stop_signal(row),
+            loss=row["loss"],
+            loss_scale=row["scale"],
+            corrupt_count=round(row["corrupt"]),
+            corrupt_here=launched.corrupt,
+            step_s=self._collected_at - before,
+            data_s=launched.data_s,
         )
 
     def _asked_to_stop(self) -> bool:
@@ -143,22 +181,8 @@ class TrainStep:
             return True
         return self.group.stop_announced()
 
-    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, labels, reduction="sum", label_smoothing=self.smoothing)
 
-
-def _single_value_error(step: int, error: Exception) -> RunError | None:
-    """Batch norm has no variance to take of one sample with 1 × 1 maps."""
-    if "more than 1 value per channel" not in str(error):
-        return None
-    return RunError(
-        f"a micro-batch of one sample at step {step} leaves batch norm a single value",
-        "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
-        "larger --batch-size",
-    )
-
-
-def _stop_signal(agreed: Signals) -> signal.Signals | None:
-    if agreed.terminate:
+def _stop_signal(row: dict[str, float]) -> signal.Signals | None:
+    if row["terminate"]:
         return signal.SIGTERM
-    return signal.SIGINT if agreed.interrupt else None
+    return signal.SIGINT if row["interrupt"] else None

@@ -43,10 +43,11 @@ def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return state
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
     """SHA-256 over all parameters, in order. Equal iff the weights are bit-identical."""
+    named = weights.named_parameters() if isinstance(weights, nn.Module) else weights.items()
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         digest.update(name.encode())
         flat = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(flat.numpy().tobytes())

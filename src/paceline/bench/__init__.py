@@ -1,0 +1,1 @@
+"""Measurements against peers, each in the same run on the same machine."""

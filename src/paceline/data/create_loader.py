@@ -1,0 +1,109 @@
+"""Which loader serves a split: a resident set on the device, or threads on the host.
+
+In: a source, `data.resident` and the training device. Out: the loader, whose `describe` says what was
+chosen and, where that is not what was hoped for, why.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.data.batch_plan import BatchPlan
+from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.pixel_form import PixelForm, UnequalSizesError
+from paceline.data.resident_loader import ResidentEvalLoader, ResidentTrainLoader
+from paceline.data.resident_set import ResidentSet, mib, resident_set
+from paceline.data.settings import DataSettings
+from paceline.data.source import Source
+
+
+def create_train_loader(
+    source: Source,
+    plan: BatchPlan,
+    settings: DataSettings,
+    *,
+    seed: int,
+    rank: int,
+    first_step: int,
+    device: torch.device,
+) -> TrainLoader | ResidentTrainLoader:
+    """DataError where decoding the set meets failing storage; ConfigError where `data.resident` = on
+    cannot be done."""
+    chosen = _choose(source, PixelForm.for_training(settings), settings, device)
+    if isinstance(chosen, ResidentSet):
+        return ResidentTrainLoader(
+            chosen, plan, settings, seed=seed, rank=rank, first_step=first_step
+        )
+    return TrainLoader(
+        source,
+        plan,
+        settings,
+        seed=seed,
+        rank=rank,
+        first_step=first_step,
+        pin_memory=device.type == "cuda",
+        remark=chosen,
+    )
+
+
+def create_eval_loader(
+    source: Source,
+    settings: DataSettings,
+    *,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    device: torch.device,
+) -> EvalLoader | ResidentEvalLoader:
+    """Fails as `create_train_loader` does."""
+    chosen = _choose(source, PixelForm.for_evaluation(settings), settings, device)
+    if isinstance(chosen, ResidentSet):
+        return ResidentEvalLoader(
+            chosen, settings, rank=rank, world_size=world_size, batch_size=batch_size
+        )
+    return EvalLoader(
+        source,
+        settings,
+        rank=rank,
+        world_size=world_size,
+        batch_size=batch_size,
+        pin_memory=device.type == "cuda",
+        remark=chosen,
+    )
+
+
+def _choose(
+    source: Source, form: PixelForm, settings: DataSettings, device: torch.device
+) -> ResidentSet | str:
+    """The resident set, or why there is none; nothing to say where nobody would expect one."""
+    wanted = settings.resident
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return ""
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    shape = form.shape(source)
+    if shape is None:
+        return "not resident: no sample can be decoded"  # which the threads report as ever
+    size = mib(len(source), shape)
+    if wanted == "auto" and size > settings.resident_max_mib:
+        return f"not resident: {size:,.0f} MiB, over data.resident_max_mib"
+    try:
+        return resident_set(source, form, shape, settings.workers, device)
+    except UnequalSizesError as error:
+        if wanted == "auto":
+            return f"not resident: {error}"
+        raise ConfigError(
+            "data.resident",
+            wanted,
+            f"random_resized_crop on the device needs images of one size, there are {error}",
+            "set data.resident = 'off', or data.augment = 'pad_crop'",
+        ) from None
+    except torch.OutOfMemoryError:
+        # Not off by itself: ranks, and a resumed run, must not go different ways by chance.
+        raise ConfigError(
+            "data.resident",
+            wanted,
+            f"no room for {size:,.0f} MiB on {device}",
+            "set data.resident = 'off'",
+        ) from None

@@ -1,0 +1,156 @@
+"""Triton kernels of the stem's end: batch norm, ReLU and the 3 × 3 max-pool of stride 2 in one.
+
+In: the first convolution's output, NHWC. Out: the pooled map. The normalised map in full size, the
+largest of the whole net, never exists: forward keeps for each pooled value which of its nine
+neighbours won (`NONE` where the ReLU left 0), and backward looks the gradient up from there. Places are
+counted in 32 bits, because 64-bit division would take longer than the memory; elements in 64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NONE = tl.constexpr(255)
+
+
+@triton.jit
+def pool_kernel(
+    x, y, winner, saved, positions, height, width, out_height, out_width, channels,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M pooled positions of all images, BLOCK_C channels."""
+    at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    across = at % out_width
+    down = (at // out_width) % out_height
+    image = at // (out_width * out_height)
+    best = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    which = tl.full((BLOCK_M, BLOCK_C), NONE, tl.int32)
+    inside = at < positions
+    for tap in tl.static_range(9):
+        row = 2 * down - 1 + tap // 3
+        col = 2 * across - 1 + tap % 3
+        here = inside & (row >= 0) & (row < height) & (col >= 0) & (col < width)
+        place = ((image * height + row) * width + col).to(tl.int64) * channels
+        ok = here[:, None] & col_ok[None, :]
+        value = tl.load(x + place[:, None] + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        value = value * scale + shift
+        # `not <=` lets NaN win, so that an overflow is seen downstream.
+        wins = ok & ~(value <= best)
+        best = tl.where(wins, value, best)
+        which = tl.where(wins, tap, which)
+    out = at[:, None].to(tl.int64) * channels + cols[None, :]
+    ok = inside[:, None] & col_ok[None, :]
+    tl.store(y + out, best.to(y.dtype.element_ty), mask=ok)
+    tl.store(winner + out, which.to(tl.uint8), mask=ok)
+
+
+@triton.jit
+def pool_sums_kernel(
+    dy, dy2, x, winner, saved, parts,
+    positions, height, width, out_height, out_width, channels, span,
+    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Per part Σ dz and Σ dz · (x − mean): only winners have a gradient, so pooled rows suffice."""
+    part = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    mean = tl.load(saved + cols, mask=col_ok, other=0.0)[None, :]
+    first = part * span
+    count = tl.minimum(positions - first, span)
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    product = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    for start in range(0, count, BLOCK_M):
+        row_ok = start + tl.arange(0, BLOCK_M) < count
+        at = first + start + tl.arange(0, BLOCK_M)
+        ok = row_ok[:, None] & col_ok[None, :]
+        place = at[:, None].to(tl.int64) * channels + cols[None, :]
+        tap = tl.load(winner + place, mask=ok, other=NONE).to(tl.int32)
+        lit = ok & (tap != NONE)
+        grad = tl.load(dy + place, mask=lit, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(dy2 + place, mask=lit, other=0.0).to(tl.float32)
+        across = at % out_width
+        down = (at // out_width) % out_height
+        image = at // (out_width * out_height)
+        row = 2 * down[:, None] - 1 + tap // 3
+        col = 2 * across[:, None] - 1 + tap % 3
+        source = (image[:, None] * height + row) * width + col
+        source = source.to(tl.int64) * channels + cols[None, :]
+        value = tl.load(x + source, mask=lit, other=0.0).to(tl.float32)
+        total += grad
+        product += tl.where(lit, grad * (value - mean), 0.0)
+    sum_at = parts + part * channels + cols
+    tl.store(sum_at, tl.sum(total, 0), mask=col_ok)
+    tl.store(sum_at + tl.num_programs(0) * channels, tl.sum(product, 0), mask=col_ok)
+
+
+@triton.jit
+def pool_input_kernel(
+    dy, dy2, x, winner, dx, found, quads, height, width, out_height, out_width, channels,
+    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx = a · dz + b · x + c over the full map, four places at a time.
+
+    The places (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1, j + 1) and in no other, so
+    each window is read once for four places.
+    """
+    at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    b = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    c = tl.load(found + 4 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    quads_across, quads_down = (width + 1) // 2, (height + 1) // 2
+    j = at % quads_across
+    i = (at // quads_across) % quads_down
+    image = at // (quads_across * quads_down)
+    inside = at < quads
+    g00 = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    g01, g10, g11 = g00, g00, g00
+    for window in tl.static_range(4):
+        out_row = i + window // 2
+        out_col = j + window % 2
+        here = inside & (out_row < out_height) & (out_col < out_width)
+        place = (image * out_height + out_row) * out_width + out_col
+        place = place[:, None].to(tl.int64) * channels + cols[None, :]
+        ok = here[:, None] & col_ok[None, :]
+        tap = tl.load(winner + place, mask=ok, other=NONE).to(tl.int32)
+        grad = tl.load(dy + place, mask=ok, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(dy2 + place, mask=ok, other=0.0).to(tl.float32)
+        # Taps count rows of three from the window's first place, which is (2i − 1, 2j − 1).
+        if window == 0:
+            g00 += tl.where(tap == 4, grad, 0.0)
+            g01 += tl.where(tap == 5, grad, 0.0)
+            g10 += tl.where(tap == 7, grad, 0.0)
+            g11 += tl.where(tap == 8, grad, 0.0)
+        elif window == 1:
+            g01 += tl.where(tap == 3, grad, 0.0)
+            g11 += tl.where(tap == 6, grad, 0.0)
+        elif window == 2:
+            g10 += tl.where(tap == 1, grad, 0.0)
+            g11 += tl.where(tap == 2, grad, 0.0)
+        else:
+            g11 += tl.where(tap == 0, grad, 0.0)
+    for corner in tl.static_range(4):
+        row = 2 * i + corner // 2
+        col = 2 * j + corner % 2
+        here = inside & (row < height) & (col < width)
+        place = (image * height + row) * width + col
+        place = place[:, None].to(tl.int64) * channels + cols[None, :]
+        ok = here[:, None] & col_ok[None, :]
+        if corner == 0:
+            grad = g00
+        elif corner == 1:
+            grad = g01
+        elif corner == 2:
+            grad = g10
+        else:
+            grad = g11
+        value = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
+        tl.store(dx + place, (a * grad + b * value + c).to(dx.dtype.element_ty), mask=ok)

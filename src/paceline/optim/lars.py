@@ -1,0 +1,292 @@
+"""LARS: layer-wise adaptive rates (You et al. 2017), in mixed precision.
+
+In: parameters in fp32, fp16 or bf16 with gradients in any of these. Out: `LARS`, a torch Optimizer that
+updates fp32 masters in fp32, writes the half parameters back, and needs no host synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from paceline.core.errors import PacelineError, RunError
+from paceline.optim import lars_foreach, master_state
+from paceline.optim.hyper_table import Hyper, HyperTable
+from paceline.optim.lars_fused import FusedStep, triton_is_usable
+from paceline.optim.update_rows import FORMATS, Gates, Outcome, Row, capturing, same_strides
+
+
+class LARS(Optimizer):
+    """λ = η‖w‖ / (‖g‖ + β‖w‖ + eps); v ← m·v + lr·λ·(g + βw); w ← w − v.
+
+    `trust_coefficient` is η, `weight_decay` β. λ is 1 where a norm is 0 and in groups with
+    `adapt=False`. `lr_in_momentum=False` keeps the rate out of v: v ← m·v + λ(g + βw); w ← w − lr·v.
+    `clip` makes λ min(λ/lr, 1), so that the local rate never exceeds lr. Groups may override each of
+    these. `fused` is None (Triton on CUDA where it is installed), True or False; `path` tells what it
+    came to. `in_half` is an ablation: no masters, all arithmetic in the parameter's own format.
+
+    Switches on the device, all optional: `grad_scale` divides the gradients; `found_inf` or `hold`
+    other than 0 makes the step change nothing; `active`, one value a parameter in group order, leaves
+    parameters with 0 alone and their gradients unchecked. After a step `overflow` is 1 if a gradient
+    (or its squared norm) was not finite in fp32; then nothing was changed.
+
+    Example:
+        optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
+        loss.backward()
+        optimizer.step()
+    """
+
+    _step_supports_amp_scaling = True  # torch's GradScaler then leaves scale and skip to step()
+    grad_scale: Tensor | None  # no default: GradScaler multiplies whatever getattr() finds
+    found_inf: Tensor | None
+    hold: Tensor | None = None
+    active: Tensor | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        lr_in_momentum: bool = True,
+        clip: bool = False,
+        adapt: bool = True,
+        fused: bool | None = None,
+        in_half: bool = False,
+    ) -> None:
+        if in_half and fused:
+            raise ValueError("in_half = True: has no fused kernels; leave fused unset")
+        self.fused, self.in_half = fused, in_half
+        self._set_up()
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "lr_in_momentum": lr_in_momentum,
+            "clip": clip,
+            "adapt": adapt,
+        }
+        Hyper.of(defaults).check()
+        super().__init__(params, defaults)
+
+    def _set_up(self) -> None:
+        self._ready_for = -1  # number of groups whose state exists
+        self._outcome: Outcome | None = None
+        self._table: HyperTable | None = None
+        self._engine: FusedStep | None = None
+        self._staged: dict[int, Tensor] = {}
+        self.overflow = torch.zeros(())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, also between steps; refuses values and tensors that cannot be used."""
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        Hyper.of(group).check()
+        names = {id(p) for p in group["params"]}
+        if len(names) < len(group["params"]):
+            raise ValueError("a parameter appears twice in one group; pass each once")
+        for p in group["params"]:
+            if p.dtype not in FORMATS or p.layout != torch.strided:
+                raise PacelineError(
+                    f"parameter of shape {tuple(p.shape)} is {p.dtype}, {p.layout}",
+                    "use dense float32, float16 or bfloat16",
+                )
+        self.param_groups.append(group)
+
+    # --- before a step -----------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """`triton` or `foreach`: what carries out the steps."""
+        device = self._device()
+        if self.fused is None:
+            usable = not self.in_half and device.type == "cuda" and triton_is_usable(device) == ""
+            return "triton" if usable else "foreach"
+        if self.fused and (problem := triton_is_usable(device)):
+            raise PacelineError(f"fused = True: {problem}", "use fused=False, or fused=None")
+        return "triton" if self.fused else "foreach"
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Creates the state of every parameter; where gradients exist, also tables and kernels.
+
+        Call it before a CUDA graph is captured. The kernels are compiled by a step that is held.
+        """
+        outcome = self._ready()
+        rows = self._rows()
+        if rows and self._engine is not None:
+            self.upload()
+            assert self._table is not None
+            held = replace(self._gates(outcome), hold=torch.ones_like(outcome.overflow))
+            self._engine.run(rows, self._table.values, held, outcome)
+
+    def upload(self) -> None:
+        """Sends the groups' values to the device, if one changed, without waiting.
+
+        `step` calls it, except while a CUDA graph is captured: call it before each replay.
+        """
+        self._ready()
+        if self._table is not None:
+            self._table.send(tuple(Hyper.of(group) for group in self.param_groups))
+
+    def _device(self) -> torch.device:
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        if len(devices) > 1:
+            names = ", ".join(sorted(str(device) for device in devices))
+            raise PacelineError(f"parameters lie on {names}", "use one optimizer a device")
+        return devices.pop() if devices else torch.device("cpu")
+
+    @torch.no_grad()
+    def _ready(self) -> Outcome:
+        """State and results for the groups there are now; made once, and again after add_param_group."""
+        if self._outcome is not None and self._ready_for == len(self.param_groups):
+            return self._outcome
+        device, fused = self._device(), self.path == "triton"
+        for p in self._parameters():
+            master_state.create(p, self.state[p], self.in_half)
+        if self._outcome is None or self._outcome.bad.numel() != len(self._parameters()):
+            self._outcome = Outcome(len(self._parameters()), device)
+            self.overflow = self._outcome.overflow
+        if fused and (self._table is None or len(self._table.values) != len(self.param_groups)):
+            self._table = HyperTable(len(self.param_groups), device)
+        if fused and self._engine is None:
+            self._engine = FusedStep()
+        self._ready_for = len(self.param_groups)
+        return self._outcome
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # --- the step ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """One update. Parameters without a gradient are left alone: no decay, no momentum."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        outcome = self._ready()
+        rows = self._rows()
+        gates = self._gates(outcome)
+        if not rows:
+            outcome.clear()
+        elif self._engine is not None and self._table is not None:
+            if not capturing(self._table.values.device):
+                self.upload()
+            self._engine.run(rows, self._table.values, gates, outcome)
+        else:
+            if capturing(outcome.bad.device):
+                raise RunError(
+                    "the foreach path would freeze the learning rate in a CUDA graph",
+                    "install triton, or step outside of the graph",
+                )
+            hypers = [Hyper.of(group) for group in self.param_groups]
+            lars_foreach.run(rows, hypers, gates, outcome, self.in_half)
+        return loss
+
+    def _gates(self, outcome: Outcome) -> Gates:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        gates = Gates(scale, found, self.hold, self.active)
+        gates.check(outcome.bad.numel(), outcome.bad.device)
+        return gates
+
+    def _rows(self) -> list[Row]:
+        rows, index = [], -1
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                index += 1
+                if p.grad is None or p.numel() == 0:
+                    continue
+                state = self.state[p]
+                master = state.get(master_state.MASTER, p)
+                gradient = self._gradient(index, number, p, p.grad)
+                rows.append(Row(index, number, p, gradient, master, state[master_state.MOMENTUM]))
+        return rows
+
+    def _gradient(self, index: int, group: int, p: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient with the parameter's strides; a copy in memory that stays, where it has others."""
+        if gradient.layout != torch.strided:
+            raise RunError(
+                f"sparse gradient for a parameter of shape {tuple(p.shape)} in group {group}",
+                "make it dense (nn.Embedding(sparse=False)), or give it an optimizer of its own",
+            )
+        if same_strides(gradient, p) and gradient.dtype in FORMATS:
+            return gradient
+        staged = self._staged.get(index)
+        kind = gradient.dtype if gradient.dtype in FORMATS else torch.float32
+        if staged is None or staged.dtype != kind:
+            staged = torch.empty_like(p, dtype=kind, memory_format=torch.preserve_format)
+            self._staged[index] = staged
+        return staged.copy_(gradient)
+
+    # --- after a step ------------------------------------------------------------------------------
+
+    def masters(self) -> list[Tensor]:
+        """Each parameter's fp32 master, in group order; the parameter itself where it is fp32."""
+        self._ready()
+        return [self.state[p].get(master_state.MASTER, p) for p in self._parameters()]
+
+    @torch.no_grad()
+    def reset_masters(self) -> None:
+        """Copies the parameters into their masters: call it after weights were loaded into the model."""
+        for master, parameter in zip(self.masters(), self._parameters(), strict=True):
+            if master is not parameter:
+                master.copy_(parameter)
+
+    def trust_ratios(self) -> list[float]:
+        """λ of the last step by parameter; 1 where none applies. Waits for the device."""
+        return [float(ratio) for ratio in self._ready().ratios.tolist()]
+
+    def nonfinite(self) -> list[int]:
+        """Indices of the parameters that made the last step overflow. Waits for the device."""
+        return [i for i, bad in enumerate(self._ready().bad.tolist()) if bad]
+
+    # --- copies and checkpoints --------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Exact in every format; loads into the memory that the state has already."""
+        old, seen = dict(self.state), dict[str, Any]()
+
+        def remember(_: Optimizer, saved: dict[str, Any]) -> None:
+            seen.update(saved)
+
+        def restore(_: Optimizer) -> None:
+            master_state.restore(self.param_groups, seen, old, self.state, self.in_half)
+
+        # The last hook before, to see what the user's hooks made of it; the first one after.
+        before = self.register_load_state_dict_pre_hook(remember)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            with torch.no_grad():
+                super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "fused": self.fused, "in_half": self.in_half}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(dict(state))
+        for group in self.param_groups:  # a state dict of torch's SGD lacks our own keys
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        # A load keeps the memory that captured graphs read; only an unpickled object starts anew.
+        if "_outcome" not in self.__dict__:
+            self._set_up()
+        self._ready_for = -1

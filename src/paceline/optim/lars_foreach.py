@@ -1,0 +1,139 @@
+"""A step of LARS in torch's own list operations: the CPU, a GPU without Triton, the fp16 ablation.
+
+In: rows, the groups' values, the switches. Out: masters, momenta and parameters updated in place, or
+left bit-identical; ratios and flags in `Outcome`. Nothing is read back from a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.optim.hyper_table import Hyper
+from paceline.optim.update_rows import Gates, Outcome, Row
+
+
+def run(
+    rows: Sequence[Row], hypers: Sequence[Hyper], gates: Gates, outcome: Outcome, in_half: bool
+) -> None:
+    """One step. First every norm, since one bad gradient stops all parameters; then the updates."""
+    gradients = _unscaled(rows, gates.grad_scale)
+    norms = _norms(gradients, in_half)
+    bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
+    allowed = torch.ones_like(bad)
+    if gates.active is not None:
+        active = gates.active.unbind()
+        allowed = torch.stack([active[row.index] for row in rows]) != 0
+    outcome.clear()
+    _put(outcome.bad, rows, (bad & allowed).float())
+    outcome.overflow.copy_(outcome.bad.amax())
+    for gate in (outcome.overflow, gates.found_inf, gates.hold):
+        if gate is not None:
+            allowed = allowed & (gate.reshape(()) == 0)
+
+    go = allowed.tolist() if on_host(allowed.device) else None
+    buckets: dict[tuple[int, torch.dtype], list[int]] = {}
+    for position, row in enumerate(rows):
+        buckets.setdefault((row.group, row.parameter.dtype), []).append(position)
+    for (group, _), positions in buckets.items():
+        members = [rows[i] for i in positions]
+        own = [gradients[i] for i in positions]
+        hyper = hypers[group]
+        ratios: Tensor | None = None
+        if hyper.adapt:
+            weights = torch.stack(_norms([row.master for row in members], in_half))
+            ratios = trust_ratio(weights, torch.stack([norms[i] for i in positions]), hyper)
+            _put(outcome.ratios, members, ratios.float())
+        pushes = _pushes(members, own, hyper, ratios)
+        if go is None:
+            _select(members, pushes, hyper, [allowed[i] for i in positions])
+            continue
+        chosen = [i for i, position in enumerate(positions) if go[position]]
+        if chosen:
+            _apply([members[i] for i in chosen], [pushes[i] for i in chosen], hyper)
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether a flag can be read at no cost; then updates go in place, else through selects."""
+    return device.type == "cpu"
+
+
+def _put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
+    """vector[index] = value, by row. A list as an index would be copied to the device, and waited for."""
+    entries = list(vector.unbind())
+    for row, value in zip(rows, values.unbind(), strict=True):
+        entries[row.index] = value
+    vector.copy_(torch.stack(entries))
+
+
+def trust_ratio(weight_norm: Tensor, gradient_norm: Tensor, hyper: Hyper) -> Tensor:
+    """λ in the format of the norms; 1 where a squared norm is 0 or λ is not finite."""
+    below = gradient_norm + hyper.weight_decay * weight_norm + hyper.eps
+    ratio = hyper.trust_coefficient * weight_norm / below
+    if hyper.clip:
+        # A rate of 0 clips nothing: 0 · 1 is 0 all the same, and 0 / 0 would not be.
+        ratio = torch.clamp(ratio / hyper.lr, max=1.0) if hyper.lr > 0 else torch.ones_like(ratio)
+    usable = (weight_norm.square() > 0) & (gradient_norm.square() > 0) & torch.isfinite(ratio)
+    return torch.where(usable, ratio, torch.ones_like(ratio))
+
+
+def _unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
+    """Gradients in the master's format, divided by the scale; never the gradients' own memory changed."""
+    gradients = [row.gradient.to(row.master.dtype) for row in rows]
+    if grad_scale is None:
+        return gradients
+    return list(torch._foreach_mul(gradients, grad_scale.reshape(()).float().reciprocal()))
+
+
+def _norms(tensors: Sequence[Tensor], in_half: bool) -> list[Tensor]:
+    if in_half:  # squares and sum leave the half format's range: that is the ablation's point
+        return [(tensor * tensor).sum().sqrt() for tensor in tensors]
+    return list(torch._foreach_norm(list(tensors), 2))
+
+
+def _pushes(
+    rows: Sequence[Row], gradients: list[Tensor], hyper: Hyper, ratios: Tensor | None
+) -> list[Tensor]:
+    """λ·(g + βw), times lr where that belongs inside: what is added to the momentum."""
+    if hyper.weight_decay:
+        masters = [row.master for row in rows]
+        gradients = list(torch._foreach_add(gradients, masters, alpha=hyper.weight_decay))
+    inside = hyper.lr if hyper.lr_in_momentum else 1.0
+    if ratios is None and inside == 1.0 and hyper.weight_decay:
+        return gradients  # ours already; without decay they may be the caller's own
+    if ratios is None:
+        return list(torch._foreach_mul(gradients, inside))
+    return list(torch._foreach_mul(gradients, list((ratios * inside).unbind())))
+
+
+def _apply(rows: Sequence[Row], pushes: list[Tensor], hyper: Hyper) -> None:
+    """v ← m·v + push; w ← w − v, in place."""
+    masters, momenta = [row.master for row in rows], [row.momentum for row in rows]
+    torch._foreach_mul_(momenta, hyper.momentum)
+    torch._foreach_add_(momenta, pushes)
+    if hyper.nesterov:
+        torch._foreach_add_(pushes, momenta, alpha=hyper.momentum)
+    outside = 1.0 if hyper.lr_in_momentum else hyper.lr
+    torch._foreach_add_(masters, pushes if hyper.nesterov else momenta, alpha=-outside)
+    for row in rows:
+        if row.master is not row.parameter:
+            row.parameter.copy_(row.master)
+
+
+def _select(
+    rows: Sequence[Row], pushes: list[Tensor], hyper: Hyper, allowed: Sequence[Tensor]
+) -> None:
+    """`_apply` on copies; then, on the device, new or old. A product with 0 would let NaN through."""
+    copies = []
+    for row in rows:
+        master, momentum = row.master.clone(), row.momentum.clone()
+        parameter = master if row.master is row.parameter else row.parameter.clone()
+        copies.append(Row(row.index, row.group, parameter, row.gradient, master, momentum))
+    _apply(copies, pushes, hyper)
+    for old, new, go in zip(rows, copies, allowed, strict=True):
+        torch.where(go, new.momentum, old.momentum, out=old.momentum)
+        torch.where(go, new.master, old.master, out=old.master)
+        if old.master is not old.parameter:
+            torch.where(go, new.parameter, old.parameter, out=old.parameter)

@@ -1,0 +1,201 @@
+"""A step of LARS in Triton kernels: the host's part.
+
+In: rows with the addresses of their tensors. Out: tables on the device, made anew only where an address
+changed, and a handful of launches. No synchronisation, no allocation that depends on values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import RunError
+from paceline.optim.update_rows import Gates, Outcome, Row, capturing, same_strides
+
+CHUNK = 16384  # elements a program works on; ResNet-50 has some 1,700 such chunks
+BLOCK = 4096  # elements in flight at once in a program
+WIDTH = 256  # partial sums and flags read at once
+WARPS = 8
+ALIGN = 16  # bytes: the widest load
+
+
+def triton_is_usable(device: torch.device) -> str:
+    """Why the kernels cannot run on `device`; empty where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            "on the CPU the kernels need Triton's interpreter (set TRITON_INTERPRET=1 beforehand)"
+        )
+    if device.type not in ("cpu", "cuda"):
+        return f"no kernels for {device.type}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Chunks [first, first + count) whose tensors share formats and alignment: one launch a pass."""
+
+    gradient: torch.dtype
+    parameter: torch.dtype
+    align: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What does not depend on addresses, but for their alignment. `order`: rows, bucket by bucket."""
+
+    key: tuple[Any, ...]
+    order: tuple[int, ...]
+    first_chunks: tuple[int, ...]
+    chunk_tensor: Tensor
+    partials: Tensor
+    buckets: tuple[_Bucket, ...]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    key: tuple[Any, ...]
+    layout: _Layout
+    tensors: Tensor
+
+
+@dataclass
+class FusedStep:
+    """Tables of the last step, and constants in the place of switches that are not set."""
+
+    _tables: _Tables | None = None
+    _constants: tuple[Tensor, Tensor, Tensor] | None = None
+    _captured: list[tuple[Any, ...]] = field(default_factory=list)  # a graph goes on reading these
+
+    def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+        """Queues one step on the current stream."""
+        device = hyper.device
+        in_graph = capturing(device)
+        key = tuple(_address_key(row) for row in rows)
+        if self._tables is None or self._tables.key != key:
+            if in_graph:
+                raise RunError(
+                    "the gradients' addresses changed since the last step, in the midst of a capture",
+                    "keep gradients in place (zero_grad(set_to_none=False)) and call prepare() before",
+                )
+            self._tables = self._build(rows, key, outcome)
+        if self._constants is None or self._constants[2].shape != outcome.bad.shape:
+            zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+            self._constants = (zero, one, torch.ones_like(outcome.bad))
+        if in_graph:
+            self._captured.append((self._tables, self._constants, hyper, outcome))
+        guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with guard:
+            self._launch(self._tables, hyper, gates, outcome)
+
+    def _build(self, rows: Sequence[Row], key: tuple[Any, ...], outcome: Outcome) -> _Tables:
+        """New addresses; a new layout only where formats, sizes or alignment changed, too."""
+        device = outcome.bad.device
+        layout_key = tuple(map(_layout_key, rows, key))
+        layout = None if self._tables is None else self._tables.layout
+        if layout is None or layout.key != layout_key:
+            outcome.clear()  # the new rows may leave out parameters that the old ones had
+            layout = _lay_out(layout_key, device)
+        columns = []
+        for position, first in zip(layout.order, layout.first_chunks, strict=True):
+            row, (_, _, *addresses) = rows[position], key[position]
+            _require_alike(row)
+            columns.append([*addresses, row.parameter.numel(), first, row.group, row.index])
+        table = torch.tensor(columns, dtype=torch.int64).t().contiguous()
+        return _Tables(key, layout, _sent(table, device))
+
+    def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+        from paceline.optim import lars_kernels as kernels
+
+        assert self._constants is not None
+        zero, one, ones = self._constants
+        scale = one if gates.grad_scale is None else gates.grad_scale
+        found_inf = zero if gates.found_inf is None else gates.found_inf
+        hold = zero if gates.hold is None else gates.hold
+        active = ones if gates.active is None else gates.active
+        layout, kinds = tables.layout, kernels.KINDS
+        count, chunks = tables.tensors.shape[1], layout.partials.shape[1]
+        for b in layout.buckets:
+            kernels.norms[(b.count,)](
+                tables.tensors, layout.chunk_tensor, hyper, scale, layout.partials,
+                b.first, count, chunks,
+                GRAD=kinds[b.gradient], ALIGN=b.align, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        kernels.ratios[(count,)](
+            tables.tensors, hyper, active, layout.partials, outcome.ratios, outcome.bad,
+            count, chunks, CHUNK=CHUNK, WIDTH=WIDTH, num_warps=4,
+        )  # fmt: skip
+        for b in layout.buckets:
+            half = None if b.parameter == torch.float32 else kinds[b.parameter]
+            kernels.update[(b.count,)](
+                tables.tensors, layout.chunk_tensor, hyper, scale, found_inf, hold, active,
+                outcome.ratios, outcome.bad, outcome.overflow,
+                b.first, count, outcome.bad.numel(),
+                GRAD=kinds[b.gradient], HALF=half, ALIGN=b.align,
+                CHUNK=CHUNK, BLOCK=BLOCK, WIDTH=WIDTH, num_warps=WARPS,
+            )  # fmt: skip
+
+
+def _address_key(row: Row) -> tuple[Any, ...]:
+    return (
+        row.index,
+        row.gradient.dtype,
+        row.gradient.data_ptr(),
+        row.master.data_ptr(),
+        row.momentum.data_ptr(),
+        row.parameter.data_ptr(),
+    )
+
+
+def _require_alike(row: Row) -> None:
+    for tensor in (row.master, row.momentum):
+        if not same_strides(tensor, row.parameter):
+            raise RunError(
+                f"parameter of shape {tuple(row.parameter.shape)} got other strides than its state",
+                "choose the memory format before the first step",
+            )
+
+
+def _layout_key(row: Row, addresses: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Formats and alignment first: rows that agree in these share a bucket."""
+    aligned = all(address % ALIGN == 0 for address in addresses[2:])
+    sizes = row.gradient.element_size(), row.parameter.element_size()
+    align = ALIGN if aligned else min(sizes)
+    return row.gradient.dtype, row.parameter.dtype, align, row.index, row.parameter.numel()
+
+
+def _lay_out(key: tuple[Any, ...], device: torch.device) -> _Layout:
+    order = sorted(range(len(key)), key=lambda row: [str(part) for part in key[row][:3]])
+    chunk_tensor: list[int] = []
+    first_chunks, buckets, start = [], [], 0
+    for column, row in enumerate(order):
+        gradient, parameter, align, _, numel = key[row]
+        first_chunks.append(len(chunk_tensor))
+        chunk_tensor += [column] * -(-numel // CHUNK)
+        if column + 1 == len(order) or key[order[column + 1]][:3] != key[row][:3]:
+            count = len(chunk_tensor) - start
+            buckets.append(_Bucket(gradient, parameter, align, start, count))
+            start = len(chunk_tensor)
+    return _Layout(
+        key,
+        tuple(order),
+        tuple(first_chunks),
+        _sent(torch.tensor(chunk_tensor, dtype=torch.int32), device),
+        torch.empty(2, len(chunk_tensor), device=device),
+        tuple(buckets),
+    )
+
+
+def _sent(host: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for the copy."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

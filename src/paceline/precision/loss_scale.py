@@ -1,0 +1,57 @@
+"""`LossScale`: the factor that keeps fp16 gradients clear of underflow.
+
+In: after each step, whether a gradient overflowed, as a flag on the device, equal on all ranks since it
+comes from their sum. Out: the scale, on the device: no host waits for the decision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.precision.policy import Policy
+from paceline.precision.settings import PrecisionSettings
+
+
+class LossScale:
+    """Dynamic where the policy needs a scale and the settings give none; else constant."""
+
+    def __init__(self, policy: Policy, settings: PrecisionSettings) -> None:
+        self.dynamic = policy.scales_loss and settings.loss_scale is None
+        start = settings.loss_scale_init if policy.scales_loss else 1.0
+        if settings.loss_scale is not None:
+            start = settings.loss_scale
+        self._interval = settings.loss_scale_interval
+        self.floor, self.ceiling = settings.loss_scale_min, settings.loss_scale_max
+        self.value = torch.tensor(start, device=policy.device)
+        self._quiet_steps = torch.zeros((), device=policy.device)
+
+    def update(self, overflow: Tensor, hold: Tensor) -> None:
+        """Halves after an overflow, doubles after a long time without; nothing while `hold` is set."""
+        if not self.dynamic:
+            return
+        bad, free = overflow > 0, hold == 0
+        quiet = self._quiet_steps + 1
+        due = quiet >= self._interval
+        factor = torch.where(bad, 0.5, torch.where(due, 2.0, 1.0))
+        scale = (self.value * factor).clamp_(self.floor, self.ceiling)
+        self.value.copy_(torch.where(free, scale, self.value))
+        restart = torch.where(bad | due, torch.zeros_like(quiet), quiet)
+        self._quiet_steps.copy_(torch.where(free, restart, self._quiet_steps))
+
+    def describe(self) -> str:
+        scale = float(self.value)
+        if self.dynamic:
+            return f"dynamic, from {scale:g}"
+        return f"constant {scale:g}" if scale != 1.0 else "none"
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint."""
+        quiet = float(self._quiet_steps) if self.dynamic else -1.0
+        return {"scale": float(self.value), "quiet_steps": quiet}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """A constant scale stays what the settings say, and has nothing to give to a dynamic one."""
+        if self.dynamic and state["quiet_steps"] >= 0:
+            self.value.fill_(min(max(state["scale"], self.floor), self.ceiling))
+            self._quiet_steps.fill_(state["quiet_steps"])

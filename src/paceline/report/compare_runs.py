@@ -1,0 +1,139 @@
+"""`ComparedRun`: one run as a comparison sees it, and how runs are found.
+
+In: paths: run folders, or folders whose sub-folders are runs. Out: the runs, each once, in the order
+given. Whatever is wrong with one of them is a `CompareError` that names it: a table that leaves a run
+out in silence would be a wrong table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import DataError
+from paceline.report.outcome import Outcome
+from paceline.report.quantities import many
+from paceline.report.run_files import EVENTS_NAME, RunFiles, finite, whole
+from paceline.report.tables import flat
+
+# Runs that differ in these alone are seeds of one row.
+SEED = "run.seed"
+_NAMES_AND_PLACES = frozenset({"run.name", "run.output", "run.resume"})
+# Not a setting, yet it changes speed and, by batch norm, the result.
+RANKS = "ranks"
+GLOBAL_BATCH = "run.global_batch_size"
+
+
+class CompareError(DataError):
+    """Runs that cannot be compared as they were given."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run with its settings and its figures. `top1` is of the last evaluation, never of the best."""
+
+    path: Path
+    files: RunFiles
+    outcome: Outcome
+    settings: dict[str, Any]
+    seed: int | None
+    top1: float
+    val_loss: float | None
+    epochs_planned: float | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it did what it was asked to: all its epochs, or its target."""
+        return self.outcome.state == "finished"
+
+    @classmethod
+    def read(cls, path: Path) -> ComparedRun:
+        try:
+            files = RunFiles.read(path, first_rank_only=True)
+        except DataError as error:
+            raise CompareError(error.cause, error.remedy) from error
+        if not files.config:
+            raise CompareError(
+                f"{path} has no config.toml, so nobody knows what differs in it",
+                "restore the file, or leave that run out",
+            )
+        outcome = Outcome.of(files)
+        if outcome.top1 is None:
+            raise CompareError(
+                f"{path} has no evaluation yet", "wait for its first one, or leave that run out"
+            )
+        settings = dict(flat(files.config))
+        seed, planned = settings.get(SEED), finite(settings, "run.epochs")
+        known = {GLOBAL_BATCH: outcome.global_batch_size, RANKS: outcome.world_size}
+        settings |= {name: value for name, value in known.items() if value is not None}
+        return cls(
+            path=path,
+            files=files,
+            outcome=outcome,
+            settings={k: v for k, v in settings.items() if k not in _NAMES_AND_PLACES | {SEED}},
+            seed=whole({"seed": seed}, "seed"),
+            top1=outcome.top1,
+            val_loss=_last_loss(files),
+            epochs_planned=planned if planned is not None else _epochs_of_start(files),
+        )
+
+
+def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
+    """The runs at `paths`, at least two of them."""
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        for folder in _run_folders(path):
+            # Given twice, by itself and by its parent, it must not be averaged with itself.
+            folders.setdefault(folder.resolve(), folder)
+    if len(folders) < 2:
+        only = next(iter(folders.values()))
+        raise CompareError(
+            f"compare needs two runs or more, and {only} is one",
+            f"add a run, or use `paceline report {only}`",
+        )
+    return [ComparedRun.read(folder) for folder in folders.values()]
+
+
+def repeated_seeds(runs: Iterable[ComparedRun]) -> str:
+    """`seed 0 in 2 runs`: repeats of one seed do not show how much the seed matters."""
+    counts: dict[int | None, int] = {}
+    for run in runs:
+        counts[run.seed] = counts.get(run.seed, 0) + 1
+    told = (f"seed {seed} in {many(n, 'run')}" for seed, n in counts.items() if n > 1)
+    return ", ".join(told)
+
+
+def _run_folders(path: Path) -> list[Path]:
+    """`path` itself, or the runs right below it."""
+    try:
+        if not path.is_dir() or (path / EVENTS_NAME).is_file():
+            return [path]
+        inside = sorted(child for child in path.iterdir() if (child / EVENTS_NAME).is_file())
+    except OSError as error:
+        raise CompareError(
+            f"{error.filename or path} cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+    if not inside:
+        raise CompareError(
+            f"{path} is no run folder and holds none: no {EVENTS_NAME} in it or right below it",
+            "give folders that `paceline train --output` wrote",
+        )
+    return inside
+
+
+def _last_loss(files: RunFiles) -> float | None:
+    """Of the last evaluation alone: where its loss is no number, an earlier one must not stand in."""
+    evaluations = files.of_kind("eval")
+    if not evaluations:
+        return finite(files.summary or {}, "val_loss")
+    return finite(max(evaluations, key=lambda record: int(record["step"])), "loss")
+
+
+def _epochs_of_start(files: RunFiles) -> float | None:
+    start = (files.of_kind("start") or [{}])[-1]
+    steps, an_epoch = finite(start, "total_steps"), finite(start, "steps_per_epoch")
+    return steps / an_epoch if steps and an_epoch else None

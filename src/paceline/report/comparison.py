@@ -1,0 +1,126 @@
+"""`Comparison`: several runs side by side, as rows with a name each and one of them the baseline.
+
+In: runs, names for rows, and which row is the baseline. Out: the rows with their differences, what
+all of them have in common, and notes on what a reader might take for more than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.report.compare_labels import differing, label, naming, short_names
+from paceline.report.compare_rows import CompareRow, Difference, grouped
+from paceline.report.compare_runs import ComparedRun, repeated_seeds
+from paceline.report.quantities import shown
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`differing` are all settings in which rows differ; `naming` the few that their names show."""
+
+    rows: tuple[CompareRow, ...]
+    baseline: CompareRow
+    differing: tuple[str, ...]
+    naming: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, runs: Sequence[ComparedRun], labels: Sequence[str] = (), baseline: str | None = None
+    ) -> Comparison:
+        """`labels` are of the form RUN=NAME; without a `baseline` it is the first complete row."""
+        rows = grouped(runs)
+        settings = [row.settings for row in rows]
+        different = differing(settings)
+        names = naming(settings, different)
+        rows = _relabelled(_labelled(rows, names), labels)
+        if baseline is not None:
+            chosen = rows[_find(rows, baseline, "--baseline", baseline)]
+        else:
+            chosen = next((row for row in rows if row.complete), rows[0])
+        compared = tuple(replace(row, difference=_difference(row, chosen)) for row in rows)
+        return cls(compared, compared[rows.index(chosen)], tuple(different), tuple(names))
+
+    @property
+    def notes(self) -> list[str]:
+        """What the table alone would not say."""
+        notes = []
+        if any(not row.complete for row in self.rows):
+            notes.append("* not complete: the last evaluation so far, compared with nothing")
+        if not self.baseline.complete:
+            notes.append(f"no differences: the baseline {self.baseline.label} is not complete")
+        unnamed = [name for name in self.differing if name not in self.naming]
+        if unnamed:
+            notes.append(f"the rows differ in {', '.join(unnamed)} too")
+        for row in self.rows:
+            if repeats := repeated_seeds(row.runs):
+                notes.append(f"{row.label}: {repeats}, so the spread is not that of seeds alone")
+        return notes
+
+
+def _difference(row: CompareRow, baseline: CompareRow) -> Difference | None:
+    if row is baseline or not row.complete or not baseline.complete:
+        return None
+    return Difference.between(row.top1, baseline.top1)
+
+
+def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareRow]:
+    """Rows with names of their own; incomplete ones of equal settings go by seed, else by folder."""
+    # `name` alone says little, and each section has one.
+    known = dict.fromkeys([*(name for row in rows for name in row.settings), "run.name"])
+    short = short_names(known)
+    plain = [label(row.settings, names, short) or row.runs[0].outcome.name for row in rows]
+    by_seed = [
+        text if row.complete else f"{text} seed={row.runs[0].seed}"
+        for text, row in zip(plain, rows, strict=True)
+    ]
+    labelled = []
+    for place, row in enumerate(rows):
+        text = plain[place]
+        if not row.complete and plain.count(text) > 1:
+            alone = by_seed.count(by_seed[place]) == 1
+            text = by_seed[place] if alone else f"{text} run={shown(row.runs[0].path)}"
+        labelled.append(replace(row, label=text, auto_label=text))
+    return labelled
+
+
+def _relabelled(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareRow]:
+    named = list(rows)
+    for text in labels:
+        # A row's own name holds `=` too, so the last one is where the new name begins.
+        key, equals, name = text.rpartition("=")
+        if not equals or not key.strip() or not name.strip():
+            raise ConfigError("--label", text, "is not of the form RUN=NAME")
+        place = _find(rows, key, "--label", text)
+        named[place] = replace(named[place], label=shown(name))
+        if sum(row.label == named[place].label for row in named) > 1:
+            raise ConfigError("--label", text, "is the name of another row", "choose another name")
+    return named
+
+
+def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
+    """The row called `key`, or that of the run with that path or that folder name."""
+    for place, row in enumerate(rows):
+        if key in (row.label, row.auto_label):
+            return place
+    path = Path(key)
+    for same in (_is_path, _is_name):
+        found = [
+            place for place, row in enumerate(rows) if any(same(run, path) for run in row.runs)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(option, given, "is a run of several rows", "give the path of the run")
+    known = [row.label for row in rows] + [run.path.name for row in rows for run in row.runs]
+    raise ConfigError(option, given, "names no row and no run", nearest(key, known))
+
+
+def _is_path(run: ComparedRun, path: Path) -> bool:
+    return run.path == path or run.path.resolve() == path.resolve()
+
+
+def _is_name(run: ComparedRun, path: Path) -> bool:
+    return run.path.name == str(path)

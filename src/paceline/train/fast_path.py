@@ -1,0 +1,100 @@
+"""`FastPath`: fused kernels, torch.compile and CUDA graphs, each where it helps.
+
+In: the switches, the model and the device. Out: the function that computes a forward pass, whether
+micro-steps are recorded, and words that say what was chosen. A switch that cannot be obeyed is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.config import RunSettings
+from paceline.core.errors import ConfigError
+from paceline.models.residual_block import ResidualBlock, fuse_norms
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """What was chosen for one run."""
+
+    forward: Forward
+    channels_last: bool
+    fused_norm: bool
+    compile: str
+    graphs: bool
+    image_channels: int | None = None
+
+    def describe(self) -> str:
+        def switch(on: bool) -> str:
+            return "on" if on else "off"
+
+        return (
+            f"{'NHWC' if self.channels_last else 'NCHW'}, fused norms {switch(self.fused_norm)}, "
+            f"compile {self.compile}, CUDA graphs {switch(self.graphs)}"
+        )
+
+
+def choose_fast_path(settings: RunSettings, model: nn.Module, device: torch.device) -> FastPath:
+    """Settles the switches and prepares `model` for them."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        # Shapes hardly ever change in training: the search for the fastest algorithm pays at once.
+        torch.backends.cudnn.benchmark = True
+    fused = _choose_fused(settings, model, on_gpu)
+    how = settings.compile
+    if how == "auto":
+        how = "model" if on_gpu and not fused else "off"
+    # The exchange lies between the recordings, so they serve any number of ranks and any backend.
+    graphs = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and on_gpu)
+    if graphs and not on_gpu:
+        raise ConfigError("run.cuda_graphs", "on", f"needs a GPU, not {device}", "use 'auto'")
+    # The fused stem takes images with a fourth channel of zeros, which GPUs convolve faster than three.
+    channels = 4 if fused and getattr(model, "pads_images", False) else None
+    return FastPath(compiled(model, how), settings.channels_last, fused, how, graphs, channels)
+
+
+def _choose_fused(settings: RunSettings, model: nn.Module, on_gpu: bool) -> bool:
+    parts = fuse_norms(model, False)
+    problem = ""
+    if not on_gpu:
+        problem = "needs a GPU"
+    elif not parts:
+        problem = "this model has no fused form"
+    elif not settings.channels_last:
+        problem = "needs run.channels_last"
+    elif importlib.util.find_spec("triton") is None:
+        problem = "needs the package triton"
+    if settings.fused_norm == "on" and problem:
+        raise ConfigError("run.fused_norm", "on", problem, "use 'auto'")
+    if settings.fused_norm == "off" or problem or settings.compile not in ("auto", "off"):
+        return False
+    return fuse_norms(model, True) > 0
+
+
+def compiled(model: nn.Module, how: str) -> Forward:
+    """The forward pass under torch.compile: not at all, block by block, or as a whole.
+
+    Static shapes: a batch of another size, such as the run's last, compiles once more.
+    """
+    if how == "model":
+        # A model of its own name in the compiler's eyes: evaluation calls the plain one.
+        forward: Forward = torch.compile(model, dynamic=False)
+        return forward
+    if how == "blocks":
+        blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
+        if not blocks:
+            raise ConfigError(
+                "run.compile", how, "this model has no residual blocks", "use 'model' or 'off'"
+            )
+        # One code object serves blocks of many shapes; each gets a version of its own.
+        torch._dynamo.config.recompile_limit = max(64, 4 * len(blocks))
+        for block in blocks:
+            block.compile(dynamic=False)
+    return model

@@ -1,0 +1,80 @@
+"""`Update`: from summed gradients to new weights, decided on the device.
+
+In: the exchange's buffers after `reduce`. Out: new masters, momenta and half-precision weights, or, where
+a gradient is not finite or a rank has given up, all as it was; and a short row of numbers that tells
+which. Nobody waits for it here: the step reads the row later.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.gradient_exchange import SIGNALS, GradientExchange
+from paceline.optim.build import set_rate
+from paceline.optim.lars import LARS
+from paceline.precision.loss_scale import LossScale
+from paceline.train.batch_norm import BatchNormState
+from paceline.train.captured import Captured
+
+# What follows the sums of the signals in the row.
+EXTRAS = ("overflow", "halted", "scale")
+
+
+class Update:
+    """A rank's fault, or a stop in mid-step, halts the weights for good: the run then ends."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: LARS,
+        exchange: GradientExchange,
+        batch_norm: BatchNormState,
+        scale: LossScale,
+        *,
+        graphs: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.names = _names(model, optimizer)
+        self._exchange = exchange
+        self._batch_norm = batch_norm
+        self._scale = scale
+        device = scale.value.device
+        place = {name: i for i, name in enumerate(exchange.names)}
+        self._order = torch.tensor([place[name] for name in self.names], device=device)
+        self._halted = torch.zeros((), device=device)
+        self.row = torch.zeros(len(SIGNALS) + len(EXTRAS), device=device)
+        optimizer.hold = self._halted
+        optimizer.active = torch.zeros(len(self.names), device=device)
+        optimizer.grad_scale = scale.value
+        self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
+
+    def run(self, rate: float) -> None:
+        """One update at the rate `rate`."""
+        set_rate(self.optimizer, rate)
+        self.optimizer.upload()
+        self._captured()
+
+    def _run(self) -> None:
+        tail = self._exchange.tail
+        given_up = tail[SIGNALS.index("fault")] + tail[SIGNALS.index("abandon")]
+        self._halted.copy_(torch.maximum(self._halted, (given_up > 0).to(torch.float32)))
+        assert self.optimizer.active is not None
+        torch.index_select(self._exchange.uses, 0, self._order, out=self.optimizer.active)
+        self.optimizer.step()
+        overflow = self.optimizer.overflow
+        self._batch_norm.settle(torch.maximum(overflow, self._halted))
+        extras = torch.stack([overflow, self._halted, self._scale.value])
+        self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras]))
+        self._scale.update(overflow, self._halted)
+
+
+def _names(model: nn.Module, optimizer: LARS) -> list[str]:
+    """The parameters' names in the optimizer's order."""
+    names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def row_values(row: Tensor) -> dict[str, float]:
+    """The row by name, once it lies in host memory."""
+    return dict(zip((*SIGNALS, *EXTRAS), row.tolist(), strict=True))

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from paceline.data import device_augment as module
+from paceline.data.augment import TrainTransform
+from paceline.data.augment_numbers import AugmentNumbers
+from paceline.data.device_augment import DeviceAugment
+from paceline.data.randomness import uniform
+from paceline.data.resident_set import ResidentSet
+from paceline.data.settings import DataSettings
+
+Make = Callable[..., DataSettings]
+SAMPLES, BATCH = 30, 200
+
+
+def held_noise(side: int, channels: int, device: str = "cpu") -> ResidentSet:
+    pixels = torch.from_numpy(
+        np.random.default_rng(0).integers(1, 256, (SAMPLES * side * side + 1, channels), np.uint8)
+    )
+    pixels[-1] = 0
+    labels = torch.arange(SAMPLES)
+    return ResidentSet(pixels.to(device), labels.to(device), (side, side, channels), {})
+
+
+def both_ways(held: ResidentSet, chosen: DataSettings) -> tuple[np.ndarray, np.ndarray]:
+    """The same samples with the same uniform numbers: one by one on the host, all on the device."""
+    indices = np.arange(BATCH) * 7 % SAMPLES
+    numbers = AugmentNumbers(chosen, *held.shape[:2])
+    rows = uniform(5, np.arange(BATCH), indices, numbers.draws)
+    drawn = np.empty((numbers.count, BATCH), dtype=np.int64)
+    numbers.fill(rows, drawn)
+    there = [torch.from_numpy(a).to(held.device) for a in (indices, drawn)]
+    got = DeviceAugment(held, chosen)(*there)
+    transform = TrainTransform(chosen)
+    want = np.empty(got.shape, dtype=np.uint8)
+    for i, index in enumerate(indices.tolist()):
+        pixels = held.images[index].cpu().numpy()
+        image = Image.fromarray(pixels if held.shape[2] == 3 else pixels[..., 0])
+        transform(image, rows[i].tolist(), want[i])
+    return got.cpu().numpy(), want
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(("augment", "padding"), [("none", 2), ("pad_crop", 2), ("pad_crop", 7)])
+def test_shifts_and_flips_pixel_by_pixel(
+    small_settings: Make, augment: str, padding: int, flip: bool, channels: int
+) -> None:
+    chosen = small_settings(augment=augment, flip=flip, crop_padding=padding, channels=channels)
+    got, want = both_ways(held_noise(8, channels), chosen)
+    assert np.array_equal(got, want)
+    assert (got == 0).any() == (augment == "pad_crop")
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_boxes_pixel_by_pixel(small_settings: Make, interpolation: str) -> None:
+    chosen = small_settings(augment="random_resized_crop", flip=True, interpolation=interpolation)
+    got, want = both_ways(held_noise(19, 1), chosen)
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("augment", ["pad_crop", "random_resized_crop"])
+def test_pieces_make_no_difference(
+    small_settings: Make, augment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, held = small_settings(augment=augment, flip=True), held_noise(8, 1)
+    whole, _ = both_ways(held, chosen)
+    for limit in (1, 64 * 8 * 33):
+        monkeypatch.setattr(module, "_CHUNK_BYTES", limit)
+        assert np.array_equal(both_ways(held, chosen)[0], whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("augment", ["none", "pad_crop", "random_resized_crop"])
+def test_on_the_gpu(small_settings: Make, augment: str) -> None:
+    chosen = small_settings(augment=augment, flip=True, channels=3)
+    got, want = both_ways(held_noise(8, 3, "cuda"), chosen)
+    assert np.array_equal(got, want)

@@ -1,0 +1,203 @@
+"""What `test_lars_fused.py` runs in a process of its own, where Triton interprets its kernels."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optim.lars_reference import (
+    ETA,
+    OPTIONS,
+    RATES,
+    assert_near,
+    bits_equal,
+    everything,
+    fill_gradients,
+    option_id,
+    parameters,
+)
+from paceline.core.errors import PacelineError
+from paceline.optim import LARS, lars_fused
+
+MIXED = (torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float32)
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks so small that the tensors have several, with a ragged end; the interpreter is slow."""
+    monkeypatch.setattr(lars_fused, "CHUNK", 64)
+    monkeypatch.setattr(lars_fused, "BLOCK", 32)
+    monkeypatch.setattr(lars_fused, "WIDTH", 4)
+
+
+def pair(**options: Any) -> tuple[LARS, LARS, list[nn.Parameter], list[nn.Parameter]]:
+    """The same start for both paths: two groups, three formats, five shapes."""
+    made = []
+    for fused in (True, False):
+        ps = parameters(*MIXED)
+        groups = [{"params": ps[:3]}, {"params": ps[3:], "lr": 0.2, "adapt": False}]
+        optimizer = LARS(groups, 0.9, trust_coefficient=ETA, fused=fused, **options)
+        made.append((optimizer, ps))
+    (kernel, ps), (foreach, qs) = made
+    assert (kernel.path, foreach.path) == ("triton", "foreach")
+    return kernel, foreach, ps, qs
+
+
+def assert_alike(kernel: LARS, foreach: LARS) -> None:
+    assert kernel.trust_ratios() == pytest.approx(foreach.trust_ratios(), rel=1e-6)
+    for ours, theirs in zip(kernel.masters(), foreach.masters(), strict=True):
+        assert_near(ours, theirs.detach().double())
+    for ours, theirs in zip(kernel.state.values(), foreach.state.values(), strict=True):
+        assert_near(ours["momentum_buffer"], theirs["momentum_buffer"].double())
+
+
+HALF_OF_THEM = [o for o in OPTIONS if (o["eps"] > 0) == (o["weight_decay"] > 0)]
+
+
+@pytest.mark.parametrize("options", HALF_OF_THEM, ids=option_id)
+def test_kernels_equal_foreach(options: dict[str, Any]) -> None:
+    kernel, foreach, ps, qs = pair(**{k: v for k, v in options.items() if k != "adapt"})
+    for optimizer in (kernel, foreach):
+        optimizer.param_groups[0]["adapt"] = options["adapt"]
+    for step, lr in enumerate(RATES):
+        for optimizer, own in ((kernel, ps), (foreach, qs)):
+            optimizer.param_groups[0]["lr"] = lr
+            fill_gradients(own, step)
+            optimizer.step()
+    assert_alike(kernel, foreach)
+    for p, master in zip(ps, kernel.masters(), strict=True):
+        if p.dtype == torch.bfloat16:  # the interpreter cuts off where the compiled kernel rounds
+            assert_near(p, master.detach().double(), 2**-7)
+        else:
+            assert torch.equal(p, master.to(p.dtype))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", [0, 2, 4])
+def test_a_bad_gradient_changes_no_bit(which: int, poison: float) -> None:
+    kernel, _, ps, _ = pair()
+    fill_gradients(ps, 0)
+    kernel.step()
+    before = everything(kernel)
+    gradient = ps[which].grad
+    assert gradient is not None
+    gradient.view(-1)[-1] = poison
+    kernel.step()
+    assert kernel.overflow == 1
+    assert kernel.nonfinite() == [which]
+    assert bits_equal(everything(kernel), before)
+    gradient.view(-1)[-1] = 0.5
+    kernel.step()
+    assert (int(kernel.overflow), kernel.nonfinite()) == (0, [])
+    assert not bits_equal(everything(kernel), before)
+
+
+def test_switches_act_as_on_the_other_path() -> None:
+    kernel, foreach, ps, qs = pair(weight_decay=0.1)
+    for optimizer, own in ((kernel, ps), (foreach, qs)):
+        optimizer.grad_scale = torch.tensor(3.0)
+        optimizer.active = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+        for step in range(2):
+            fill_gradients(own, step)
+            assert own[1].grad is not None
+            own[1].grad[0] = float("nan")  # inactive: not looked at
+            optimizer.step()
+        assert optimizer.overflow == 0
+    assert_alike(kernel, foreach)
+    before = everything(kernel)
+    for switch in ("hold", "found_inf"):
+        setattr(kernel, switch, torch.ones(()))
+        kernel.step()
+        assert bits_equal(everything(kernel), before)
+        setattr(kernel, switch, torch.zeros(()))
+    kernel.step()
+    assert not bits_equal(everything(kernel), before)
+
+
+def test_tables_follow_gradients_that_come_go_and_move() -> None:
+    kernel, foreach, ps, qs = pair()
+    for missing in ((), (0, 3), (1,), ()):
+        for optimizer, own in ((kernel, ps), (foreach, qs)):
+            fill_gradients(own, len(missing))
+            for index in missing:
+                own[index].grad = None
+            optimizer.step()
+        assert_alike(kernel, foreach)
+    for own in (ps, qs):
+        for p in own:
+            p.grad = None
+    kernel.step()
+    foreach.step()
+    assert_alike(kernel, foreach)
+
+
+def test_unaligned_gradients_and_other_strides() -> None:
+    draw = torch.Generator().manual_seed(0)
+    base = torch.randn(6, 5, 3, 3, generator=draw)
+    p = nn.Parameter(base.clone(memory_format=torch.channels_last))
+    q = nn.Parameter(base.clone(memory_format=torch.channels_last))
+    flat = torch.randn(base.numel() + 1, generator=draw)
+    gradient = flat[1:].view_as(base)  # NCHW, 4 bytes past an aligned address
+    odd, even = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(100))
+    odd.grad, even.grad = flat[1:101], flat[1:101].clone()
+    p.grad, q.grad = gradient, gradient.clone()
+    kernel, foreach = LARS([p, odd], 0.9, fused=True), LARS([q, even], 0.9)
+    for optimizer in (kernel, foreach):
+        optimizer.step()
+    assert odd.grad.data_ptr() % 16 == 4
+    assert_alike(kernel, foreach)
+
+
+def test_the_same_bits_every_time_and_after_a_checkpoint() -> None:
+    kernel, _, ps, _ = pair()
+    twin, _, qs, _ = pair()
+    for step in range(2):
+        for optimizer, own in ((kernel, ps), (twin, qs)):
+            fill_gradients(own, step)
+            optimizer.step()
+    assert bits_equal(everything(kernel), everything(twin))
+    saved = copy.deepcopy(kernel.state_dict())
+    weights = [p.detach().clone() for p in ps]
+    kernel.step()
+    after = everything(kernel)
+    kernel.load_state_dict(saved)
+    with torch.no_grad():
+        for p, weight in zip(ps, weights, strict=True):
+            p.copy_(weight)
+    kernel.step()
+    assert bits_equal(everything(kernel), after)
+
+
+def test_a_group_joins_and_prepare_changes_nothing() -> None:
+    kernel, foreach, ps, qs = pair()
+    fill_gradients(ps, 0)
+    before = [p.detach().clone() for p in ps]
+    kernel.prepare()
+    assert bits_equal([p.detach() for p in ps], before)
+    assert not any(kernel.state[p]["momentum_buffer"].any() for p in ps)
+    for optimizer, own in ((kernel, ps), (foreach, qs)):
+        fill_gradients(own, 0)
+        optimizer.step()
+        late = nn.Parameter(torch.ones(70))
+        late.grad = torch.ones(70)
+        optimizer.add_param_group({"params": [late], "weight_decay": 0.3})
+        optimizer.step()
+    assert_alike(kernel, foreach)
+
+
+def test_a_parameter_that_changed_its_strides_is_refused() -> None:
+    p = nn.Parameter(torch.randn(4, 6, 3, 3))
+    optimizer = LARS([p], 0.1, fused=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.data = p.data.to(memory_format=torch.channels_last)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(PacelineError, match="got other strides than its state"):
+        optimizer.step()

@@ -1,0 +1,46 @@
+"""Compiles the kernels for an H200 without one, and counts their 16-byte loads and stores.
+
+In: nothing. Out: exit code 0, or an assertion. Run by `test_lars_fused.py` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from paceline.optim import lars_fused, lars_kernels
+
+KINDS = {"table": "*i64", "chunk_tensor": "*i32"}
+NUMBERS = {"first", "tensors", "chunks", "parameters"}
+
+
+def wide(kernel: Any, **more: Any) -> list[int]:
+    """How many loads and stores of 16 bytes stand in the compiled kernel."""
+    constants = {"ALIGN": 16, "CHUNK": lars_fused.CHUNK, "BLOCK": lars_fused.BLOCK, **more}
+    signature, values = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        signature[name] = "i32" if name in NUMBERS else KINDS.get(name, "*fp32")
+        if name in constants:
+            signature[name] = "constexpr"
+            values[(position,)] = constants[name]
+    source = ASTSource(kernel, signature, values, {})
+    options = {"num_warps": lars_fused.WARPS}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return [len(re.findall(rf"{op}\.global\S*\.v4\.b32", ptx)) for op in ("ld", "st")]
+
+
+if __name__ == "__main__":
+    per_thread = lars_fused.BLOCK // (32 * lars_fused.WARPS)
+    half, full = per_thread // 8, per_thread // 4  # 16 bytes hold 8 or 4 numbers
+    width = {"WIDTH": lars_fused.WIDTH}
+    found = wide(lars_kernels.norms, GRAD=tl.float16)
+    assert found == [half + full, 0], found
+    found = wide(lars_kernels.update, GRAD=tl.float16, HALF=tl.float16, **width)
+    assert found == [half + 2 * full, half + 2 * full], found
+    found = wide(lars_kernels.update, GRAD=tl.float32, HALF=None, **width)
+    assert found == [3 * full, 2 * full], found
