@@ -1,5 +1,7 @@
 #: make train      set up .venv and train on the embedded images (ARGS="--epochs 3" adds flags)
-#: make test       set up .venv and run every check; as root on Debian it installs openmpi-bin too
+#: make test       set up .venv and run every check; as root on Debian it installs openmpi-bin and
+#:                 iproute2 too
+#: make cluster-test  the part of it that runs on hosts made of network namespaces
 #: make test-slow  whole trainings, minutes each
 #: make docs       rewrite docs/settings.md from the code
 #: make data       rebuild the embedded images from Debian's package dataset-fashion-mnist
@@ -11,7 +13,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit test-slow data docs clean
+.PHONY: help train test lint types contracts unit cluster-test test-slow data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -32,7 +34,8 @@ $(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) -e '.[test]'
 	touch $(VENV)/.installed $@
 
-# A real mpirun for the launcher tests, where this user may install one; its test is skipped elsewhere.
+# A real mpirun for the launcher tests, ip and tc for the emulated cluster, where this user may install
+# them; their tests are skipped elsewhere.
 $(VENV)/.system: $(VENV)/.made tools/install_system_packages.sh
 	sh tools/install_system_packages.sh
 	touch $@
@@ -54,6 +57,11 @@ contracts: $(VENV)/.installed-test
 
 unit: $(VENV)/.installed-test $(VENV)/.system
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+# A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
+cluster-test: $(VENV)/.installed-test
+	sh tools/install_system_packages.sh iproute2
+	$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 # Whole trainings and other checks that take minutes.
 test-slow: $(VENV)/.installed-test

@@ -33,6 +33,13 @@ def at_micro_batch(step: int, number: int, action: Action) -> None:
     module.seed_micro_batch = seed
 
 
+def lag() -> None:
+    """One step stays under way while the next is prepared, as on a GPU."""
+    from paceline.train.step import TrainStep
+
+    TrainStep.lag = property(lambda self: 1)  # type: ignore[assignment, method-assign]
+
+
 def at_evaluation(nth: int, action: Action) -> None:
     """When the nth evaluation of the process, counted from 1, has its first batch."""
     import paceline.train.loop as module
@@ -98,6 +105,25 @@ def out_of_memory(nth: int, *, training: bool = True) -> None:
         if self.training is training and calls[0] == nth:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, images)
+
+    SmallResNet.forward = forward  # type: ignore[method-assign]
+
+
+def poison(nth: int, layer: str = "fc") -> None:
+    """From the model's nth training pass on, what `layer` gives is not a number."""
+    import torch
+
+    from paceline.models.small_resnet import SmallResNet
+
+    real, calls = SmallResNet.forward, [0]
+
+    def forward(self: SmallResNet, images: torch.Tensor) -> torch.Tensor:
+        calls[0] += self.training
+        if calls[0] < nth or not self.training:
+            return real(self, images)
+        hook = self.get_submodule(layer).register_forward_hook(lambda *given: given[2] * torch.nan)
+        with hook:
+            return real(self, images)
 
     SmallResNet.forward = forward  # type: ignore[method-assign]
 

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs what pip cannot: mpirun (openmpi-bin), with which tests/launch starts ranks for real.
-# One line says what was done or why nothing was. It never fails: without mpirun its tests are skipped.
+# Installs what pip cannot: mpirun (openmpi-bin), with which tests/launch starts ranks for real, and ip and
+# tc (iproute2), with which tests/cluster makes hosts. Names of packages as arguments: only these.
+# One line says what was done or why nothing was. It never fails: without them their tests are skipped.
 set -u
 
 say() {
@@ -8,20 +9,34 @@ say() {
     exit 0
 }
 
-command -v mpirun >/dev/null 2>&1 && say "mpirun is there"
-command -v apt-get >/dev/null 2>&1 || say "no apt-get here; for the mpirun tests install Open MPI yourself"
-[ "$(id -u)" = 0 ] || say "not root; for the mpirun tests run: sudo apt-get install openmpi-bin"
+# Folders of administration are not on everybody's path.
+PATH="$PATH:/usr/sbin:/sbin"
+missing=""
+for package in ${*:-openmpi-bin iproute2}; do
+    case "$package" in
+        openmpi-bin) program=mpirun ;;
+        iproute2) program=tc ;;
+        *) program=$package ;;
+    esac
+    command -v "$program" >/dev/null 2>&1 || missing="$missing $package"
+done
+missing="${missing# }"
 
-# A frozen mirror or a missing network must end this soon, not hold up the tests that need no mpirun.
+[ -n "$missing" ] || say "all are there"
+command -v apt-get >/dev/null 2>&1 || say "no apt-get here; for all tests install yourself: $missing"
+[ "$(id -u)" = 0 ] || say "not root; for all tests run: sudo apt-get install $missing"
+
+# A frozen mirror or a missing network must end this soon, not hold up the tests that need no package.
 install() {
+    # Unquoted: one argument for each package.
     DEBIAN_FRONTEND=noninteractive timeout 180 apt-get -qq -o Acquire::Retries=1 \
         -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=60 \
-        install -y --no-install-recommends openmpi-bin >/dev/null 2>&1 </dev/null
+        install -y --no-install-recommends $missing >/dev/null 2>&1 </dev/null
 }
 
-install && say "installed openmpi-bin"
+install && say "installed $missing"
 # A fresh container has no package lists yet.
 timeout 120 apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 update \
     >/dev/null 2>&1 </dev/null
-install && say "installed openmpi-bin"
-say "openmpi-bin could not be installed (apt-get failed); the mpirun tests are skipped"
+install && say "installed $missing"
+say "$missing could not be installed (apt-get failed); their tests are skipped"

@@ -29,7 +29,8 @@ class Line:
     def on_event(self, event: Event) -> None:
         if isinstance(event, EvalEvent):
             seconds = time.perf_counter() - self._started
-            print(f"{self._name} epoch {event.epoch:.0f} top-1 {event.top1:.2f} {seconds:.1f} s", flush=True)
+            words = f"epoch {event.epoch:.0f} top-1 {event.top1:.2f} {seconds:.1f} s"
+            print(f"{self._name} {words}", flush=True)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -37,7 +37,7 @@ def test_optimizer_prints_a_table() -> None:
 def test_mistakes_are_one_line() -> None:
     for arguments, words in (
         (("step", "--model", "resnet51"), "model.name = 'resnet51': is not a model"),
-        (("step", "--row", "theirs"), "--rows = 'theirs': unknown"),
+        (("step", "--row", "theirs"), "--row = 'theirs': unknown"),
         (("step", "--steps", "0"), "--steps = 0: must be at least 1"),
         (("optimizer", "--device", "gpu"), "--device = 'gpu': unknown"),
         (("optimizer", "--amp-dtype", "fp8"), "precision.amp_dtype = 'fp8': unknown"),

@@ -78,3 +78,12 @@ def test_same_seed_builds_the_same_weights():
         torch.manual_seed(3)
         states.append(create_model(ModelSettings(name="resnet_tiny"), num_classes=10).state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_the_norm_after_pool5_can_be_left_out() -> None:
+    with_it = create_model(ModelSettings(name="alexnet_bn"), num_classes=4)
+    without = create_model(ModelSettings(name="alexnet_bn", pool5_norm=False), num_classes=4)
+    missing = set(with_it.state_dict()) - set(without.state_dict())
+    assert {key.split(".")[1] for key in missing} == {"bn_pool5"}
+    with pytest.raises(ConfigError, match="resnet18 has no batch norm after pool5"):
+        ModelSettings(name="resnet18", pool5_norm=False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core.errors import ConfigError
 from paceline.optim import LARS, SGD
 from paceline.optim.build import create_optimizer, set_rate
 from paceline.optim.settings import OptimSettings
@@ -80,8 +81,9 @@ def test_sgd_keeps_the_rate_outside_whatever_the_setting_for_lars() -> None:
     ("chosen", "fused"), [("auto", None), ("triton", True), ("foreach", False)]
 )
 def test_the_path_and_the_ablation_are_passed_on(
-    name: str, chosen: str, fused: bool | None
+    name: str, chosen: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("paceline.optim.build.triton_is_usable", lambda device: "")
     assert (
         create_optimizer(OptimSettings(name=name, fused=chosen), two_groups(), 1.0).fused is fused
     )
@@ -96,3 +98,9 @@ def test_settings_and_the_room_itself_start_without_torch() -> None:
         "paceline.optim.LARS; assert 'torch' in sys.modules and 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_kernels_that_cannot_run_are_refused_by_the_settings_name() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "role": "weight"}]
+    with pytest.raises(ConfigError, match="optim.fused = 'triton': on the CPU .* use 'auto'"):
+        create_optimizer(OptimSettings(name="lars", fused="triton"), groups, 0.1)

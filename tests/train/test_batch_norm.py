@@ -80,15 +80,16 @@ def test_the_model_reads_and_writes_the_flat_buffer() -> None:
     assert state.tracked.tolist() == [1, 1]
 
 
-def test_recall_undoes_a_step_even_one_of_nan() -> None:
+def test_a_step_is_undone_where_the_flag_says_so_even_one_of_nan() -> None:
     net = _net()
     state = BatchNormState(net)
     net(torch.randn(4, 3, 6, 6))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     state.remember()
     net(torch.full((4, 3, 6, 6), float("nan")))
+    state.settle(torch.tensor(0.0))
     assert state.flat.isnan().any()
-    state.recall()
+    state.settle(torch.tensor(1.0))
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
 
@@ -106,6 +107,6 @@ def test_restoring_on_another_number_of_ranks_takes_the_average() -> None:
 def test_a_model_without_batch_norm_is_fine() -> None:
     state = BatchNormState(nn.Linear(2, 2))
     state.remember()
-    state.recall()
+    state.settle(torch.tensor(1.0))
     with state.averaged(_alone()):
         assert state.flat.numel() == 0

@@ -26,6 +26,7 @@ def checkpoint(**changes: Any) -> Checkpoint:
             "state": {0: {"momentum_buffer": torch.rand(6)}},
             "param_groups": [{"lr": 1}],
         },
+        "precision": {"scale": 1024.0, "quiet_steps": 7.0},
         "sampler": {"position": 80},
         "schedule": {"peak_lr": 0.1},
         "rng": {"seed": 0},
@@ -47,7 +48,7 @@ def test_it_comes_back_as_it_was_and_plain_torch_can_read_it(tmp_path: Path) -> 
     assert found.step == 5
     assert torch.equal(found.model["w"], saved.model["w"])
     table = torch.load(tmp_path / PATH, weights_only=True)
-    assert (table["format"], table["version"]) == ("paceline-checkpoint", 1)
+    assert (table["format"], table["version"]) == ("paceline-checkpoint", 2)
 
 
 def test_the_hash_tells_every_part_apart() -> None:
@@ -57,6 +58,7 @@ def test_the_hash_tells_every_part_apart() -> None:
                                  optimizer=base.optimizer)), "strides are not content"  # fmt: skip
     others = (
         {"world_size": 3},
+        {"precision": {**base.precision, "scale": 512.0}},
         {"progress": {**base.progress, "top1": 12.6}},
         {"model": {**base.model, "w": -base.model["w"]}},
         {"model": {**base.model, "w": base.model["w"].reshape(6, 100)}},
@@ -96,7 +98,8 @@ def test_a_file_cut_short_is_refused(length: int) -> None:
 def test_a_later_format_and_a_missing_part_are_refused() -> None:
     table = torch.load(io.BytesIO(checkpoint().to_bytes()), weights_only=True)
     for change, words in (
-        ({"version": 2}, "has format 2; Paceline .* reads 1; use the Paceline version"),
+        ({"version": 3}, "has format 3; Paceline .* reads 2; use the Paceline version"),
+        ({"version": 1}, "has format 1; Paceline .* reads 2; use the Paceline version"),
         ({"format": "other"}, "is not a Paceline checkpoint"),
         ({"rng": None}, "does not match its SHA-256"),
         ({"sha256": None}, "does not match its SHA-256"),

@@ -14,11 +14,13 @@ from paceline.core.topology import Topology
 from paceline.data.batch import Batch
 from paceline.data.corrupt import CorruptSample
 from paceline.data.normalize import Normalizer
+from paceline.precision.policy import Policy
 from paceline.train.evaluate import EvalResult, evaluate
 from paceline.train.stop_signals import StopSignals
 from ranks import run_ranks
 
 NORMALIZE = Normalizer((0.0,), (1.0,), 1)
+FULL = Policy("fp32", torch.float32, torch.device("cpu"))
 
 
 class Reader(nn.Module):
@@ -52,7 +54,7 @@ def alone() -> Group:
 def _part(rank: int, size: int) -> tuple[float, float, float, int]:
     group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
     try:
-        found = evaluate(Reader(), batches(rank, 35, size), NORMALIZE, group, StopSignals())
+        found = evaluate(Reader(), batches(rank, 35, size), NORMALIZE, FULL, group, StopSignals())
         assert isinstance(found, EvalResult)
         return found.top1, found.top5, found.loss, found.samples
     finally:
@@ -60,7 +62,7 @@ def _part(rank: int, size: int) -> tuple[float, float, float, int]:
 
 
 def test_counts_are_exact_however_many_ranks_share_them() -> None:
-    found = evaluate(Reader(), batches(0, 35), NORMALIZE, alone(), StopSignals())
+    found = evaluate(Reader(), batches(0, 35), NORMALIZE, FULL, alone(), StopSignals())
     assert isinstance(found, EvalResult)
     assert found.samples == 35
     assert found.top1 == 100 * 12 / 35
@@ -73,7 +75,7 @@ def test_counts_are_exact_however_many_ranks_share_them() -> None:
 
 def test_the_model_trains_on_afterwards() -> None:
     model = Reader()
-    evaluate(model, batches(0, 3), NORMALIZE, alone(), StopSignals())
+    evaluate(model, batches(0, 3), NORMALIZE, FULL, alone(), StopSignals())
     assert model.training
 
 
@@ -83,7 +85,7 @@ def _stopped(rank: int) -> str:
         stop = StopSignals()
         if rank == 1:
             stop.received = signal.SIGTERM
-        found = evaluate(Reader(), batches(0, 9), NORMALIZE, group, stop)
+        found = evaluate(Reader(), batches(0, 9), NORMALIZE, FULL, group, stop)
         assert isinstance(found, signal.Signals)
         return found.name
     finally:
@@ -104,7 +106,7 @@ def _broken(rank: int) -> str:
                 raise DataError("the shard is gone", "bring it back")
 
         with pytest.raises(PacelineError) as caught:
-            evaluate(Reader(), stream(), NORMALIZE, group, StopSignals())
+            evaluate(Reader(), stream(), NORMALIZE, FULL, group, StopSignals())
         return str(caught.value)
     finally:
         group.close()
@@ -116,7 +118,7 @@ def test_data_that_vanishes_on_one_rank_fails_all_with_its_words() -> None:
 
 def test_no_image_at_all_is_an_error() -> None:
     with pytest.raises(DataError, match="no validation image"):
-        evaluate(Reader(), [], NORMALIZE, alone(), StopSignals())
+        evaluate(Reader(), [], NORMALIZE, FULL, alone(), StopSignals())
 
 
 def _corrupt_everywhere(rank: int, limit: int) -> str:
@@ -125,7 +127,7 @@ def _corrupt_everywhere(rank: int, limit: int) -> str:
         bad = CorruptSample(rank, f"image {rank}", "cut short")
         some = [Batch(b.images, b.labels, (bad,)) for b in batches(0, 1)] + batches(1, 4)
         try:
-            found = evaluate(Reader(), some, NORMALIZE, group, StopSignals(), limit)
+            found = evaluate(Reader(), some, NORMALIZE, FULL, group, StopSignals(), limit)
         except DataError as error:
             return str(error)
         assert isinstance(found, EvalResult)

@@ -2,83 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.gradient_exchange import GradientExchange
-from paceline.comm.group import Group
-from paceline.comm.settings import CommSettings
+from paceline.comm.gradient_exchange import Signals
 from paceline.core.errors import PacelineError
-from paceline.core.topology import Topology
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.loader import TrainLoader
-from paceline.data.normalize import Normalizer
-from paceline.data.settings import DataSettings
-from paceline.data.source import open_source
-from paceline.train.batch_norm import BatchNormState
-from paceline.train.step import StepOutcome, TrainStep
-from paceline.train.stop_signals import StopSignals
+from paceline.train.step import StepOutcome
 from ranks import run_ranks
-
-DATA = DataSettings(
-    source="synthetic", synthetic_samples=29, synthetic_classes=4, image_size=12, channels=1,
-    mean=(0.5,), std=(0.25,), eval_resize=0, augment="none", workers=0,
-)  # fmt: skip
-
-
-class Net(nn.Module):
-    """Without batch norm, which contract 1 leaves apart; with dropout where asked for."""
-
-    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
-        self.drop = nn.Dropout(dropout)
-        self.fc = nn.Linear(400, 4)
-        self.poison = 0.0
-
-    def forward(self, images: Tensor) -> Tensor:
-        out = self.fc(self.drop(self.norm(self.conv(images)).relu().flatten(1)))
-        return out * (1 + self.poison)  # type: ignore[no-any-return]
-
-
-def make_step(group: Group, micro: int, batch: int = 12, **net: float) -> TrainStep:
-    torch.manual_seed(3)
-    model = Net(**net).to(group.device)  # type: ignore[arg-type]
-    plan = BatchPlan(29, 1, batch, micro, group.world_size)
-    loader = TrainLoader(open_source(DATA, "train"), plan, DATA, seed=5, rank=group.rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return TrainStep(
-        model, optimizer, GradientExchange(model.named_parameters(), group), BatchNormState(model),
-        loader, Normalizer(DATA.mean, DATA.std, 1), plan, group, StopSignals(), 0.1, 5,
-    )  # fmt: skip
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def train(group: Group, micro: int, **net: float) -> tuple[Tensor, list[float]]:
-    """All steps of one epoch of 29 samples in batches of 12: 12, 12, and a short one of 5."""
-    step = make_step(group, micro, **net)
-    losses = [step.run(number, 0.1).loss for number in range(step.plan.total_steps)]
-    return weights(step.model), losses
+from train.steps import Net, alone, joined, make_step, same, snapshot, train, weights
 
 
 def _train_on_rank(rank: int, micro: int, dropout: float) -> tuple[Tensor, list[float]]:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
+    with joined() as group:
         return train(group, micro, dropout=dropout)
-    finally:
-        group.close()
-
-
-def alone() -> Group:
-    return Group(Topology(), CommSettings(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(2, 6), (2, 3), (3, 4), (3, 2)])
@@ -120,77 +60,108 @@ def test_the_gradient_is_that_of_the_mean_loss() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def _poisoned(rank: int, value: float) -> tuple[list[StepOutcome], bool, bool, Tensor]:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
+def _poisoned(rank: int, value: float) -> tuple[list[StepOutcome], bool, Tensor]:
+    with joined() as group:
         step = make_step(group, 6, norm=True)
         model = step.model
         assert isinstance(model, Net)
         first = step.run(0, 0.1)
-        before, statistics = weights(model), step.batch_norm.flat.clone()
+        before = snapshot(step)
         model.poison = value if rank == 1 else 0.0
         second = step.run(1, 0.1)
-        same = torch.equal(weights(model), before)
-        kept = torch.equal(step.batch_norm.flat, statistics)
+        kept = same(before, snapshot(step))
         model.poison = 0.0
         third = step.run(2, 0.1)
-        return [first, second, third], same, kept, weights(model)
-    finally:
-        group.close()
+        return [first, second, third], kept, weights(step)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(value: float) -> None:
     results = run_ranks(2, _poisoned, value)
-    for outcomes, same, kept, trained in results:
+    for outcomes, kept, trained in results:
         assert [outcome.skipped for outcome in outcomes] == [False, True, False]
         assert all(outcome.done for outcome in outcomes)
-        assert same
         assert kept
         assert trained.isfinite().all()
-        assert torch.equal(trained, results[0][3])
+        assert torch.equal(trained, results[0][2])
 
 
-def _signalled(rank: int, at_start: bool) -> tuple[bool, str, bool, bool]:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
+def _signalled(rank: int, when: str) -> tuple[bool, str, bool]:
+    with joined() as group:
         step = make_step(group, 3, norm=True)
-        before, statistics = weights(step.model), step.batch_norm.flat.clone()
-        if rank == 1 and at_start:
+        before = snapshot(step)
+        if rank == 1 and when == "at the start":
             step.stop.received = signal.SIGTERM
+        elif rank == 1 and when == "between micro-batches":
+            compute = step.micro.run
+
+            def last(*batch: Tensor, usual: bool) -> None:
+                compute(*batch, usual=usual)
+                step.stop.received = signal.SIGTERM
+
+            step.micro.run = last  # type: ignore[assignment, method-assign]
         elif rank == 1:  # after the last micro-batch of the step, before the exchange
             exchange = step.exchange.reduce
 
-            def late(signals):  # type: ignore[no-untyped-def]
+            def late(loss: Tensor, signals: Signals) -> None:
                 step.stop.received = signal.SIGINT
-                signals.interrupt = 1.0
-                return exchange(signals)
+                exchange(loss, replace(signals, interrupt=1.0))
 
             step.exchange.reduce = late  # type: ignore[method-assign]
         outcome = step.run(0, 0.1)
         assert outcome.stop is not None
-        return (
-            outcome.done,
-            outcome.stop.name,
-            torch.equal(weights(step.model), before),
-            torch.equal(step.batch_norm.flat, statistics),
-        )
-    finally:
-        group.close()
+        return outcome.done, outcome.stop.name, same(before, snapshot(step))
 
 
-def test_a_signal_on_one_rank_abandons_the_step_on_all_without_a_trace() -> None:
-    assert run_ranks(2, _signalled, True) == [(False, "SIGTERM", True, True)] * 2
+@pytest.mark.parametrize("when", ["at the start", "between micro-batches"])
+def test_a_signal_on_one_rank_abandons_the_step_on_all_without_a_trace(when: str) -> None:
+    assert run_ranks(2, _signalled, when) == [(False, "SIGTERM", True)] * 2
 
 
 def test_a_signal_after_the_work_completes_the_step_first() -> None:
-    assert run_ranks(2, _signalled, False) == [(True, "SIGINT", False, False)] * 2
+    assert run_ranks(2, _signalled, "late") == [(True, "SIGINT", False)] * 2
 
 
-def _faulty(rank: int, kind: str) -> str:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
-        step = make_step(group, 6)
+def _heard_early(rank: int) -> tuple[list[tuple[bool, str]], bool]:
+    """Rank 1 is asked to stop in step 1; rank 0 hears of it while it still works on step 0."""
+    with joined() as group:
+        step = make_step(group, 6, norm=True)
+        before, found = snapshot(step), []
+        if rank == 0:
+            group._stop_heard = True
+        for number in range(2):
+            if rank == 1 and number == 1:
+                step.stop.received = signal.SIGTERM
+            outcome = step.run(number, 0.1)
+            found.append((outcome.done, outcome.stop.name if outcome.stop else "none"))
+        return found, same(before, snapshot(step))
+
+
+def test_weights_halt_with_the_first_rank_that_gives_up() -> None:
+    assert run_ranks(2, _heard_early) == [([(False, "none"), (False, "SIGTERM")], True)] * 2
+
+
+def _given_up(rank: int) -> tuple[list[bool], bool]:
+    """Rank 1 gives up in step 1; the short step 2 has nothing for it to give up."""
+    with joined() as group:
+        step = make_step(group, 6, norm=True)
+        assert step.plan.micro_batches(2, 1) == []
+        done = [step.run(0, 0.1).done]
+        before = snapshot(step)
+        if rank == 1:
+            step.stop.received = signal.SIGTERM
+        done += [step.run(number, 0.1).done for number in (1, 2)]
+        return done, same(before, snapshot(step))
+
+
+def test_weights_stay_halted_for_good() -> None:
+    assert run_ranks(2, _given_up) == [([True, False, False], True)] * 2
+
+
+def _faulty(rank: int, kind: str) -> tuple[str, bool]:
+    with joined() as group:
+        step = make_step(group, 6, norm=True)
+        before = snapshot(step)
         if rank == 1 and kind == "between steps":
             step.fault = PacelineError("the disk is full", "free some")
         elif rank == 1:
@@ -201,22 +172,22 @@ def _faulty(rank: int, kind: str) -> str:
             step.model.forward = forward  # type: ignore[method-assign]
         with pytest.raises(PacelineError) as caught:
             step.run(0, 0.1)
-        return str(caught.value)
-    finally:
-        group.close()
+        return str(caught.value), same(before, snapshot(step))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("between steps", "rank 1: the disk is full; free some"),
-        ("memory", "rank 1: out of memory at step 0 with a batch size of 6 a process"),
+        ("memory", "rank 1: out of memory at step 1 with a batch size of 6 a process"),
     ],
 )
 def test_an_error_on_one_rank_ends_the_step_on_all_with_its_words(kind: str, words: str) -> None:
-    texts = run_ranks(2, _faulty, kind)
-    assert texts[0] == texts[1]
-    assert words in texts[0]
+    (text, kept), (other, kept_there) = run_ranks(2, _faulty, kind)
+    assert text == other
+    assert words in text
+    assert kept
+    assert kept_there
 
 
 def test_a_single_value_for_batch_norm_is_told_in_words() -> None:
@@ -227,6 +198,6 @@ def test_a_single_value_for_batch_norm_is_told_in_words() -> None:
 
     step.model.forward = forward  # type: ignore[method-assign]
     with pytest.raises(
-        PacelineError, match="one sample at step 0 leaves batch norm a single value"
+        PacelineError, match="one sample at step 1 leaves batch norm a single value"
     ):
         step.run(0, 0.1)

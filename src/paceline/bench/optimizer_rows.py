@@ -115,7 +115,7 @@ def _loop(
             momentum.mul_(0.9).add_(update)
             parameter.add_(momentum, alpha=-0.1)
 
-    return step, "fp32 weights and gradients, no finite check"
+    return step, "fp32 weights and gradients, no finite check; bound by its launches"
 
 
 def _model(name: str, policy: Policy) -> tuple[nn.Module, list[dict[str, Any]]]:

@@ -6,6 +6,7 @@ loss scaling, finite check, flat gradient buffers, LARS on masters, outcome read
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -15,23 +16,16 @@ import torch
 
 from paceline.bench.step_row import StepRow
 from paceline.bench.timing import Times, steady_times
-from paceline.comm.gradient_exchange import GradientExchange
 from paceline.comm.group import Group
 from paceline.config import RunConfig
+from paceline.core.errors import RunError
 from paceline.core.topology import Topology
 from paceline.data.batch import Batch, CorruptSample
 from paceline.data.batch_plan import BatchPlan
-from paceline.data.normalize import Normalizer
 from paceline.models.registry import create_model
-from paceline.precision.loss_scale import LossScale
-from paceline.precision.policy import allow_tf32, choose_policy
-from paceline.train.batch_norm import BatchNormState
-from paceline.train.fast_path import choose_fast_path
-from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
+from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.training import create_master_optimizer
-from paceline.train.update import Update
 
 _BATCHES = 4
 _DEFAULTS: dict[str, Any] = {
@@ -85,32 +79,16 @@ def build(row: StepRow, group: Group) -> tuple[TrainStep, str]:
         {**_DEFAULTS, "model.name": row.model, "data.image_size": row.image_size,
          "data.eval_resize": 0, **row.switches}
     )  # fmt: skip
-    policy = choose_policy(config.precision, group.device)
-    allow_tf32(config.precision)
     torch.manual_seed(0)
     model = create_model(config.model, num_classes=row.classes, image_size=row.image_size)
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model = model.to(group.device)
-    optimizer = create_master_optimizer(config.optim, model, policy, 0.1)
+    parts = create_parts(config, model.to(group.device), group, rate=0.1, accumulate=False)
     steps = row.steps + 2 * row.warm_up + 8
     plan = BatchPlan(row.batch_size, steps, row.batch_size, row.batch_size, 1)
-    exchange = GradientExchange(model.named_parameters(), group)
-    norms, scale = BatchNormState(model), LossScale(policy, config.precision)
-    fast = choose_fast_path(config.run, model, group.device)
-    normalize = Normalizer(
-        config.data.mean, config.data.std, 3, policy.dtype, channels_out=fast.image_channels
-    )
-    micro = MicroStep(
-        fast.forward, policy, normalize, exchange, scale, config.run.smoothing, graphs=fast.graphs
-    )
-    step = TrainStep(
-        model, micro, Update(model, optimizer, exchange, norms, scale, graphs=fast.graphs),
-        exchange, norms, SyntheticBatches(row, group.device), normalize, policy, plan, group,
-        StopSignals(), scale, 0,
-    )  # fmt: skip
-    words = f"{policy.name}, {config.optim.name} {optimizer.path}, {fast.describe()}"
-    return step, words
+    loader = SyntheticBatches(row, group.device)
+    step = create_step(config, parts, loader, plan, group, StopSignals())
+    return step, "; ".join(parts.describe().values())
 
 
 def measure(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
@@ -119,11 +97,20 @@ def measure(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
         device = torch.device("cuda", torch.cuda.current_device())
     with Group(_topology(row), RunConfig().comm, device) as group:
         step, words = build(row, group)
+        skipped = 0
+
+        def collect() -> None:
+            nonlocal skipped
+            outcome = step.collect()
+            skipped += outcome.skipped
+            if not math.isfinite(outcome.loss):
+                raise RunError(f"the loss is {outcome.loss} at step {outcome.number}")
+
         times = steady_times(
-            lambda number: step.launch(number, 0.1), step.collect,
+            lambda number: step.launch(number, 0.1), collect,
             lag=step.lag, repeats=row.steps, warm_up=row.warm_up, ready=ready,
         )  # fmt: skip
-    return times, f"{words}, backend {group.backend}"
+    return times, f"{words}, backend {group.backend}, {skipped} steps skipped"
 
 
 def _topology(row: StepRow) -> Topology:

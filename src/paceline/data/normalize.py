@@ -29,9 +29,12 @@ class Normalizer:
         dtype: torch.dtype = torch.float32,
         *,
         channels_out: int | None = None,
+        channels_last: bool = True,
+        kernel: bool = True,
     ) -> None:
         """One value of `mean` or `std` stands for all channels. `dtype` is the result's, to which it
-        is rounded once. `channels_out` adds channels of zeros: GPUs convolve four faster than three."""
+        is rounded once. `channels_out` adds channels of zeros: GPUs convolve four faster than three.
+        `kernel` = False keeps to torch's own operators on a GPU."""
         for name, values in (("mean", mean), ("std", std)):
             if len(values) not in (1, channels):
                 raise ValueError(f"{name} has {len(values)} values for {channels} channels")
@@ -41,6 +44,8 @@ class Normalizer:
         self._scale = (1 / (255 * stds)).to(torch.float32).view(1, channels, 1, 1)
         self._shift = (-means / stds).to(torch.float32).view(1, channels, 1, 1)
         self.dtype = dtype
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._kernel = kernel
         self._extra = (channels_out or channels) - channels
         if self._extra < 0:
             raise ValueError(f"channels_out = {channels_out} for {channels} channels")
@@ -50,15 +55,16 @@ class Normalizer:
         """Queues the copy without waiting where `images` is pinned."""
         scale, shift = self.prepare(device)
         images = images.to(device, non_blocking=True)
-        if images.is_cuda and _has_triton():
+        if self._kernel and images.is_cuda and _has_triton():
             from paceline.data.normalize_kernel import normalized
 
-            return normalized(images, scale, shift, self.dtype, self._extra)
+            result = normalized(images, scale, shift, self.dtype, self._extra)
+            return result.contiguous(memory_format=self._format)
         pixels = images.permute(0, 3, 1, 2)
         result = pixels.to(torch.float32).mul_(scale).add_(shift).to(self.dtype)
         if self._extra:
             result = F.pad(result, (0, 0, 0, 0, 0, self._extra))
-        return result.contiguous(memory_format=torch.channels_last)
+        return result.contiguous(memory_format=self._format)
 
     def prepare(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
         """The constants on `device`: copied at the first call, which a graph cannot record."""

@@ -8,11 +8,14 @@ groups and its local response normalisation.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Collection
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from paceline.models.norm_form import norm_can_fuse
 
 # Below this edge the last of the three pools has no window left.
 MIN_PIXELS = 63
@@ -20,6 +23,7 @@ POOLED_PIXELS = 6
 HIDDEN_FEATURES = 4096
 
 # One after each convolution, named by the convolution's number in `features`, and one after pool5.
+CONVOLUTIONS = (0, 3, 6, 8, 10)
 NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 
 
@@ -41,6 +45,8 @@ class AlexNet(nn.Module):
     ) -> None:
         super().__init__()
         assert set(norms) <= set(NORM_NAMES), norms
+        if set(NORM_NAMES[:-1]) <= set(norms):
+            self.fused = False  # there is a fused form, and `fuse_norms` can switch it on
         plain: list[nn.Module] = [
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -84,8 +90,39 @@ class AlexNet(nn.Module):
         return tuple(f"features.{name}." for name in NORM_NAMES if hasattr(self.features, name))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        maps = self.fused_features(x) if self._can_fuse(x) else self.features(x)
+        logits: Tensor = self.classifier(self.avgpool(maps).flatten(1))
         return logits
+
+    def _can_fuse(self, x: Tensor) -> bool:
+        return (
+            getattr(self, "fused", False)
+            and self.training
+            and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+            and all(norm_can_fuse(module) for module in self.features)
+        )
+
+    def fused_features(self, x: Tensor) -> Tensor:
+        """`features` with our kernels: norm, ReLU and pool behind a convolution are one."""
+        from paceline.models.fused_norm import as_map, norm_act
+        from paceline.models.fused_pool import norm_act_pool
+
+        for number in CONVOLUTIONS:
+            convolution = self.features.get_submodule(str(number))
+            norm = self.features.get_submodule(f"bn{number}")
+            assert isinstance(convolution, nn.Conv2d)
+            assert isinstance(norm, nn.BatchNorm2d)
+            bias = convolution.bias
+            maps = F.conv2d(
+                x, convolution.weight, None, convolution.stride, convolution.padding
+            )  # fmt: skip
+            maps = as_map(maps)
+            if isinstance(self.features.get_submodule(str(number + 2)), nn.MaxPool2d):
+                x, _ = norm_act_pool(maps, norm, padding=0, bias=bias)
+            else:
+                x = norm_act(maps, norm, bias=bias)
+        last = getattr(self.features, "bn_pool5", None)
+        return x if last is None else norm_act(x, last, relu=False)
 
 
 class LocalResponseNorm(nn.Module):

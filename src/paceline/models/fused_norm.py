@@ -7,31 +7,45 @@ and keys; only the arithmetic is ours. Training mode only: evaluation uses torch
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from paceline.models import norm_launch
+from paceline.models.norm_form import norm_can_fuse
 
 
 def can_fuse(x: Tensor, norm: nn.BatchNorm2d) -> bool:
-    """Whether the fused kernels give what `norm(x)` would: training, running averages, NHWC memory."""
+    """Whether the fused kernels give what `norm(x)` would: training, running averages, NHWC memory, on a
+    GPU."""
     return (
-        norm.training
-        and norm.momentum is not None
-        and norm.track_running_stats
+        norm_can_fuse(norm)
+        and can_launch(x)
         and x.dim() == 4
         and x.is_contiguous(memory_format=torch.channels_last)
     )
 
 
 def norm_act(
-    x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, relu: bool = True
+    x: Tensor,
+    norm: nn.BatchNorm2d,
+    residual: Tensor | None = None,
+    *,
+    relu: bool = True,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """relu(norm(x) + residual)."""
+    """relu(norm(x + bias) + residual).
+
+    A convolution's `bias` before batch norm moves the running mean and nothing else: the norm takes
+    it out again, and its gradient is zero. So it is neither added nor differentiated here.
+    """
     check_rows(x)
-    out: Tensor = _NormAct.apply(x, norm.weight, norm.bias, residual, norm, relu, False)  # type: ignore[no-untyped-call]
+    out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, residual, norm, relu, False, bias
+    )
     return out
 
 
@@ -45,7 +59,7 @@ def norm_act_twice(
     """
     check_rows(x)
     out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
-        x, norm.weight, norm.bias, residual, norm, True, True
+        x, norm.weight, norm.bias, residual, norm, True, True, None
     )
     return out
 
@@ -58,6 +72,11 @@ def check_rows(x: Tensor) -> None:
         )
 
 
+def can_launch(x: Tensor) -> bool:
+    """On a GPU, or where Triton's interpreter stands in for one."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def as_map(gradient: Tensor) -> Tensor:
     """A gradient in the memory order that the kernels read."""
     return gradient.contiguous(memory_format=torch.channels_last)
@@ -67,9 +86,9 @@ class _NormAct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None,
-        norm: nn.BatchNorm2d, relu: bool, twice: bool,
+        norm: nn.BatchNorm2d, relu: bool, twice: bool, offset: Tensor | None,
     ) -> Any:  # fmt: skip
-        saved = norm_launch.statistics(x, norm)
+        saved = norm_launch.statistics(x, norm, offset)
         shortcut = None if residual is None else as_map(residual)
         y = norm_launch.apply(x, saved, shortcut, relu)
         # Without a residual the ReLU's side follows from x; with one, only y still knows it.
@@ -79,11 +98,12 @@ class _NormAct(torch.autograd.Function):
         return (y, y.view_as(y)) if twice else y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         x, weight, saved, *rest = ctx.saved_tensors
         given = [as_map(g) for g in gradients if g is not None]
         if not given:
-            return (None,) * 7
+            return (None,) * 8
         first, second = given[0], given[1] if len(given) > 1 else None
         found, dz = norm_launch.backward_sums(
             first, second, x, rest[0] if rest else None, saved, weight, ctx.relu
@@ -92,4 +112,4 @@ class _NormAct(torch.autograd.Function):
             dx = norm_launch.backward_input(dz, None, x, saved, found, relu=False)
         else:
             dx = norm_launch.backward_input(first, second, x, saved, found, relu=ctx.relu)
-        return dx, found[0], found[1], dz, None, None, None
+        return dx, found[0], found[1], dz, None, None, None, None

@@ -45,9 +45,9 @@ def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def statistics_kernel(
-    means, weight, bias, running_mean, running_var, tracked, saved,
+    means, weight, bias, running_mean, running_var, tracked, saved, offset,
     rows, channels, span, parts, momentum, eps,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts. `saved` gets four rows: mean, 1/σ, scale, shift; y = scale · x + shift."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -79,6 +79,8 @@ def statistics_kernel(
     tl.store(saved + 3 * channels + cols, shift, mask=col_ok)
     old_mean = tl.load(running_mean + cols, mask=col_ok, other=0.0)
     old_var = tl.load(running_var + cols, mask=col_ok, other=0.0)
+    if OFFSET:
+        mean += tl.load(offset + cols, mask=col_ok, other=0.0)
     tl.store(running_mean + cols, old_mean + momentum * (mean - old_mean), mask=col_ok)
     # Running variances are those of a sample, as torch keeps them.
     tl.store(running_var + cols, old_var + momentum * (m2 / (rows - 1) - old_var), mask=col_ok)

@@ -71,8 +71,9 @@ def cut(rows: int, channels: int, tile: Tile) -> Cut:
     return Cut(rows, channels, block_m, block_c, -(-rows // span), span, tile.warps)
 
 
-def statistics(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-    """Mean, 1/σ, scale and shift as four rows; updates the running statistics as torch does."""
+def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
+    """Mean, 1/σ, scale and shift as four rows; updates the running statistics as torch does, those of
+    x + `offset`."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
@@ -92,7 +93,8 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     saved = x.new_empty((4, channels), dtype=torch.float32)
     kernels.statistics_kernel[c.join_grid](
         parts, norm.weight, norm.bias, norm.running_mean, norm.running_var,
-        norm.num_batches_tracked, saved, rows, channels, c.span, c.parts, norm.momentum, norm.eps,
+        norm.num_batches_tracked, saved, norm.bias if offset is None else offset,
+        rows, channels, c.span, c.parts, norm.momentum, norm.eps, OFFSET=offset is not None,
         BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
     )  # fmt: skip
     return saved

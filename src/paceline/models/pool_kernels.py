@@ -1,9 +1,10 @@
-"""Triton kernels of the stem's end: batch norm, ReLU and the 3 × 3 max-pool of stride 2 in one.
+"""Triton kernels of batch norm, ReLU and a 3 × 3 max-pool of stride 2 in one.
 
-In: the first convolution's output, NHWC. Out: the pooled map. The normalised map in full size, the
-largest of the whole net, never exists: forward keeps for each pooled value which of its nine
-neighbours won (`NONE` where the ReLU left 0), and backward looks the gradient up from there. Places are
-counted in 32 bits, because 64-bit division would take longer than the memory; elements in 64.
+In: a convolution's output, NHWC. Out: the pooled map. The normalised map in full size, behind a
+ResNet's stem the largest of the whole net, never exists: forward keeps for each pooled value which of
+its nine neighbours won (`NONE` where the ReLU left 0), and backward looks the gradient up from there.
+Places are counted in 32 bits, because 64-bit division would take longer than the memory; elements in
+64.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NONE = tl.constexpr(255)
 @triton.jit
 def pool_kernel(
     x, y, winner, saved, positions, height, width, out_height, out_width, channels,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M pooled positions of all images, BLOCK_C channels."""
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -32,15 +33,15 @@ def pool_kernel(
     which = tl.full((BLOCK_M, BLOCK_C), NONE, tl.int32)
     inside = at < positions
     for tap in tl.static_range(9):
-        row = 2 * down - 1 + tap // 3
-        col = 2 * across - 1 + tap % 3
+        row = 2 * down - PAD + tap // 3
+        col = 2 * across - PAD + tap % 3
         here = inside & (row >= 0) & (row < height) & (col >= 0) & (col < width)
         place = ((image * height + row) * width + col).to(tl.int64) * channels
         ok = here[:, None] & col_ok[None, :]
         value = tl.load(x + place[:, None] + cols[None, :], mask=ok, other=0.0).to(tl.float32)
         value = value * scale + shift
-        # `not <=` lets NaN win, so that an overflow is seen downstream.
-        wins = ok & ~(value <= best)
+        # NaN wins and stays, as in torch, so that an overflow is seen downstream.
+        wins = ok & ((value > best) | (value != value))
         best = tl.where(wins, value, best)
         which = tl.where(wins, tap, which)
     out = at[:, None].to(tl.int64) * channels + cols[None, :]
@@ -53,7 +54,7 @@ def pool_kernel(
 def pool_sums_kernel(
     dy, dy2, x, winner, saved, parts,
     positions, height, width, out_height, out_width, channels, span,
-    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Per part Σ dz and Σ dz · (x − mean): only winners have a gradient, so pooled rows suffice."""
     part = tl.program_id(0)
@@ -77,8 +78,8 @@ def pool_sums_kernel(
         across = at % out_width
         down = (at // out_width) % out_height
         image = at // (out_width * out_height)
-        row = 2 * down[:, None] - 1 + tap // 3
-        col = 2 * across[:, None] - 1 + tap % 3
+        row = 2 * down[:, None] - PAD + tap // 3
+        col = 2 * across[:, None] - PAD + tap % 3
         source = (image[:, None] * height + row) * width + col
         source = source.to(tl.int64) * channels + cols[None, :]
         value = tl.load(x + source, mask=lit, other=0.0).to(tl.float32)
@@ -92,12 +93,13 @@ def pool_sums_kernel(
 @triton.jit
 def pool_input_kernel(
     dy, dy2, x, winner, dx, found, quads, height, width, out_height, out_width, channels,
-    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dx = a · dz + b · x + c over the full map, four places at a time.
 
-    The places (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1, j + 1) and in no other, so
-    each window is read once for four places.
+    With a padding of 1 the places (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1, j + 1)
+    and in no other, so each window is read once for four places. Without, places and windows are
+    those of one less.
     """
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -105,7 +107,7 @@ def pool_input_kernel(
     a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
     b = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
     c = tl.load(found + 4 * channels + cols, mask=col_ok, other=0.0)[None, :]
-    quads_across, quads_down = (width + 1) // 2, (height + 1) // 2
+    quads_across, quads_down = (width + 2 - PAD) // 2, (height + 2 - PAD) // 2
     j = at % quads_across
     i = (at // quads_across) % quads_down
     image = at // (quads_across * quads_down)
@@ -113,9 +115,10 @@ def pool_input_kernel(
     g00 = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     g01, g10, g11 = g00, g00, g00
     for window in tl.static_range(4):
-        out_row = i + window // 2
-        out_col = j + window % 2
-        here = inside & (out_row < out_height) & (out_col < out_width)
+        out_row = i - 1 + PAD + window // 2
+        out_col = j - 1 + PAD + window % 2
+        here = inside & (out_row >= 0) & (out_row < out_height)
+        here = here & (out_col >= 0) & (out_col < out_width)
         place = (image * out_height + out_row) * out_width + out_col
         place = place[:, None].to(tl.int64) * channels + cols[None, :]
         ok = here[:, None] & col_ok[None, :]
@@ -123,7 +126,7 @@ def pool_input_kernel(
         grad = tl.load(dy + place, mask=ok, other=0.0).to(tl.float32)
         if TWO:
             grad += tl.load(dy2 + place, mask=ok, other=0.0).to(tl.float32)
-        # Taps count rows of three from the window's first place, which is (2i − 1, 2j − 1).
+        # Taps count rows of three from the window's first place.
         if window == 0:
             g00 += tl.where(tap == 4, grad, 0.0)
             g01 += tl.where(tap == 5, grad, 0.0)
@@ -138,9 +141,9 @@ def pool_input_kernel(
         else:
             g11 += tl.where(tap == 0, grad, 0.0)
     for corner in tl.static_range(4):
-        row = 2 * i + corner // 2
-        col = 2 * j + corner % 2
-        here = inside & (row < height) & (col < width)
+        row = 2 * i - 1 + PAD + corner // 2
+        col = 2 * j - 1 + PAD + corner % 2
+        here = inside & (row >= 0) & (row < height) & (col >= 0) & (col < width)
         place = (image * height + row) * width + col
         place = place[:, None].to(tl.int64) * channels + cols[None, :]
         ok = here[:, None] & col_ok[None, :]

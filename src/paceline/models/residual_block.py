@@ -82,7 +82,7 @@ def fused_stem(x: Tensor, norm: nn.BatchNorm2d, *, pooled: bool) -> Uses:
 
 def fuse_norms(model: nn.Module, fused: bool = True) -> int:
     """Switches every part of `model` that has a fused form; returns how many there are."""
-    parts = [module for module in model.modules() if hasattr(type(module), "fused")]
+    parts = [module for module in model.modules() if hasattr(module, "fused")]
     for module in parts:
         setattr(module, "fused", fused)  # noqa: B010  (mypy takes any attribute for a tensor)
     return len(parts)

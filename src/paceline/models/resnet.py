@@ -21,6 +21,7 @@ from paceline.models.residual_block import (
 )
 
 STAGE_CHANNELS = (64, 128, 256, 512)
+PADDED_CHANNELS = 4
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
@@ -158,12 +159,13 @@ class ResNet(nn.Module):
         return self.head(maps)
 
     def stem(self, x: Tensor) -> Uses:
-        """First convolution to first block. Images may have empty channels behind their own: GPUs
-        read four faster than three."""
-        weight = self.conv1.weight
-        if x.shape[1] > weight.shape[1]:
-            weight = F.pad(weight, (0, 0, 0, 0, 0, x.shape[1] - weight.shape[1]))
-        x = F.conv2d(x, weight, None, self.conv1.stride, self.conv1.padding)
+        """First convolution to first block. In the fused form images may have a fourth channel of
+        zeros, which GPUs read faster than three."""
+        if self.fused and self.pads_images and x.shape[1] == PADDED_CHANNELS:
+            weight = F.pad(self.conv1.weight, (0, 0, 0, 0, 0, 1))
+            x = F.conv2d(x, weight, None, self.conv1.stride, self.conv1.padding)
+        else:
+            x = self.conv1(x)
         if not self.fused:
             maps: Tensor = self.maxpool(self.relu(self.bn1(x)))
             return maps

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from paceline.core.errors import ConfigError
 from paceline.optim.lars import LARS
+from paceline.optim.lars_fused import triton_is_usable
 from paceline.optim.settings import OptimSettings
 from paceline.optim.sgd import SGD
 
@@ -19,6 +21,10 @@ from paceline.optim.sgd import SGD
 def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float) -> LARS:
     """SGD or LARS; groups of role `bias_norm` keep the global rate unless the settings adapt them."""
     fused = {"auto": None, "triton": True, "foreach": False}[settings.fused]
+    devices = {p.device for group in groups for p in group["params"]}
+    for device in devices if fused else ():
+        if problem := triton_is_usable(device):
+            raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
     if settings.name == "sgd":
         return SGD(
             groups,

@@ -252,6 +252,11 @@ class LARS(Optimizer):
         """λ of the last step by parameter; 1 where none applies. Waits for the device."""
         return [float(ratio) for ratio in self._ready().ratios.tolist()]
 
+    @property
+    def bad(self) -> Tensor:
+        """After a step, on the device: 1 for each parameter whose gradient was not finite."""
+        return self._ready().bad
+
     def nonfinite(self) -> list[int]:
         """Indices of the parameters that made the last step overflow. Waits for the device."""
         return [i for i, bad in enumerate(self._ready().bad.tolist()) if bad]

@@ -55,6 +55,9 @@ def restore(
         own_master = in_half or parameter.dtype not in HALVES
         for key in (MASTER, MOMENTUM):
             value = source.get(key)
+            if key == MASTER and value is None and not own_master and MASTER in kept:
+                state[MASTER] = kept[MASTER]  # what was saved in fp32 has none to give
+                continue
             if value is None or (key == MASTER and own_master):
                 state.pop(key, None)
                 continue

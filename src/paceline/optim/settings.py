@@ -97,6 +97,11 @@ class OptimSettings:
         self._check_lars()
 
     def _check_lars(self) -> None:
+        if self.trust_log_interval and self.name != "lars":
+            raise ConfigError(
+                "optim.trust_log_interval", self.trust_log_interval,
+                f"{self.name} has no trust ratios", "use optim.name = 'lars', or 0",
+            )  # fmt: skip
         if not 0 < self.trust_coefficient < float("inf"):
             raise ConfigError(
                 "optim.trust_coefficient", self.trust_coefficient, "must be above 0", "try 0.001"

@@ -1,1 +1,1 @@
-"""Number formats: what is computed, kept and sent in which precision, and whether it is finite."""
+"""Number formats: what is computed, kept and sent in which precision."""

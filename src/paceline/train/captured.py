@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.core.errors import RunError
+
 WARM_CALLS = 2
 
 
@@ -31,12 +33,24 @@ class Captured:
         if self._graph is not None:
             self._graph.replay()
         elif self._left == 0:
-            graph = torch.cuda.CUDAGraph()
-            # Only this thread's calls belong to the recording: a loader's thread may copy meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._function()
-            self._graph = graph
-            graph.replay()
+            self._graph = self._record()
+            self._graph.replay()
         else:
             self._left -= 1 if self._left > 0 else 0
             self._function()
+
+    def _record(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Only this thread's calls belong to the recording: a loader's thread may copy meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._function()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+            raise RunError(
+                f"the step could not be recorded as a CUDA graph ({reason})",
+                "use --set run.cuda_graphs=off",
+            ) from error
+        return graph

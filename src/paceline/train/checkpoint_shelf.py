@@ -41,8 +41,8 @@ class CheckpointShelf:
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
-    def put(self, checkpoint: Checkpoint, *, best: bool) -> Path:
-        """Writes, then forgets the oldest. Half-written files of a killed process go too."""
+    def put(self, checkpoint: Checkpoint, *, best: bool, forget: bool = True) -> Path:
+        """Writes, then, if `forget`, the oldest go. Half-written files of a killed process go too."""
         path = self.path(checkpoint.step)
         if best:
             # The best comes first: killed in between, a resumed run does the step again and finds it
@@ -55,7 +55,7 @@ class CheckpointShelf:
         # taken for its newest. Kept under another name, because somebody may still want them.
         for step in [step for step in self.steps() if step > checkpoint.step]:
             self.path(step).replace(self.path(step).with_suffix(".pt.abandoned"))
-        for step in self.steps()[: -self._keep]:
+        for step in self.steps()[: -self._keep] if forget else ():
             self.path(step).unlink(missing_ok=True)
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)

@@ -9,18 +9,22 @@ from __future__ import annotations
 import math
 
 from paceline.core.errors import RunError
+from paceline.train.bad_layer import find_bad_layer
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
 
 # A loss that is not finite comes from the forward pass, which no loss scale can mend.
 _BAD_LOSSES = 10
+# Enough for batch norm to have a variance.
+_IMAGES = 4
 
 
 def check_divergence(training: Training, outcome: StepOutcome) -> None:
     """All its grounds are numbers that the exchange made equal on all ranks."""
     row, limit = training.progress.skipped_in_a_row, training.config.run.max_skipped_steps
     scale = training.step.scale
-    if not math.isfinite(outcome.loss) and row >= min(_BAD_LOSSES, limit):
+    bad_loss = not math.isfinite(outcome.loss)
+    if bad_loss and row >= min(_BAD_LOSSES, limit):
         cause = f"the loss was not finite in {row} steps in a row"
     elif scale.dynamic and outcome.loss_scale <= scale.floor:
         cause = f"gradients overflow even at the lowest loss scale, {scale.floor:g}"
@@ -28,18 +32,26 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
         cause = f"gradients were not finite in {row} steps in a row"
     else:
         return
+    # Steps are counted as the display does, from 1; the first of the row is where it began.
+    began = outcome.number + 1 - row + 1
+    place = (_forward_place(training) if bad_loss else "") or _backward_place(training, outcome)
     raise RunError(
-        f"diverged at step {outcome.number}: {cause}; {_place(training)}",
+        f"diverged at step {began}: {cause}; {place}",
         f"lower --lr (now {training.schedule.peak:g} at its peak) or lengthen --warmup-epochs; "
         "the last good checkpoint is kept",
     )
 
 
-def _place(training: Training) -> str:
-    """The layer nearest to the loss whose gradient was not finite: backward met it first."""
-    optimizer, names = training.step.update.optimizer, training.step.update.names
-    bad = {names[index] for index in optimizer.nonfinite()}
-    first = next((name for name in training.step.exchange.names if name in bad), None)
+def _forward_place(training: Training) -> str:
+    data = training.config.data
+    shape = (_IMAGES, data.channels, data.image_size, data.image_size)
+    return find_bad_layer(training.model, training.step.policy, shape)
+
+
+def _backward_place(training: Training, outcome: StepOutcome) -> str:
+    """The parameter nearest to the loss whose gradient was not finite: backward met it first."""
+    names = training.step.exchange.names
+    first = next((name for name in names if name in outcome.bad), None)
     if first is None:
         return "no gradient tells the layer"
-    return f"first in the gradient of {first} ({len(bad)} of {len(names)} tensors)"
+    return f"first in the gradient of {first} ({len(outcome.bad)} of {len(names)} tensors)"

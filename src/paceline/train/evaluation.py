@@ -1,7 +1,7 @@
 """Evaluating a checkpoint on disk.
 
 In: a file, and settings that override the checkpoint's. Out: the same exact counts that a run
-reports, on one rank or many.
+reports, on one rank or many; in half precision, within rounding of a few images.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.evaluate import EvalResult, evaluate
 from paceline.train.machine import choose_device
 from paceline.train.stop_signals import StopSignals
+from paceline.train.triton_probe import triton_problem
 from paceline.train.weights_file import checkpoint_weights
 
 
@@ -57,8 +58,9 @@ def evaluate_file(
         )  # fmt: skip
         limit = allowed_corrupt(config.data.max_corrupt_share, len(source))
         normalize = Normalizer(
-            config.data.mean, config.data.std, config.data.channels, policy.dtype
-        )
+            config.data.mean, config.data.std, config.data.channels, policy.dtype,
+            channels_last=config.run.channels_last, kernel=not triton_problem(group.device),
+        )  # fmt: skip
         with loader, StopSignals() as stop:
             result = evaluate(model, loader, normalize, policy, group, stop, limit)
         return result, config, group.rank

@@ -6,7 +6,6 @@ micro-steps are recorded, and words that say what was chosen. A switch that cann
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError
 from paceline.models.residual_block import ResidualBlock, fuse_norms
+from paceline.models.resnet import PADDED_CHANNELS
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -29,6 +29,7 @@ class FastPath:
     fused_norm: bool
     compile: str
     graphs: bool
+    remark: str = ""
     image_channels: int | None = None
 
     def describe(self) -> str:
@@ -37,17 +38,19 @@ class FastPath:
 
         return (
             f"{'NHWC' if self.channels_last else 'NCHW'}, fused norms {switch(self.fused_norm)}, "
-            f"compile {self.compile}, CUDA graphs {switch(self.graphs)}"
+            f"compile {self.compile}, CUDA graphs {switch(self.graphs)}{self.remark}"
         )
 
 
-def choose_fast_path(settings: RunSettings, model: nn.Module, device: torch.device) -> FastPath:
-    """Settles the switches and prepares `model` for them."""
+def choose_fast_path(
+    settings: RunSettings, model: nn.Module, device: torch.device, triton_problem: str
+) -> FastPath:
+    """Settles the switches and prepares `model` for them. `triton_problem`: why kernels cannot run."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         # Shapes hardly ever change in training: the search for the fastest algorithm pays at once.
         torch.backends.cudnn.benchmark = True
-    fused = _choose_fused(settings, model, on_gpu)
+    fused = _choose_fused(settings, model, triton_problem)
     how = settings.compile
     if how == "auto":
         how = "model" if on_gpu and not fused else "off"
@@ -56,21 +59,17 @@ def choose_fast_path(settings: RunSettings, model: nn.Module, device: torch.devi
     if graphs and not on_gpu:
         raise ConfigError("run.cuda_graphs", "on", f"needs a GPU, not {device}", "use 'auto'")
     # The fused stem takes images with a fourth channel of zeros, which GPUs convolve faster than three.
-    channels = 4 if fused and getattr(model, "pads_images", False) else None
-    return FastPath(compiled(model, how), settings.channels_last, fused, how, graphs, channels)
+    channels = PADDED_CHANNELS if fused and getattr(model, "pads_images", False) else None
+    remark = f" (Triton: {triton_problem})" if on_gpu and triton_problem else ""
+    forward = compiled(model, how)
+    return FastPath(forward, settings.channels_last, fused, how, graphs, remark, channels)
 
 
-def _choose_fused(settings: RunSettings, model: nn.Module, on_gpu: bool) -> bool:
-    parts = fuse_norms(model, False)
-    problem = ""
-    if not on_gpu:
-        problem = "needs a GPU"
-    elif not parts:
-        problem = "this model has no fused form"
+def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool:
+    if not fuse_norms(model, False):
+        problem = problem or "this model has no fused form"
     elif not settings.channels_last:
-        problem = "needs run.channels_last"
-    elif importlib.util.find_spec("triton") is None:
-        problem = "needs the package triton"
+        problem = problem or "needs run.channels_last"
     if settings.fused_norm == "on" and problem:
         raise ConfigError("run.fused_norm", "on", problem, "use 'auto'")
     if settings.fused_norm == "off" or problem or settings.compile not in ("auto", "off"):

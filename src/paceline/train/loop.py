@@ -6,6 +6,7 @@ step's own exchange made equal everywhere, so no rank is ever alone in its branc
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ class TrainingLoop:
             training.group,
         )
         self._named: set[str] = set()
+        self._save_owed = False
 
     def run(self) -> RunResult:
         """Ends with a checkpoint of the last step on disk, whatever the reason to stop."""
@@ -101,7 +103,7 @@ class TrainingLoop:
             if result is not None:
                 return result
             if self._save_is_due(number + 1):
-                self._save(best=False)
+                self._save_if_sound()
         return self._collect(0) or RunResult("finished", None)
 
     def _collect(self, left: int) -> RunResult | None:
@@ -220,7 +222,8 @@ class TrainingLoop:
         progress.evaluated_step = progress.step
         progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
         progress.corrupt_val_samples = found.corrupt_count
-        best = found.top1 > progress.best_top1
+        # Weights that blew up still score by chance, and must not take the best one's place.
+        best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._is_sound
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
         self._name_corrupt(found.corrupt_here, "val")
@@ -239,15 +242,17 @@ class TrainingLoop:
         reached = self._reached()
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
-        if reached or self._save_is_due(progress.step) or (best and t.config.checkpoint.keep_best):
+        if reached or (best and t.config.checkpoint.keep_best):
             self._save(best=best)
+        elif self._save_is_due(progress.step):
+            self._save_if_sound()
         return RunResult("target", None) if reached else None
 
     def _save_is_due(self, step: int) -> bool:
         t = self._t
         if self._saved_step == step:
             return False
-        if step == t.plan.total_steps:
+        if self._save_owed or step == t.plan.total_steps:
             return True
         every_steps, every_epochs = (
             t.config.checkpoint.interval_steps,
@@ -260,6 +265,17 @@ class TrainingLoop:
         before, now = int(t.plan.epoch_at(step - 1)), int(t.plan.epoch_at(step))
         return now // every_epochs > before // every_epochs
 
+    @property
+    def _is_sound(self) -> bool:
+        """False in a row of skipped steps: the weights may be what makes the gradients infinite."""
+        return self._t.progress.skipped_in_a_row == 0
+
+    def _save_if_sound(self) -> None:
+        """Puts a save off until a step succeeds, lest bad checkpoints push the last good one out."""
+        self._save_owed = not self._is_sound
+        if self._is_sound:
+            self._save(best=False)
+
     def _save(self, *, best: bool) -> None:
         """All ranks give their statistics; rank 0 writes. A failure waits for the next exchange."""
         t, progress = self._t, self._t.progress
@@ -269,7 +285,8 @@ class TrainingLoop:
         if checkpoint is None:
             return
         try:
-            path = t.shelf.put(checkpoint, best=best and t.config.checkpoint.keep_best)
+            best = best and t.config.checkpoint.keep_best
+            path = t.shelf.put(checkpoint, best=best, forget=self._is_sound)
         except PacelineError as error:
             t.step.fault = error
             return

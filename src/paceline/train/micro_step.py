@@ -53,6 +53,7 @@ class MicroStep:
     def run(self, images: Tensor, labels: Tensor, *, usual: bool) -> None:
         """`usual`: the size that nearly every micro-batch has, worth recording."""
         if not (self._graphs and usual):
+            self._drop_recording()
             self._compute(
                 images.to(self._policy.device, non_blocking=True),
                 labels.to(self._policy.device, non_blocking=True),
@@ -65,6 +66,14 @@ class MicroStep:
             self._exchange.note_uses(self._recorded.uses)
         else:
             self._recorded.uses = self._exchange.gathered
+
+    def _drop_recording(self) -> None:
+        """A recording holds the memory of a whole micro-batch for good, and a short batch, at the end of
+        a run, needs nearly as much once more."""
+        if self._recorded is not None:
+            torch.cuda.synchronize(self._policy.device)
+            self._recorded = None
+            torch.cuda.empty_cache()
 
     def _compute(self, images: Tensor, labels: Tensor) -> None:
         with self._policy.compute():

@@ -35,12 +35,14 @@ from paceline.train.update import Update, row_values
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """`done` is False when a stop signal cut the step short: nothing of it remains."""
+    """`done` is False when a stop signal cut the step short: nothing of it remains. `bad` names the
+    parameters whose gradients were not finite."""
 
     number: int
     rate: float
     done: bool
     skipped: bool
+    bad: tuple[str, ...]
     stop: signal.Signals | None
     loss: float
     loss_scale: float
@@ -81,7 +83,6 @@ class TrainStep:
     # An error between steps waits here for the next exchange, which tells all ranks.
     fault: PacelineError | None = None
     _under_way: deque[_Launched] = field(default_factory=deque)
-    _collected_at: float = 0.0
     _given_up: bool = False
 
     @property
@@ -121,7 +122,7 @@ class TrainStep:
                 seed_micro_batch(self.seed, step, self.group.rank + turn * self.group.world_size)
                 usual = stop - start == self.plan.micro_batch
                 self.micro.run(batch.images, batch.labels, usual=usual)
-        except (PacelineError, RuntimeError, MemoryError, ValueError) as error:
+        except Exception as error:  # what a user cannot mend is raised again
             fault = step_error(error, step, self.plan.micro_batch)
             if fault is None:
                 raise
@@ -154,23 +155,24 @@ class TrainStep:
         launched = self._under_way.popleft()
         if launched.ready is not None:
             launched.ready.synchronize()
-        row = row_values(launched.row)
+        row, bad = row_values(launched.row)
         if row["fault"]:
             raise self.group.fault()
-        before = max(launched.started, self._collected_at)
-        self._collected_at = time.perf_counter()
+        # From its launch to the next one's, so that steps collected in one go share the time fairly.
+        ended = self._under_way[0].started if self._under_way else time.perf_counter()
         done = not row["halted"]
         return StepOutcome(
             number=launched.number,
             rate=launched.rate,
             done=done,
             skipped=done and bool(row["overflow"]),
+            bad=tuple(self.update.names[index] for index in bad),
             stop=_stop_signal(row),
             loss=row["loss"],
             loss_scale=row["scale"],
             corrupt_count=round(row["corrupt"]),
             corrupt_here=launched.corrupt,
-            step_s=self._collected_at - before,
+            step_s=ended - launched.started,
             data_s=launched.data_s,
         )
 

@@ -21,7 +21,7 @@ def step_error(error: Exception, step: int, micro_batch: int) -> PacelineError |
 def _memory_error(error: Exception, step: int, size: int) -> RunError | None:
     return memory_error(
         error,
-        f"at step {step} with a batch size of {size} a process",
+        f"at step {step + 1} with a batch size of {size} a process",
         f"use a smaller one, such as --batch-size {max(1, size // 2)}; "
         "the global batch and the result stay the same",
     )
@@ -32,7 +32,7 @@ def _single_value_error(error: Exception, step: int) -> RunError | None:
     if "more than 1 value per channel" not in str(error):
         return None
     return RunError(
-        f"a micro-batch of one sample at step {step} leaves batch norm a single value",
+        f"a micro-batch of one sample at step {step + 1} leaves batch norm a single value",
         "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
         "larger --batch-size",
     )
@@ -41,7 +41,7 @@ def _single_value_error(error: Exception, step: int) -> RunError | None:
 def _is_compile_error(error: Exception) -> bool:
     """By name: importing the compiler takes a second, which a run without it need not spend."""
     return any(
-        kind.__module__.startswith(("torch._dynamo", "torch._inductor"))
+        kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
         for kind in type(error).__mro__
     )
 
@@ -51,4 +51,7 @@ def _compile_error(error: Exception) -> RunError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "backend='inductor' raised:" only announces it.
     reason = next((line for line in lines if not line.endswith(":")), type(error).__name__)
+    if type(error).__module__.startswith("triton"):
+        remedy = "use --set run.fused_norm=off --set optim.fused=foreach"
+        return RunError(f"Triton could not build a kernel ({reason[:200]})", remedy)
     return RunError(f"torch.compile failed ({reason[:200]})", "use --compile off")

@@ -13,41 +13,30 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.comm.gradient_exchange import GradientExchange
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, Observer
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.create_loader import create_train_loader
-from paceline.data.normalize import Normalizer
 from paceline.data.source import Source
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
-from paceline.models.roles import parameter_groups
-from paceline.optim.build import create_optimizer
-from paceline.optim.lars import LARS
 from paceline.optim.schedule import LrSchedule
-from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.precision.loss_scale import LossScale
-from paceline.precision.policy import Policy, allow_tf32, choose_policy
-from paceline.train.batch_norm import BatchNormState
 from paceline.train.batch_sizes import BatchSizes, resolve_batch_sizes
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.checkpoint_shelf import CheckpointShelf
-from paceline.train.fast_path import choose_fast_path
 from paceline.train.inputs import RunInputs, agree_on_inputs, read_checkpoint
 from paceline.train.machine import choose_threads
 from paceline.train.memory import memory_error
-from paceline.train.micro_step import MicroStep
 from paceline.train.progress import Progress
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
 from paceline.train.run_state import RunState, changes
 from paceline.train.seeds import seed_initial_weights
 from paceline.train.step import TrainStep
+from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.update import Update
 from paceline.train.weights_file import fingerprint
 
 
@@ -127,26 +116,18 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
-    policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))
-    allow_tf32(config.precision)
     model, notes = group.settled("model", lambda: _create_model(config, source, group))
-    optimizer = create_master_optimizer(config.optim, model, policy, schedule.rate(0))
-    batch_norm = BatchNormState(model)
-    scale = LossScale(policy, config.precision)
-    pinned = FusionPlan.from_table(checkpoint.plan) if checkpoint else None
-    exchange = group.settled(
-        "plan",
-        lambda: GradientExchange(
-            model.named_parameters(), group, pinned, accumulate=sizes.accumulation > 1
-        ),
-    )
-    start = {"fusion plan": exchange.plan.fingerprint, "initial weights": fingerprint(model)}
+    parts = create_parts(
+        config, model, group, rate=schedule.rate(0), accumulate=sizes.accumulation > 1,
+        pinned=FusionPlan.from_table(checkpoint.plan) if checkpoint else None,
+    )  # fmt: skip
+    fusion = parts.exchange.plan
+    start = {"fusion plan": fusion.fingerprint, "initial weights": fingerprint(model)}
     group.settle("start", facts=start, remedy="use the same --pretrained file and versions")
-    fast = group.settled("speed", lambda: choose_fast_path(config.run, model, group.device))
 
     state = RunState(
-        config, plan, exchange.plan, peak, tuple(source.classes), model, optimizer, batch_norm,
-        scale, group, inputs.labels,
+        config, plan, fusion, peak, tuple(source.classes), model, parts.optimizer,
+        parts.batch_norm, parts.scale, group, inputs.labels,
     )  # fmt: skip
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
@@ -159,17 +140,7 @@ def _assemble(
             first_step=progress.step, device=group.device,
         ),
     )  # fmt: skip
-    normalize = Normalizer(
-        config.data.mean, config.data.std, config.data.channels, policy.dtype,
-        channels_out=fast.image_channels,
-    )  # fmt: skip
-    micro = MicroStep(
-        fast.forward, policy, normalize, exchange, scale, config.run.smoothing, graphs=fast.graphs
-    )
-    step = TrainStep(
-        model, micro, Update(model, optimizer, exchange, batch_norm, scale, graphs=fast.graphs),
-        exchange, batch_norm, loader, normalize, policy, plan, group, stop, scale, config.run.seed,
-    )  # fmt: skip
+    step = create_step(config, parts, loader, plan, group, stop)
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
@@ -179,9 +150,7 @@ def _assemble(
         f"{len(inputs.validation):,} validation images, {len(source.classes)} classes",
         "input": loader.describe(),
         "model": _describe_model(config, model),
-        "precision": f"{policy.name}, loss scale {scale.describe()}",
-        "optimizer": f"{config.optim.name}, {optimizer.path}",
-        "speed": fast.describe(),
+        **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
     }
@@ -212,21 +181,6 @@ def _describe_model(config: RunConfig, model: nn.Module) -> str:
     stem = config.model.stem_for(config.data.image_size)
     stemmed = f" with the {stem} stem" if config.model.name.startswith("resnet") else ""
     return f"{config.model.name}{stemmed}, {weights:,} parameters"
-
-
-def create_master_optimizer(
-    settings: OptimSettings, model: nn.Module, policy: Policy, rate: float
-) -> LARS:
-    """Rounds the model's weights to the policy's format; the masters keep them as they were drawn."""
-    groups = parameter_groups(model, settings.weight_decay)
-    if settings.decay_bias_norm:
-        groups = [{**group, "weight_decay": settings.weight_decay} for group in groups]
-    drawn = [p.detach().clone() for group in groups for p in group["params"]]
-    policy.convert(model)
-    optimizer = create_optimizer(settings, groups, rate)
-    for master, weights in zip(optimizer.masters(), drawn, strict=True):
-        master.detach().copy_(weights)
-    return optimizer
 
 
 def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.Module, list[str]]:

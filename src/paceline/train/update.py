@@ -43,7 +43,7 @@ class Update:
         place = {name: i for i, name in enumerate(exchange.names)}
         self._order = torch.tensor([place[name] for name in self.names], device=device)
         self._halted = torch.zeros((), device=device)
-        self.row = torch.zeros(len(SIGNALS) + len(EXTRAS), device=device)
+        self.row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(self.names), device=device)
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(self.names), device=device)
         optimizer.grad_scale = scale.value
@@ -65,7 +65,8 @@ class Update:
         overflow = self.optimizer.overflow
         self._batch_norm.settle(torch.maximum(overflow, self._halted))
         extras = torch.stack([overflow, self._halted, self._scale.value])
-        self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras]))
+        bad = self.optimizer.bad.to(torch.float32)
+        self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras, bad]))
         self._scale.update(overflow, self._halted)
 
 
@@ -75,6 +76,8 @@ def _names(model: nn.Module, optimizer: LARS) -> list[str]:
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def row_values(row: Tensor) -> dict[str, float]:
-    """The row by name, once it lies in host memory."""
-    return dict(zip((*SIGNALS, *EXTRAS), row.tolist(), strict=True))
+def row_values(row: Tensor) -> tuple[dict[str, float], list[int]]:
+    """The row by name, once it lies in host memory, and the indices of gradients that were not finite."""
+    names, values = (*SIGNALS, *EXTRAS), row.tolist()
+    bad = [index for index, flag in enumerate(values[len(names) :]) if flag]
+    return dict(zip(names, values[: len(names)], strict=True)), bad

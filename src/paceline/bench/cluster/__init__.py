@@ -1,0 +1,12 @@
+"""A cluster on one machine: hosts as network namespaces, with links of a chosen rate.
+
+In: a number of hosts, ranks for each, a rate. Out: real processes that meet over a real network stack.
+Nothing here imports torch; only what runs on the cluster does.
+"""
+
+from paceline.bench.cluster.availability import why_unavailable
+from paceline.bench.cluster.emulated import EmulatedCluster
+from paceline.bench.cluster.job import ClusterJob, Ended
+from paceline.bench.cluster.link_probe import LinkSpeed
+
+__all__ = ["ClusterJob", "EmulatedCluster", "Ended", "LinkSpeed", "why_unavailable"]

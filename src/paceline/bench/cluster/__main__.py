@@ -1,0 +1,106 @@
+"""`python -m paceline.bench.cluster --hosts 4 --ranks 4 --rate 200mbit -- COMMAND…`
+
+In: the shape of a cluster and a command. Out: rank 0's output as it comes, and the first exit code that
+is not 0. COMMAND is a script, `-m MODULE` or a program, and runs under torchrun on every host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.bench.cluster.availability import why_unavailable
+from paceline.bench.cluster.emulated import EmulatedCluster
+from paceline.bench.cluster.job import ClusterJob, Ended
+from paceline.core.errors import ConfigError, LaunchError, PacelineError
+
+_POLL_S = 0.05
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        problem = why_unavailable()
+        if problem:
+            raise LaunchError(f"no emulated cluster: {problem}")
+        with EmulatedCluster(options.hosts, _rates(options.rate)) as cluster:
+            job = cluster.torchrun(options.command, _ranks(options.ranks))
+            _stream(job)
+            return _conclude(job.ended())
+    except PacelineError as error:
+        sys.stderr.write(f"paceline: error: {error}\n")
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.bench.cluster",
+        description="Runs COMMAND under torchrun on hosts made of network namespaces.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--ranks", default="1", help="on each host, or one number for each: 2,1")
+    parser.add_argument(
+        "--rate", default="none", help="of each link, or one for each: 200mbit,none"
+    )
+    parser.add_argument(
+        "command", nargs="+", metavar="COMMAND", help="after --, with its arguments"
+    )
+    return parser
+
+
+def _ranks(text: str) -> int | list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError("--ranks", text, "is not a number", "write 4, or 2,1") from None
+    return counts if len(counts) > 1 else counts[0]
+
+
+def _rates(text: str) -> str | list[str | None] | None:
+    rates = [None if part == "none" else part for part in text.split(",")]
+    return rates if len(rates) > 1 else rates[0]
+
+
+def _stream(job: ClusterJob) -> None:
+    """Hands on rank 0's output until all have ended."""
+    shown = {"stdout": 0, "stderr": 0}
+    while True:
+        running = job.running()  # asked first: what came until the end is shown, too
+        for stream, target in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            file = job.file(0, stream)
+            shown[stream] += _copy(file, shown[stream], target.buffer) if file else 0
+        if not running:
+            return
+        time.sleep(_POLL_S)
+
+
+def _copy(file: Path, start: int, target: BinaryIO) -> int:
+    with file.open("rb") as source:
+        source.seek(start)
+        data = source.read()
+    target.write(data)
+    target.flush()
+    return len(data)
+
+
+def _conclude(ended: Ended) -> int:
+    """Says which ranks failed, by the last line of each that is not shown already."""
+    if ended.ok:
+        return 0
+    lines = [
+        f"rank {rank}: {text.strip().splitlines()[-1]}\n"
+        for rank, text in enumerate(ended.err)
+        if rank > 0 and text.strip()
+    ]
+    sys.stderr.writelines(lines)
+    sys.stderr.write(f"paceline: error: the hosts' exit codes are {ended.codes}\n")
+    code = next(code for code in ended.codes if code)
+    return code if code > 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""`EmulatedCluster`: hosts as network namespaces, tied together by a switch.
+
+In: a number of hosts and the rate of their links. Out: processes on these hosts, under torchrun or by
+themselves; links that can be slowed, cut and mended. At the end, however it comes, all is torn down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.bench.cluster import launchers, link_probe
+from paceline.bench.cluster.availability import missing_prerequisite
+from paceline.bench.cluster.host_link import (
+    MAX_HOSTS,
+    HostLink,
+    bits_per_s,
+    host_address,
+    make_switch,
+)
+from paceline.bench.cluster.job import ClusterJob
+from paceline.bench.cluster.launchers import Start, host_environment
+from paceline.bench.cluster.link_probe import LinkSpeed
+from paceline.bench.cluster.live_clusters import live_clusters
+from paceline.bench.cluster.namespace import Namespace, abandoned_namespaces
+from paceline.bench.cluster.owner_tag import new_tag, owner_is_gone
+from paceline.core.errors import ConfigError, LaunchError
+
+Rates = str | Sequence[str | None] | None
+_FIRST_PORT = 29500
+_PROBE_LIMIT_S = 40.0
+
+
+class EmulatedCluster:
+    """A context: the cluster is there inside it, and gone after it.
+
+        with EmulatedCluster(2, rate="200mbit") as cluster:
+            ended = cluster.torchrun(["train.py"], ranks=[2, 1]).wait(timeout_s=60)
+
+    `rate` is one for all hosts or one for each; None leaves a link as fast as the machine is.
+    """
+
+    def __init__(self, hosts: int, rate: Rates = None) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ConfigError("hosts", hosts, f"must be 1 to {MAX_HOSTS}")
+        self._rates = _one_for_each(hosts, rate)
+        self._owner_pid = os.getpid()
+        self._tag = new_tag()
+        self._switch = Namespace(f"{self._tag}-switch")
+        self._hosts = [Namespace(f"{self._tag}-host{number}") for number in range(hosts)]
+        self._links = [HostLink(self._switch, host, n) for n, host in enumerate(self._hosts)]
+        self._folder = Path(tempfile.gettempdir()) / self._tag
+        self._jobs: list[ClusterJob] = []
+        self._numbers = itertools.count()
+
+    @property
+    def hosts(self) -> int:
+        return len(self._hosts)
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Names of the hosts' namespaces, then the switch's, as `ip netns list` shows them."""
+        return [namespace.name for namespace in (*self._hosts, self._switch)]
+
+    def address(self, host: int) -> str:
+        return host_address(host)
+
+    def __enter__(self) -> Self:
+        problem = missing_prerequisite()
+        if problem:
+            raise LaunchError(f"no emulated cluster: {problem}")
+        self.sweep()
+        live_clusters.add(self)
+        try:
+            with live_clusters:
+                self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _build(self) -> None:
+        self._folder.mkdir(mode=0o700)
+        self._switch.add()
+        make_switch(self._switch)
+        for host, link, rate in zip(self._hosts, self._links, self._rates, strict=True):
+            host.add()
+            link.make()
+            if rate is not None:
+                link.shape(rate)
+
+    def close(self) -> None:
+        """Ends every process on the hosts and removes the cluster. A second call does nothing."""
+        if (
+            os.getpid() != self._owner_pid
+        ):  # a fork that leaves the context: the cluster is its parent's
+            return
+        problems = []
+        with live_clusters:
+            for job in self._jobs:
+                job.kill_started()
+            for namespace in (*self._hosts, self._switch):
+                try:
+                    namespace.remove()
+                except LaunchError as error:  # the others must go all the same
+                    problems.append(error)
+            for job in self._jobs:
+                job.reap()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        live_clusters.discard(self)
+        if problems:
+            raise problems[0]
+
+    @staticmethod
+    def sweep() -> list[str]:
+        """Removes what owners left that were killed, with the processes in it; returns its names."""
+        abandoned = abandoned_namespaces()
+        for namespace in abandoned:
+            namespace.remove()
+        for folder in Path(tempfile.gettempdir()).glob("paceline-*"):
+            if owner_is_gone(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+        return [namespace.name for namespace in abandoned]
+
+    def torchrun(
+        self,
+        command: Sequence[str],
+        ranks: int | Sequence[int],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> ClusterJob:
+        """Starts `command` under torchrun, one agent a host.
+
+        `ranks` is the same number on every host, or one for each of the first hosts. A command is a
+        script, `-m MODULE` or a program, each with its arguments.
+        """
+        counts, (port, logs) = self._counts(ranks), self._room()
+        starts = launchers.torchrun(command, counts, port, env or {}, logs)
+        return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
+
+    def ranks(
+        self,
+        command: Sequence[str],
+        ranks: int | Sequence[int],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> ClusterJob:
+        """Starts `command` once for each rank with torchrun's variables set, without its agents.
+
+        Nobody ends the other ranks when one fails.
+        """
+        counts, (port, logs) = self._counts(ranks), self._room()
+        starts = launchers.plain(command, counts, port, env or {}, logs)
+        return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
+
+    def start(
+        self,
+        host: int,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> ClusterJob:
+        """Starts one program on one host; it counts as the job's rank 0."""
+        self._check(host)
+        program, own = launchers.as_program(command), host_environment(env or {})
+        start = Start(host, program, own, self._room()[1], ("{stream}",))
+        return self._keep(ClusterJob([start], self._hosts, cwd or Path.cwd()))
+
+    def set_rate(self, rate: str | None, host: int | None = None) -> None:
+        """Of one host's link, or of all."""
+        for number in range(self.hosts) if host is None else [host]:
+            self._check(number)
+            self._links[number].shape(rate)
+
+    def cut(self, host: int) -> None:
+        """Packets from and to the host are lost from now on, as by a pulled cable."""
+        self._check(host)
+        self._links[host].cut()
+
+    def mend(self, host: int) -> None:
+        self._check(host)
+        self._links[host].mend()
+
+    def measure_link(self, sender: int, receiver: int) -> LinkSpeed:
+        """Bandwidth and round trip of one TCP connection between two hosts; takes about a second."""
+        probe = str(Path(link_probe.__file__))
+        server = self.start(receiver, [sys.executable, probe, "serve"])
+        try:
+            server.wait_until(lambda: server.ended().out[0], _PROBE_LIMIT_S)
+            client = self.start(sender, [sys.executable, probe, "send", self.address(receiver)])
+            ended = client.wait(_PROBE_LIMIT_S)
+        finally:
+            server.kill()
+        if not ended.ok:
+            said = (ended.err[0].strip().splitlines() or ["?"])[-1]
+            raise LaunchError(f"host {sender} cannot measure its link to host {receiver}: {said}")
+        return LinkSpeed(*json.loads(ended.out[0]))
+
+    def _keep(self, job: ClusterJob) -> ClusterJob:
+        self._jobs.append(job)
+        return job
+
+    def _room(self) -> tuple[int, Path]:
+        """A port that no earlier job of this cluster had, and a folder for the output."""
+        number = next(self._numbers)
+        return _FIRST_PORT + number % 1000, self._folder / f"job{number}"
+
+    def _counts(self, ranks: int | Sequence[int]) -> list[int]:
+        counts = [ranks] * self.hosts if isinstance(ranks, int) else list(ranks)
+        if not 1 <= len(counts) <= self.hosts or min(counts) < 1:
+            raise ConfigError(
+                "ranks", ranks, f"does not fit {self.hosts} hosts", "give each host at least one"
+            )
+        return counts
+
+    def _check(self, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ConfigError("host", host, f"the cluster has hosts 0 to {self.hosts - 1}")
+
+
+def _one_for_each(hosts: int, rate: Rates) -> list[str | None]:
+    rates = [rate] * hosts if rate is None or isinstance(rate, str) else list(rate)
+    if len(rates) != hosts:
+        raise ConfigError("rate", rates, f"must be one, or one for each of {hosts} hosts")
+    for value in rates:
+        if value is not None:
+            bits_per_s(value)
+    return rates

@@ -1,0 +1,120 @@
+"""`StepParts`: what a training step is made of, for a model that is there already.
+
+In: the configuration, a model on its device and the group. Out: precision, optimizer on masters,
+exchange, loss scale and fast path, settled among all ranks; and the `TrainStep` itself. Training and
+benchmark build their steps here, so that one measures what the other runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from paceline.comm.gradient_exchange import GradientExchange
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.data.batch_plan import BatchPlan
+from paceline.data.loader_protocol import TrainBatches
+from paceline.data.normalize import Normalizer
+from paceline.models.roles import parameter_groups
+from paceline.optim.build import create_optimizer
+from paceline.optim.lars import LARS
+from paceline.optim.settings import OptimSettings
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.precision.loss_scale import LossScale
+from paceline.precision.policy import Policy, allow_tf32, choose_policy
+from paceline.train.batch_norm import BatchNormState
+from paceline.train.fast_path import FastPath, choose_fast_path
+from paceline.train.micro_step import MicroStep
+from paceline.train.step import TrainStep
+from paceline.train.stop_signals import StopSignals
+from paceline.train.triton_probe import triton_problem
+from paceline.train.update import Update
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Everything but data and plan."""
+
+    model: nn.Module
+    policy: Policy
+    optimizer: LARS
+    batch_norm: BatchNormState
+    scale: LossScale
+    exchange: GradientExchange
+    fast: FastPath
+    normalize: Normalizer
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen, for display and record."""
+        return {
+            "precision": f"{self.policy.name}, loss scale {self.scale.describe()}",
+            "optimizer": f"{type(self.optimizer).__name__.lower()}, {self.optimizer.path}",
+            "speed": self.fast.describe(),
+        }
+
+
+def create_parts(
+    config: RunConfig, model: nn.Module, group: Group, *, rate: float, accumulate: bool,
+    pinned: FusionPlan | None = None,
+) -> StepParts:  # fmt: skip
+    """Rounds the model to its number format and switches its fast forms on."""
+    problem = triton_problem(group.device)
+    facts = {"Triton": problem or "usable"}
+    group.settle("kernels", facts=facts, remedy="use the same image on all nodes")
+    policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))
+    allow_tf32(config.precision)
+    settings = config.optim
+    if problem and settings.fused == "auto":
+        settings = replace(settings, fused="foreach")
+    optimizer = group.settled(
+        "optimizer", lambda: create_master_optimizer(settings, model, policy, rate)
+    )
+    exchange = group.settled(
+        "plan",
+        lambda: GradientExchange(model.named_parameters(), group, pinned, accumulate=accumulate),
+    )
+    batch_norm, scale = BatchNormState(model), LossScale(policy, config.precision)
+    fast = group.settled(
+        "speed", lambda: choose_fast_path(config.run, model, group.device, problem)
+    )
+    normalize = Normalizer(
+        config.data.mean, config.data.std, config.data.channels, policy.dtype,
+        channels_out=fast.image_channels, channels_last=config.run.channels_last,
+        kernel=not problem,
+    )  # fmt: skip
+    return StepParts(model, policy, optimizer, batch_norm, scale, exchange, fast, normalize)
+
+
+def create_step(
+    config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
+    stop: StopSignals,
+) -> TrainStep:  # fmt: skip
+    graphs = parts.fast.graphs
+    micro = MicroStep(
+        parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
+        config.run.smoothing, graphs=graphs,
+    )  # fmt: skip
+    update = Update(
+        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs
+    )
+    return TrainStep(
+        parts.model, micro, update, parts.exchange, parts.batch_norm, loader, parts.normalize,
+        parts.policy, plan, group, stop, parts.scale, config.run.seed,
+    )  # fmt: skip
+
+
+def create_master_optimizer(
+    settings: OptimSettings, model: nn.Module, policy: Policy, rate: float
+) -> LARS:
+    """Rounds the model's weights to the policy's format; the masters keep them as they were drawn."""
+    groups = parameter_groups(model, settings.weight_decay)
+    if settings.decay_bias_norm:
+        groups = [{**group, "weight_decay": settings.weight_decay} for group in groups]
+    drawn = [p.detach().clone() for group in groups for p in group["params"]]
+    policy.convert(model)
+    optimizer = create_optimizer(settings, groups, rate)
+    for master, weights in zip(optimizer.masters(), drawn, strict=True):
+        master.detach().copy_(weights)
+    return optimizer

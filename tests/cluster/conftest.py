@@ -1,0 +1,33 @@
+"""Whether this machine can have a cluster at all, asked once; signals as in a terminal."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.traces import hear_signals_as_usual
+from paceline.bench.cluster import why_unavailable
+
+
+@pytest.fixture(scope="session")
+def _reason() -> str:
+    return why_unavailable()
+
+
+@pytest.fixture
+def _machine(_reason: str) -> None:
+    """Skips the test, with the reason, where namespaces cannot be made."""
+    if _reason:
+        pytest.skip(f"no emulated cluster here: {_reason}")
+
+
+@pytest.fixture
+def _usual_signals() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    hear_signals_as_usual()
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)

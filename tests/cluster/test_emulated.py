@@ -1,0 +1,83 @@
+"""A cluster is there inside its context, apart from everything else, and gone after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.traces import root_interfaces, traces
+from paceline.bench.cluster import EmulatedCluster
+from paceline.bench.cluster.namespace import Namespace
+from paceline.core.errors import ConfigError, LaunchError
+
+
+@pytest.mark.usefixtures("_machine")
+class TestOnThisMachine:
+    def test_namespaces_come_and_go_and_the_root_sees_no_interface(self) -> None:
+        before = root_interfaces()
+        with EmulatedCluster(3, rate="100mbit") as cluster:
+            names = cluster.namespaces
+            assert len(set(names)) == 4
+            assert all(Namespace(name).exists() for name in names)
+            assert root_interfaces() == before
+        assert not traces(names)
+        assert root_interfaces() == before
+
+    def test_two_clusters_at_once_are_apart(self) -> None:
+        with EmulatedCluster(1) as one, EmulatedCluster(1) as other:
+            assert not set(one.namespaces) & set(other.namespaces)
+            assert one.address(0) == other.address(0)
+        assert not traces(one.namespaces + other.namespaces)
+
+    def test_a_host_has_its_address_a_loopback_and_nothing_else(self) -> None:
+        show = ["ip", "-brief", "address"]
+        with EmulatedCluster(2) as cluster:
+            lines = cluster.start(1, show).wait(20).out[0].splitlines()
+        found = {line.split()[0].partition("@")[0]: line.split()[2:] for line in lines}
+        assert found == {"lo": ["127.0.0.1/8", "::1/128"], "eth0": ["10.213.0.2/24"]}
+
+    def test_output_and_exit_codes_of_ranks(self) -> None:
+        say = (
+            'echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE"; echo no >&2; exit $RANK'
+        )
+        with EmulatedCluster(2) as cluster:
+            ended = cluster.ranks(["sh", "-c", say], ranks=[2, 1]).wait(20)
+        assert ended.codes == [0, 1, 2]
+        assert ended.out == ["0 of 3, 0 of 2\n", "1 of 3, 1 of 2\n", "2 of 3, 0 of 1\n"]
+        assert ended.err == ["no\n"] * 3
+        assert not ended.ok
+
+    def test_a_job_that_takes_too_long_is_killed_and_the_hosts_named(self) -> None:
+        with EmulatedCluster(2) as cluster:
+            job = cluster.ranks(["sh", "-c", "echo here; test $RANK = 0 || sleep 600"], ranks=1)
+            with pytest.raises(
+                LaunchError, match=r"still running on hosts \[1\] after 1 s"
+            ) as told:
+                job.wait(1)
+            assert not job.running()
+            assert "here" in told.value.__notes__[0]
+            assert not Namespace(cluster.namespaces[1]).processes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"hosts": 0}, "hosts = 0: must be 1 to 250"),
+        ({"hosts": 2, "rate": "fast"}, "rate = 'fast': is not a rate of a link"),
+        ({"hosts": 2, "rate": "200"}, "write 200mbit or 1gbit"),
+        ({"hosts": 2, "rate": ["1gbit"]}, "must be one, or one for each of 2 hosts"),
+    ],
+)
+def test_what_cannot_be(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EmulatedCluster(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [0, [1, 0], [1, 1, 1], []])
+def test_ranks_that_do_not_fit(ranks: int | list[int]) -> None:
+    with pytest.raises(ConfigError, match="does not fit 2 hosts"):
+        EmulatedCluster(2).torchrun(["true"], ranks=ranks)
+
+
+def test_hosts_that_are_not_there() -> None:
+    with pytest.raises(ConfigError, match="host = 2: the cluster has hosts 0 to 1"):
+        EmulatedCluster(2).cut(2)

@@ -1,0 +1,143 @@
+"""Training steps of a tiny net, wired as `training.py` wires them, for the tests of one step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.gradient_exchange import GradientExchange
+from paceline.comm.group import Group
+from paceline.comm.settings import CommSettings
+from paceline.core.topology import Topology
+from paceline.data.batch_plan import BatchPlan
+from paceline.data.loader import TrainLoader
+from paceline.data.normalize import Normalizer
+from paceline.data.settings import DataSettings
+from paceline.data.source import open_source
+from paceline.optim.settings import OptimSettings
+from paceline.precision.loss_scale import LossScale
+from paceline.precision.policy import choose_policy
+from paceline.precision.settings import PrecisionSettings
+from paceline.train.batch_norm import BatchNormState
+from paceline.train.full_weights import master_weights
+from paceline.train.micro_step import MicroStep
+from paceline.train.step import TrainStep
+from paceline.train.step_parts import create_master_optimizer
+from paceline.train.stop_signals import StopSignals
+from paceline.train.update import Update
+
+CPU = torch.device("cpu")
+DATA = DataSettings(
+    source="synthetic", synthetic_samples=29, synthetic_classes=4, image_size=12, channels=1,
+    mean=(0.5,), std=(0.25,), eval_resize=0, augment="none", workers=0,
+)  # fmt: skip
+OPTIM = OptimSettings(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.0, warmup_epochs=0.0)
+PRECISION = PrecisionSettings()
+
+
+class Net(nn.Module):
+    """Without batch norm, which contract 1 leaves apart; with dropout where asked for."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
+        self.drop = nn.Dropout(dropout)
+        self.fc = nn.Linear(400, 4)
+        self.poison = 0.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        out = self.fc(self.drop(self.norm(self.conv(images)).relu().flatten(1)))
+        return out * (1 + self.poison)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a step is made: settings that differ from the plain fp32 ones."""
+
+    micro: int = 12
+    batch: int = 12
+    epochs: int = 1
+    dtype: str = "fp32"
+    optim: OptimSettings = OPTIM
+    precision: PrecisionSettings = PRECISION
+    graphs: bool = False
+
+
+def make_step(
+    group: Group, micro: int = 12, model: nn.Module | None = None, *, made: Made | None = None,
+    **net: Any,
+) -> TrainStep:  # fmt: skip
+    """A step over 29 samples in batches of 12: 12, 12, and a short one of 5."""
+    made = made or Made(micro)
+    torch.manual_seed(3)
+    model = (model or Net(**net)).to(group.device)
+    plan = BatchPlan(29, made.epochs, made.batch, made.micro, group.world_size)
+    loader = TrainLoader(open_source(DATA, "train"), plan, DATA, seed=5, rank=group.rank)
+    precision = replace(made.precision, amp_dtype=made.dtype)
+    policy = choose_policy(precision, group.device)
+    optimizer = create_master_optimizer(made.optim, model, policy, 0.1)
+    norms, scale = BatchNormState(model), LossScale(policy, precision)
+    exchange = GradientExchange(model.named_parameters(), group, accumulate=plan.accumulation > 1)
+    normalize = Normalizer(DATA.mean, DATA.std, 1, policy.dtype)
+    micro_step = MicroStep(model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs)
+    update = Update(model, optimizer, exchange, norms, scale, graphs=made.graphs)
+    return TrainStep(
+        model, micro_step, update, exchange, norms, loader, normalize, policy, plan, group,
+        StopSignals(), scale, 5,
+    )  # fmt: skip
+
+
+def alone(device: torch.device = CPU) -> Group:
+    return Group(Topology(), CommSettings(), device)
+
+
+@contextmanager
+def joined() -> Iterator[Group]:
+    """The group of the ranks that `run_ranks` started."""
+    group = Group(Topology.from_env(os.environ), CommSettings(), CPU)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def weights(step: TrainStep) -> Tensor:
+    """All masters."""
+    masters = master_weights(step.model, step.update.optimizer)
+    return torch.cat([value.flatten() for value in masters.values()]).clone()
+
+
+def snapshot(step: TrainStep) -> dict[str, Tensor]:
+    """All that a step may change: weights as computed with, masters, momenta, statistics."""
+    found = {f"model {name}": value for name, value in step.model.state_dict().items()}
+    found["masters"] = weights(step)
+    for number, state in enumerate(step.update.optimizer.state.values()):
+        found |= {f"{key} {number}": value for key, value in state.items()}
+    found["tracked"] = step.batch_norm.tracked
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    """Bit by bit, NaN included."""
+    return before.keys() == after.keys() and all(
+        before[name].dtype == after[name].dtype
+        and torch.equal(before[name].contiguous().view(-1).view(torch.uint8),
+                        after[name].contiguous().view(-1).view(torch.uint8))
+        for name in before
+    )  # fmt: skip
+
+
+def train(
+    group: Group, micro: int = 12, made: Made | None = None, **net: Any
+) -> tuple[Tensor, list[float]]:
+    """All steps of the plan; masters and losses."""
+    step = make_step(group, micro, made=made, **net)
+    losses = [step.run(number, 0.1).loss for number in range(step.plan.total_steps)]
+    return weights(step), losses

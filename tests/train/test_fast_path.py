@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config import RunSettings
+from paceline.core.errors import ConfigError, RunError
+from paceline.models.resnet import RESNET_LAYOUTS, ResNet
+from paceline.models.small_resnet import SmallResNet
+from paceline.train.fast_path import FastPath, choose_fast_path
+from small_runs import run_small
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+Compiled = list[tuple[nn.Module, bool]]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """What was handed to the compiler, which is not called: `test_compile.py` does that."""
+    seen: Compiled = []
+
+    def note(model: nn.Module, *, dynamic: bool) -> nn.Module:
+        seen.append((model, dynamic))
+        return model
+
+    monkeypatch.setattr(torch, "compile", note)
+    monkeypatch.setattr(nn.Module, "compile", note)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    return seen
+
+
+def choose(
+    device: torch.device, model: nn.Module | None = None, problem: str = "", **settings: object
+) -> FastPath:
+    """As where kernels run on GPUs, unless there is a `problem`; choosing runs none."""
+    chosen = RunSettings(**settings)  # type: ignore[arg-type]
+    problem = problem or ("" if device == GPU else "needs a GPU")
+    return choose_fast_path(chosen, model or SmallResNet(), device, problem)
+
+
+def plain() -> nn.Module:
+    """Without residual blocks."""
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+
+
+def parts(model: nn.Module) -> set[bool]:
+    return {part.fused for part in model.modules() if hasattr(part, "fused")}
+
+
+def test_a_cpu_gets_none_of_it() -> None:
+    model = SmallResNet()
+    path = choose(CPU, model)
+    assert path.describe() == "NHWC, fused norms off, compile off, CUDA graphs off"
+    assert path.forward is model
+    assert choose(CPU, channels_last=False).describe().startswith("NCHW, ")
+
+
+def test_a_gpu_gets_fused_norms_and_graphs() -> None:
+    model = SmallResNet()
+    path = choose(GPU, model)
+    assert path.describe() == "NHWC, fused norms on, compile off, CUDA graphs on"
+    assert parts(model) == {True}
+    assert torch.backends.cudnn.benchmark
+    assert not choose(GPU, cuda_graphs="off").graphs
+
+
+def test_a_gpu_compiles_what_has_no_fused_form() -> None:
+    path = choose(GPU, plain())
+    assert (path.compile, path.fused_norm) == ("model", False)
+    model = SmallResNet()
+    path = choose(GPU, model, fused_norm="off")
+    assert (path.compile, path.fused_norm) == ("model", False)
+    assert parts(model) == {False}
+    assert choose(GPU, compile="off", fused_norm="off").compile == "off"
+
+
+def test_what_is_compiled_is_not_fused() -> None:
+    model = SmallResNet()
+    path = choose(GPU, model, compile="blocks")
+    assert (path.compile, path.fused_norm) == ("blocks", False)
+    assert parts(model) == {False}
+
+
+def test_switches_that_cannot_be_obeyed_are_refused() -> None:
+    def refused(*given: object, **settings: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            choose(*given, **settings)  # type: ignore[arg-type]
+        assert caught.value.exit_code == 2
+        return str(caught.value)
+
+    fused = "run.fused_norm = 'on': {}; use 'auto'"
+    assert refused(CPU, fused_norm="on") == fused.format("needs a GPU")
+    assert refused(GPU, plain(), fused_norm="on") == fused.format("this model has no fused form")
+    assert refused(GPU, fused_norm="on", channels_last=False) == fused.format(
+        "needs run.channels_last"
+    )
+    broken = "no kernel can be built: no C compiler"
+    assert refused(GPU, None, broken, fused_norm="on") == fused.format(broken)
+    without = choose(GPU, None, broken)  # auto goes on without, and says so
+    assert (without.fused_norm, without.compile) == (False, "model")
+    assert without.describe().endswith(f"CUDA graphs on (Triton: {broken})")
+    assert refused(CPU, cuda_graphs="on") == (
+        "run.cuda_graphs = 'on': needs a GPU, not cpu; use 'auto'"
+    )
+    assert refused(CPU, plain(), compile="blocks") == (
+        "run.compile = 'blocks': this model has no residual blocks; use 'model' or 'off'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"compile": "block"}, "run.compile = 'block': unknown; did you mean 'blocks'?"),
+        ({"fused_norm": "yes"}, "run.fused_norm = 'yes': unknown; known: auto, off, on"),
+        ({"cuda_graphs": "onn"}, "run.cuda_graphs = 'onn': unknown; did you mean 'on'?"),
+        (
+            {"compile": "model", "fused_norm": "on"},
+            "run.fused_norm = 'on': cannot be compiled by run.compile = 'model'; choose one of the two",
+        ),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunSettings(**settings)  # type: ignore[arg-type]
+    assert str(caught.value) == words
+
+
+def test_only_a_fused_stem_of_three_channels_takes_padded_images() -> None:
+    def made(channels: int) -> nn.Module:
+        return ResNet(*RESNET_LAYOUTS["resnet18"], in_channels=channels, stem="small")
+
+    with torch.device("meta"):
+        assert choose(GPU, made(3)).image_channels == 4
+        assert choose(GPU, made(1)).image_channels is None
+        assert choose(GPU, made(3), fused_norm="off").image_channels is None
+        assert choose(CPU, made(3)).image_channels is None
+
+
+def test_every_block_is_compiled_for_itself(compiled: Compiled) -> None:
+    model = SmallResNet()
+    assert choose(CPU, model, compile="blocks").forward is model
+    blocks = [model.layer1[0], model.layer2[0], model.layer3[0], model.layer3[1]]
+    assert compiled == [(block, False) for block in blocks]
+
+
+def test_the_model_is_compiled_as_a_whole(compiled: Compiled) -> None:
+    model = SmallResNet()
+    choose(CPU, model, compile="model")
+    assert compiled == [(model, False)]
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def compiler(model: nn.Module, dynamic: bool) -> Callable[..., torch.Tensor]:
+        def forward(images: torch.Tensor) -> torch.Tensor:
+            raise BackendCompilerFailed(lambda: None, ValueError("no C++ compiler\nin sight"), None)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    with pytest.raises(RunError) as caught:
+        run_small(tmp_path / "a", run__compile="model")
+    assert str(caught.value) == (
+        "torch.compile failed (ValueError: no C++ compiler); use --compile off"
+    )

@@ -1,0 +1,142 @@
+"""The step on a GPU: recorded and replayed, without waiting, one step behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from full_products import full_products
+from paceline.core.events import StepEvent
+from paceline.precision.settings import PrecisionSettings
+from paceline.train.run import run_training
+from paceline.train.step import TrainStep
+from small_runs import Silent, small_config
+from train.steps import Made, alone, make_step, same, snapshot, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 10
+TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 4e-2}
+
+
+@pytest.fixture(autouse=True)
+def _full_products() -> Iterator[None]:
+    with full_products():
+        yield
+
+
+def made_step(dtype: str, graphs: bool, micro: int = 12, **net: Any) -> TrainStep:
+    scale = PrecisionSettings(loss_scale_init=1024.0)
+    made = Made(micro, epochs=8, dtype=dtype, precision=scale, graphs=graphs)
+    return make_step(alone(torch.device("cuda")), made=made, **net)
+
+
+def trained(step: TrainStep) -> tuple[Tensor, list[float]]:
+    losses = [step.run(number, 0.05).loss for number in range(STEPS)]
+    return weights(step), losses
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("micro", [12, 4])
+def test_recorded_steps_equal_plain_ones(dtype: str, micro: int) -> None:
+    begin = weights(made_step(dtype, False))
+    plain, losses = trained(made_step(dtype, False, micro))
+    recorded, recorded_losses = trained(made_step(dtype, True, micro))
+    away = float((recorded - plain).norm() / (plain - begin).norm())
+    assert away < TOLERANCE[dtype]
+    assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_gpu_follows_the_cpu(dtype: str) -> None:
+    begin = weights(made_step("fp32", False)).cpu()
+    ours, losses = trained(made_step(dtype, True))
+    theirs, cpu_losses = trained(make_step(alone(), made=Made(epochs=8)))
+    assert float((ours.cpu() - theirs).norm() / (theirs - begin).norm()) < 10 * TOLERANCE[dtype]
+    assert losses == pytest.approx(cpu_losses, rel=TOLERANCE[dtype])
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("micro", [12, 4])
+def test_a_launch_waits_for_nothing(graphs: bool, micro: int) -> None:
+    step = made_step("fp16", graphs, micro, norm=True)
+    for number in range(5):
+        step.run(number, 0.05)
+    with no_waiting():
+        step.launch(5, 0.05)
+        step.launch(6, 0.04)  # another rate is sent without waiting, too
+    outcomes = [step.collect(), step.collect()]
+    assert [(o.number, o.rate, o.done, o.skipped) for o in outcomes] == [
+        (5, 0.05, True, False), (6, 0.04, True, False)
+    ]  # fmt: skip
+    assert step.lag == 1
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_an_overflow_skips_the_step_and_halves_the_scale(graphs: bool) -> None:
+    step = made_step("fp16", graphs, norm=True)
+    for number in range(5):
+        assert not step.run(number, 0.05).skipped
+    before = snapshot(step)
+    step.scale.value.fill_(2.0**30)
+    assert step.run(5, 0.05).skipped
+    assert same(before, snapshot(step))
+    assert float(step.scale.value) == 2.0**24  # half of it, and no more than the ceiling
+    step.scale.value.fill_(1024.0)
+    assert not step.run(6, 0.05).skipped
+    assert not same(before, snapshot(step))
+
+
+def test_dropout_differs_between_replays_and_comes_back_with_its_seed() -> None:
+    def losses(graphs: bool) -> list[float]:
+        step = made_step("fp32", graphs, dropout=0.5)
+        batch = next(step.loader)
+        found = []
+        for seed in (0, 0, 0, 0, 1, 2, 1, 2):  # the first calls run plainly, then one records
+            step.exchange.begin()
+            step.micro.begin(12)
+            torch.manual_seed(seed)
+            step.micro.run(batch.images, batch.labels, usual=True)
+            found.append(float(step.micro.loss))
+        return found
+
+    *first, one, two, one_again, two_again = losses(True)
+    assert (one, two) == (one_again, two_again)
+    assert one != two
+    assert len(set(first)) == 1, "plain calls and replays draw the same numbers"
+    assert losses(False) == pytest.approx(losses(True), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_run_on_the_fast_path_learns(tmp_path: Path, dtype: str) -> None:
+    display = Silent()
+    config = small_config(
+        tmp_path / "a", run__device="cuda", run__epochs=24, precision__amp_dtype=dtype,
+        optim__warmup_epochs=1.0,
+    )  # fmt: skip
+    outcome = run_training(config, lambda: display)
+    assert outcome.summary["chosen"]["speed"] == (
+        "NHWC, fused norms on, compile off, CUDA graphs on"
+    )
+    losses = [event.loss for event in display.events if isinstance(event, StepEvent)]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert outcome.summary["skipped_steps"] <= 3
