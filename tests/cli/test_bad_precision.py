@@ -95,7 +95,7 @@ def test_a_divergence_ends_with_one_line_and_the_last_good_checkpoint(tmp_path: 
     done = run(arguments, tmp_path, partial(faults.poison, 6))
     assert done.code == 1
     assert done.error_line() == (
-        "diverged at step 7: the loss was not finite in 3 steps in a row; first in the gradient of "
+        "diverged at step 6: the loss was not finite in 3 steps in a row; first in the gradient of "
         "fc.bias (38 of 38 tensors); lower --lr (now 0.05 at its peak) or lengthen --warmup-epochs; "
         "the last good checkpoint is kept"
     )

@@ -47,3 +47,18 @@ def test_a_tensor_planned_twice_is_refused() -> None:
 def test_a_table_of_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a fusion plan"):
         FusionPlan.from_table({"buffer": [{"tensors": ["a"]}]})
+
+
+def test_a_pool_is_closed_once_it_holds_the_threshold() -> None:
+    sizes = [("d", 4), ("c", 6), ("b", 30), ("a", 1)]
+
+    def pools(threshold: int) -> list[tuple[str, ...]]:
+        return [buffer.tensors for buffer in FusionPlan.by_threshold(sizes, threshold).buffers]
+
+    assert pools(1) == [("d",), ("c",), ("b",), ("a",)]
+    assert pools(10) == [("d", "c"), ("b",), ("a",)]
+    assert pools(11) == [("d", "c", "b"), ("a",)]
+    assert pools(1000) == [("d", "c", "b", "a")]
+    plan = FusionPlan.by_threshold(sizes, 10, "ring", "float16")
+    assert {(b.algorithm, b.wire) for b in plan.buffers} == {("ring", "float16")}
+    plan.check(["a", "b", "c", "d"])

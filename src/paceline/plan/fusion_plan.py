@@ -35,6 +35,25 @@ class FusionPlan:
         """Everything in one buffer, by the backend's own all-reduce."""
         return cls((FusionBuffer(tuple(tensors)),))
 
+    @classmethod
+    def by_threshold(
+        cls,
+        tensors: Sequence[tuple[str, int]],
+        threshold: int,
+        algorithm: str = "native",
+        wire: str = "float32",
+    ) -> FusionPlan:
+        """Pools (name, bytes) in the order given; a pool is closed once it holds `threshold` bytes."""
+        pools: list[list[str]] = [[]]
+        filled = 0
+        for name, size in tensors:
+            if pools[-1] and filled >= threshold:
+                pools.append([])
+                filled = 0
+            pools[-1].append(name)
+            filled += size
+        return cls(tuple(FusionBuffer(tuple(pool), algorithm, wire) for pool in pools))
+
     @property
     def tensors(self) -> tuple[str, ...]:
         """All tensors, in sending order."""

@@ -46,6 +46,10 @@ def serve() -> None:
         )  # the stream finds its pace, and the bucket's first burst is spent
         samples = [_receive(link, _SAMPLE_S) for _ in range(_SAMPLES)]
         link.sendall(json.dumps(samples).encode())
+        # Closed with bytes unread, the connection would be reset, and the answer lost with it.
+        link.shutdown(socket.SHUT_WR)
+        while link.recv(1 << 18):
+            pass
 
 
 def _receive(link: socket.socket, sample_s: float) -> float:
