@@ -4,17 +4,22 @@ In: the model's parameters, with the gradients that a backward pass left in `.gr
 into one contiguous buffer for each number format, in backward order; several micro-steps add up in
 fp32 and are rounded once. Out: after `reduce`, the sum over all ranks, `.grad` being views of it, and the
 sums of a few signals that rode along: stopping, failing and counting cost no message of their own.
+
+With a carrier that overlaps, and once `arm`ed for the last micro-step, each buffer of the plan is sent as
+soon as backward has filled it, strictly in the plan's order; `reduce` sends the rest and waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.carrier import Carrier, DirectCarrier, Wait
 from paceline.comm.group import Group
+from paceline.comm.messages import plan_messages
 from paceline.core.errors import RunError
 from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan.fusion_plan import FusionPlan
@@ -45,9 +50,10 @@ class GradientExchange:
         plan: FusionPlan | None = None,
         *,
         accumulate: bool = False,
+        carrier: Carrier | None = None,
     ) -> None:
         """`accumulate`: a step may gather more than once."""
-        self._group = group
+        self._carrier: Carrier = carrier or DirectCarrier(group)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
         # Backward reaches the last layer first; for a chain this is the order of readiness.
         self.plan = plan or FusionPlan.single(tuple(reversed(self._trained)))
@@ -73,6 +79,14 @@ class GradientExchange:
         self._own = torch.zeros(tail, device=group.device)
         self._sent: tuple[float, ...] = (0.0,) * tail
         self._used: set[str] = set()
+        self._messages = plan_messages(self.plan, self.layouts, tail)
+        self._waits: list[Wait] = []
+        self._next = 0
+        self._armed = False
+        if self._carrier.overlaps and len(self._messages) > 1:
+            self._missing = [set(buffer.tensors) for buffer in self.plan.buffers]
+            for name, parameter in self._trained.items():
+                parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -87,30 +101,70 @@ class GradientExchange:
     def begin(self) -> None:
         """Before the first micro-step."""
         self._used.clear()
-        self.release()
+        self._next = 0
+        self.release(self._trained)
         for total in self._sums.values():
             total.zero_()
 
-    def release(self) -> None:
+    def arm(self) -> None:
+        """Before the last backward pass of a step: from now on full buffers may leave."""
+        if self._carrier.overlaps and len(self._messages) > 1:
+            self._armed = True
+            self._missing = [set(buffer.tensors) for buffer in self.plan.buffers]
+
+    def release(self, names: Iterable[str]) -> None:
         """Takes `.grad` away, so that backward hands its own tensors over without adding."""
-        for parameter in self._trained.values():
-            parameter.grad = None
+        for name in names:
+            self._trained[name].grad = None
 
     def gather(self) -> None:
-        """Moves the gradients of one backward pass into the buffers, in one kernel or two."""
+        """Moves the gradients that have not left yet into the buffers, in one kernel or two."""
+        self._armed = False
+        left = {name for buffer in self.plan.buffers[self._next :] for name in buffer.tensors}
+        self._gather(left)
+
+    def _gather(self, names: set[str]) -> None:
         for dtype, layout in self.layouts.items():
-            found = [slot.name for slot in layout if self._trained[slot.name].grad is not None]
+            slots = [slot for slot in layout if slot.name in names]
+            found = [s.name for s in slots if self._trained[s.name].grad is not None]
             if not found:
                 continue
-            buffer = self.buffers[dtype][: layout.length]
-            if self._sums and len(found) < len(layout):
-                buffer.zero_()  # what this pass did not reach must not be added once more
+            first, last = slots[0].offset, slots[-1].stop
+            piece = self.buffers[dtype][first:last]
+            if self._sums and len(found) < len(slots):
+                piece.zero_()  # what this pass did not reach must not be added once more
             grads = [_dense(name, self._trained[name].grad) for name in found]
             torch._foreach_copy_([self._views[name] for name in found], grads)
             if self._sums:
-                self._sums[dtype].add_(buffer)
+                self._sums[dtype][first:last].add_(piece)
             self._used.update(found)
-        self.release()
+        self.release(names)
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            if not self._armed:
+                return
+            for missing in self._missing:
+                missing.discard(name)
+            while self._next < len(self._messages) - 1 and not self._missing[self._next]:
+                self._gather(set(self.plan.buffers[self._next].tensors))
+                self._send()
+
+        return arrived
+
+    def _send(self) -> None:
+        """The next buffer of the plan, complete as it is on this rank."""
+        for name in self.plan.buffers[self._next].tensors:
+            if name not in self._used:
+                self._views[name].zero_()
+        for message in self._messages[self._next]:
+            piece = self.buffers[message.dtype][message.start : message.stop]
+            total = self._sums.get(message.dtype)
+            if total is not None:
+                stop = min(message.stop, total.numel())
+                piece[: stop - message.start].copy_(total[message.start : stop])
+            self._waits.append(self._carrier.send(piece, message.algorithm, message.wire))
+        self._next += 1
 
     def note_uses(self, names: Iterable[str]) -> None:
         """Tells which tensors a replayed graph has gathered, since no Python ran."""
@@ -122,11 +176,7 @@ class GradientExchange:
 
     def reduce(self, loss: Tensor, signals: Signals) -> None:
         """Sums gradients and signals over all ranks; nothing waits for the device."""
-        for dtype, total in self._sums.items():
-            self.buffers[dtype][: total.numel()].copy_(total)
-        for name in self.names:
-            if name not in self._used:
-                self._views[name].zero_()
+        self._armed = False
         own = (
             *(getattr(signals, name) for name in SIGNALS),
             *(float(name in self._used) for name in self.names),
@@ -138,8 +188,10 @@ class GradientExchange:
             self._sent = own
         self.tail.copy_(self._own)
         self.tail[0].copy_(loss)
-        for buffer in self.buffers.values():
-            self._group.all_reduce_sum(buffer)
+        while self._next < len(self._messages):
+            self._send()
+        while self._waits:
+            self._waits.pop(0)()
         for name, view in self._views.items():
             self._trained[name].grad = view
 

@@ -1,0 +1,129 @@
+"""`ProcessGroups`: the torch.distributed groups that the communication thread has for itself.
+
+In: this rank's `Topology`, perhaps k, and a timeout; the default group must exist, or the process be
+alone. Out: the agreed `GroupLayout`, a group of all ranks for messages, and, where the backend's own
+collectives run in parts of the cluster (NCCL), groups for this rank's row, its columns and the masters.
+All ranks create them at once, in one order, or all raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from paceline.comm.group_layout import GroupLayout, Place
+from paceline.core.errors import CommError
+from paceline.core.topology import Topology
+
+
+class ProcessGroups:
+    """Groups apart from the default one, so that what the main thread sends cannot get between."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        k: int | None = None,
+        *,
+        timeout_s: float = 600.0,
+        subgroups: bool | None = None,
+    ) -> None:
+        """`subgroups`: None makes them where the backend is NCCL. Over Gloo the explicit algorithms
+        need the group of all ranks only, and each further group is a mesh of sockets."""
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self.timeout_s = timeout_s
+        self.world: ProcessGroup | None = None
+        self.row: ProcessGroup | None = None
+        self.masters: ProcessGroup | None = None
+        self.columns: dict[int, ProcessGroup] = {}
+        self._made: list[ProcessGroup] = []
+        if not dist.is_initialized():
+            if topology.world_size > 1:
+                raise CommError(
+                    f"{topology.world_size} ranks, but torch.distributed is not initialised",
+                    "call torch.distributed.init_process_group first",
+                )
+            self.backend = "none"
+            self.layout = GroupLayout(((0,),))
+            return
+        self.backend = str(dist.get_backend())
+        self.layout = _agree(topology, k, timeout_s)
+        self.world = self._make(self.layout.order)
+        if self.backend == "nccl" if subgroups is None else subgroups:
+            self._make_parts()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether rows, columns and masters have groups of their own."""
+        return self.row is not None
+
+    def _make_parts(self) -> None:
+        # Every rank goes through all of them, members or not: torch counts groups to name them.
+        for row in self.layout.groups:
+            self.row = self._make(row) or self.row
+        for number, column in enumerate(self.layout.columns):
+            made = self._make(column)
+            if made is not None:
+                self.columns[number] = made
+        self.masters = self._make(self.layout.masters)
+
+    def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """The group, or None on ranks that are not in it."""
+        timeout = timedelta(seconds=self.timeout_s)
+        group = dist.new_group(list(ranks), timeout=timeout, backend=self.backend)
+        if not isinstance(group, ProcessGroup) or self.rank not in ranks:
+            return None
+        self._made.append(group)
+        return group
+
+    def check_same(self, facts: Mapping[str, object]) -> None:
+        """Fails, on every rank alike, unless all ranks have the same facts. All ranks call this."""
+        if self.world is not None:
+            said: list[dict[str, object]] = [{}] * self.world_size
+            dist.all_gather_object(said, dict(facts), group=self.world)
+            _compare(said)
+
+    def close(self) -> None:
+        """Leaves the groups; the default one stays."""
+        while self._made:
+            group = self._made.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self.world = self.row = self.masters = None
+        self.columns = {}
+
+
+def _agree(topology: Topology, k: int | None, timeout_s: float) -> GroupLayout:
+    """The layout, from what all ranks say; every rank reads the same words, so all fail alike."""
+    place = Place(
+        topology.rank,
+        topology.world_size,
+        topology.node_rank,
+        topology.local_rank,
+        topology.local_world_size,
+    )
+    facts = {"comm.group_size": k, "comm.timeout_s": timeout_s}
+    said: list[tuple[Place, dict[str, object]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (place, facts))
+    words = [word for word in said if word is not None]
+    _compare([theirs for _, theirs in words])
+    for rank, (found, _) in enumerate(words):
+        if found.rank != rank:
+            raise CommError(
+                f"rank {rank} of torch.distributed is rank {found.rank} in its topology",
+                "check the launcher's environment variables",
+            )
+    return GroupLayout.from_places([found for found, _ in words], k)
+
+
+def _compare(said: Sequence[Mapping[str, object]]) -> None:
+    for rank, theirs in enumerate(said):
+        for name, first in said[0].items():
+            if theirs.get(name) != first:
+                raise CommError(
+                    f"ranks differ in {name}: {first} on rank 0, {theirs.get(name)} on rank {rank}",
+                    "start every rank with the same settings",
+                )

@@ -1,0 +1,126 @@
+"""`SizeTable`: which algorithm carries a buffer of which size.
+
+In: rows of (largest size in bytes, algorithm), from a measurement or by hand. Out: the algorithm for a
+size. It can be read and written as TOML, so that what was chosen can be seen, kept and changed. The
+paper's switch at a threshold η is the table of two rows. Without torch.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from paceline.comm.algorithms.names import check_name
+from paceline.core.errors import ConfigError
+
+_FIELD = "comm.sizes"
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """Buffers of up to `up_to_bytes` go by `algorithm`; None is the last row, without a limit."""
+
+    algorithm: str
+    up_to_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class SizeTable:
+    """Rows in ascending order; the last has no limit."""
+
+    rows: tuple[SizeRow, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ConfigError(_FIELD, None, "has no row", 'add one: algorithm = "native"')
+        last = -1
+        for number, row in enumerate(self.rows):
+            check_name(row.algorithm, f"{_FIELD}[{number}].algorithm")
+            name, limit = f"{_FIELD}[{number}].up_to_bytes", row.up_to_bytes
+            if (limit is None) != (number == len(self.rows) - 1):
+                raise ConfigError(
+                    name,
+                    limit,
+                    "every row but the last has a limit",
+                    "leave it out in the last row",
+                )
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit <= last:
+                raise ConfigError(
+                    name, limit, f"must be a whole number above {last}", "sort the rows by size"
+                )
+            last = limit
+
+    @classmethod
+    def single(cls, algorithm: str) -> SizeTable:
+        """One algorithm for all sizes."""
+        return cls((SizeRow(algorithm),))
+
+    @classmethod
+    def two_way(cls, eta_bytes: int) -> SizeTable:
+        """The paper's: hierarchical below η, ring from η on."""
+        if eta_bytes <= 0:
+            return cls.single("ring")
+        return cls((SizeRow("hierarchical", eta_bytes - 1), SizeRow("ring")))
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Those in use, each once, in order of size."""
+        return tuple(dict.fromkeys(row.algorithm for row in self.rows))
+
+    def choose(self, size_bytes: int) -> str:
+        """The algorithm for a buffer of this size."""
+        for row in self.rows:
+            if row.up_to_bytes is None or size_bytes <= row.up_to_bytes:
+                return row.algorithm
+        raise AssertionError("the last row has no limit")
+
+    def to_table(self) -> dict[str, Any]:
+        """Plain lists and numbers, for TOML, JSON and the checkpoint."""
+        return {
+            "sizes": [
+                {"algorithm": row.algorithm}
+                if row.up_to_bytes is None
+                else {"up_to_bytes": row.up_to_bytes, "algorithm": row.algorithm}
+                for row in self.rows
+            ]
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> SizeTable:
+        """The inverse of `to_table`; unknown keys fail."""
+        rows = table.get("sizes")
+        if not isinstance(rows, Sequence) or isinstance(rows, str) or len(table) != 1:
+            raise ConfigError(
+                _FIELD, None, "not a size table", "write [[sizes]] rows: up_to_bytes, algorithm"
+            )
+        made = []
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping) or not {"algorithm"} <= set(row) <= {
+                "algorithm",
+                "up_to_bytes",
+            }:
+                raise ConfigError(
+                    f"{_FIELD}[{number}]", row, "not a row", "it has algorithm and up_to_bytes"
+                )
+            made.append(SizeRow(row["algorithm"], row.get("up_to_bytes")))
+        return cls(tuple(made))
+
+    @classmethod
+    def read(cls, path: Path) -> SizeTable:
+        try:
+            table = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(
+                _FIELD, str(path), f"cannot be read ({error})", "make it anew"
+            ) from error
+        return cls.from_table(table)
+
+    def write(self, path: Path) -> None:
+        path.write_text(tomli_w.dumps(self.to_table()))
