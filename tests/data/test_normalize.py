@@ -85,3 +85,17 @@ def test_a_cuda_graph_holds_it() -> None:
     images.copy_(torch.randint(0, 256, images.shape, dtype=torch.uint8))
     graph.replay()
     assert torch.equal(got, normalize(images, "cuda"))
+
+
+def test_empty_channels_and_either_memory_order() -> None:
+    images = torch.randint(0, 256, (2, 5, 6, 3), dtype=torch.uint8)
+    plain = Normalizer((0.5,), (0.25,), 3)(images, "cpu")
+    padded = Normalizer((0.5,), (0.25,), 3, channels_out=4)(images, "cpu")
+    assert torch.equal(padded[:, :3], plain)
+    assert not padded[:, 3].any()
+    assert padded.is_contiguous(memory_format=torch.channels_last)
+    planar = Normalizer((0.5,), (0.25,), 3, channels_last=False)(images, "cpu")
+    assert torch.equal(planar, plain)
+    assert planar.is_contiguous()
+    with pytest.raises(ValueError, match="channels_out = 2 for 3 channels"):
+        Normalizer((0.5,), (0.25,), 3, channels_out=2)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from models.norm_reference import Wanted, as_map, assert_near, norm_for, ours, random_map
-from paceline.models import fused_pool, norm_launch
+from paceline.data.normalize_kernel import normalized
+from paceline.models import fused_pool, norm_launch, pool_kernels
 from paceline.models.fused_norm import can_fuse, norm_act, norm_act_twice
 from paceline.models.fused_pool import norm_act_pool
 
@@ -171,3 +172,39 @@ def test_frozen_parameters_and_inputs_get_no_gradient() -> None:
 def test_what_the_kernels_take(change, fusible: bool) -> None:  # type: ignore[no-untyped-def]
     norm, x = norm_for(3), as_map(torch.zeros(2, 3, 4, 4))
     assert can_fuse(change(norm, x), norm) is fusible
+
+
+def test_the_gradient_of_a_gradient_is_refused() -> None:
+    """Ours are not differentiable; without a word a penalty on gradients would count for nothing."""
+    for made in (norm_act, lambda x, norm: norm_act_pool(x, norm)[0]):
+        x = random_map((2, 3, 5, 5), FULL).requires_grad_()
+        (gradient,) = torch.autograd.grad(made(x, norm_for(3)).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+
+
+def test_the_pool_keeps_a_nan_that_a_later_neighbour_follows() -> None:
+    """The scale is finite here, unlike where the statistics met the NaN as well."""
+    maps = as_map(torch.ones(1, 1, 3, 3))
+    maps[0, 0, 0, 0] = torch.nan
+    saved = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
+    y, winner = torch.empty(1, 1, 1, 1), torch.empty(1, 1, 1, 1, dtype=torch.uint8)
+    pool_kernels.pool_kernel[(1, 1)](
+        maps, y, winner, saved, 1, 3, 3, 1, 1, 1, PAD=0, BLOCK_M=1, BLOCK_C=1
+    )
+    assert y.isnan().all()
+    assert torch.nn.functional.max_pool2d(maps, 3).isnan().all()
+
+
+@pytest.mark.parametrize(("channels", "extra"), [(3, 1), (1, 0), (1, 1), (3, 0)])
+@pytest.mark.parametrize("dtype", [FULL, HALF])
+def test_normalisation_is_torchs_own(channels: int, extra: int, dtype: torch.dtype) -> None:
+    images = torch.randint(0, 256, (3, 7, 5, channels), dtype=torch.uint8)
+    scale, shift = torch.rand(1, channels, 1, 1), torch.rand(1, channels, 1, 1) - 0.5
+    ours = normalized(images, scale, shift, dtype, extra)
+    wanted = images.permute(0, 3, 1, 2).float() * scale + shift
+    assert ours.dtype == dtype
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(ours[:, :channels].float(), wanted, rtol=2e-3, atol=1e-3)
+    assert not ours[:, channels:].any()
+    assert ours.shape[1] == channels + extra

@@ -128,3 +128,14 @@ def test_gradients_reach_every_parameter_that_zero_gamma_leaves_open():
     model = build("resnet18", stem="small", num_classes=4, zero_init_gamma=False)
     model(torch.randn(2, 3, 16, 16)).logsumexp(1).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+
+
+def test_images_of_other_channels_are_refused_and_hooks_of_the_first_layer_fire() -> None:
+    model = ResNet(*RESNET_LAYOUTS["resnet18"], num_classes=3, stem="small")
+    seen: list[int] = []
+    model.conv1.register_forward_hook(lambda *call: seen.append(1))
+    model(torch.zeros(2, 3, 8, 8))
+    assert seen == [1]
+    for channels in (1, 4, 7):
+        with pytest.raises(RuntimeError, match="channels"):
+            model(torch.zeros(2, channels, 8, 8))

@@ -182,3 +182,16 @@ def test_prepare_creates_the_state_before_any_gradient() -> None:
         ["master", "momentum_buffer"],
     ]
     assert not any(optimizer.state[p]["momentum_buffer"].any() for p in ps)
+
+
+def test_a_state_without_masters_leaves_those_there_are_alone() -> None:
+    """An fp32 run has none to give; taken from the half weights they would be rounded: 1.0001 → 1.0."""
+    half = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = LARS([half], 0.1)
+    master = optimizer.masters()[0]
+    master.fill_(1.0001)
+    full = LARS([torch.nn.Parameter(torch.ones(3))], 0.1)
+    full.masters()
+    optimizer.load_state_dict(full.state_dict())
+    assert optimizer.masters()[0].data_ptr() == master.data_ptr()
+    assert torch.equal(optimizer.masters()[0], torch.full((3,), 1.0001))

@@ -1,11 +1,12 @@
 """The communication module: process groups, agreement, algorithms, and the exchange of gradients.
 
-torch.distributed (NCCL, Gloo) is the engine; nothing here opens a socket of its own. `HybridAllReduce`
-and `SizeTable` also serve plain DDP.
+torch.distributed (NCCL, Gloo) is the engine; nothing here opens a socket of its own. The public names,
+which also serve plain DDP, load on first use: importing this room does not import torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,15 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["HybridAllReduce", "SizeTable"]
 
+_HOME = {"HybridAllReduce": "hybrid", "SizeTable": "size_table"}
+
 
 def __getattr__(name: str) -> Any:
-    """Loaded at first use: settings of this room must start without torch."""
-    if name == "HybridAllReduce":
-        from paceline.comm.hybrid import HybridAllReduce
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
-        return HybridAllReduce
-    if name == "SizeTable":
-        from paceline.comm.size_table import SizeTable
 
-        return SizeTable
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
