@@ -58,6 +58,23 @@ def test_shifts_and_flips_pixel_by_pixel(
     assert (got == 0).any() == (augment == "pad_crop")
 
 
+@pytest.mark.parametrize("augment", ["none", "pad_crop", "random_resized_crop"])
+@pytest.mark.parametrize("cutout", [2, 3, 7])
+def test_holes_pixel_by_pixel(small_settings: Make, augment: str, cutout: int) -> None:
+    """Everywhere, whole or cut off by an edge; the other choices stay as they were."""
+    chosen = small_settings(augment=augment, flip=True, cutout=cutout)
+    got, want = both_ways(held_noise(8, 1), chosen)
+    assert np.array_equal(got, want)
+    whole, _ = both_ways(held_noise(8, 1), small_settings(augment=augment, flip=True))
+    blank = ((got == 0) & (whole > 0))[..., 0]
+    assert (got[~blank] == whole[~blank]).all()
+    assert blank.sum(axis=(1, 2)).max() <= cutout**2
+    if augment == "none":
+        assert blank.any(axis=0).all()
+        assert blank.sum(axis=(1, 2)).max() == cutout**2
+        assert blank.sum(axis=(1, 2)).min() >= (cutout // 2) ** 2
+
+
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_boxes_pixel_by_pixel(small_settings: Make, interpolation: str) -> None:
     chosen = small_settings(augment="random_resized_crop", flip=True, interpolation=interpolation)

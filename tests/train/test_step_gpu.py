@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from full_products import full_products
+from no_waiting import no_waiting
 from paceline.core.events import StepEvent
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.run import run_training
@@ -63,16 +63,6 @@ def test_a_gpu_follows_the_cpu(dtype: str) -> None:
     theirs, cpu_losses = trained(make_step(alone(), made=Made(epochs=8)))
     assert float((ours.cpu() - theirs).norm() / (theirs - begin).norm()) < 10 * TOLERANCE[dtype]
     assert losses == pytest.approx(cpu_losses, rel=TOLERANCE[dtype])
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("graphs", [True, False])

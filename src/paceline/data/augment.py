@@ -40,7 +40,7 @@ class Transform(Protocol):
 
 
 class TrainTransform:
-    """Random resized crop, or padding and a random crop, or neither; then a random flip."""
+    """Random resized crop, or padding and a random crop, or neither; a random flip; a random hole."""
 
     def __init__(self, settings: DataSettings) -> None:
         self._settings = settings
@@ -49,6 +49,12 @@ class TrainTransform:
         self.draws = draws(settings)
 
     def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
+        self._crop(image, row, out)
+        if side := self._settings.cutout:
+            top, left = (int(number * self._size) - side // 2 for number in row[-2:])
+            out[max(top, 0) : top + side, max(left, 0) : left + side] = 0
+
+    def _crop(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
         flip = self._settings.flip and row[FLIP] < 0.5
         if self._settings.augment == "random_resized_crop":
             box = random_box(
@@ -88,8 +94,9 @@ class EvalTransform(FitTransform):
 
 
 def draws(settings: DataSettings) -> int:
-    """Uniform numbers that the augmentation of a training sample takes."""
-    return FIRST_TRY + (2 * TRIES if settings.augment == "random_resized_crop" else 0)
+    """Uniform numbers that the augmentation of a training sample takes; the hole's come last."""
+    tries = 2 * TRIES if settings.augment == "random_resized_crop" else 0
+    return FIRST_TRY + tries + (2 if settings.cutout else 0)
 
 
 def random_box(

@@ -1,8 +1,8 @@
 """`AugmentNumbers`: a batch's augmentation as whole numbers, drawn on the host.
 
 In: rows of uniform numbers, the very ones that `TrainTransform` takes. Out: what it would do with each
-image, as a few whole numbers: flip and shift, or flip and box. They travel to the device, the pixels
-stay there.
+image, as a few whole numbers: flip and shift, or flip and box, and the corner of the hole. They travel
+to the device, the pixels stay there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Float64 = npt.NDArray[np.float64]
 
 class AugmentNumbers:
     """`draws` uniform numbers a sample become `count` whole ones: flip, down, right, or flip, left,
-    top, right, bottom."""
+    top, right, bottom; then, with `cutout`, top and left of the hole."""
 
     def __init__(self, settings: DataSettings, height: int, width: int) -> None:
         """`height` and `width` are those of the stored images."""
@@ -29,15 +29,17 @@ class AugmentNumbers:
         self._sides = height, width
         self._boxes = settings.augment == "random_resized_crop"
         self.draws = draws(settings)
-        self.count = 5 if self._boxes else 3
+        self.count = (5 if self._boxes else 3) + (2 if settings.cutout else 0)
 
     def fill(self, rows: Float64, out: Int64) -> None:
         """`out` is `count` × samples."""
         settings = self._settings
         out[0] = (rows[:, FLIP] < 0.5) & settings.flip
+        if side := settings.cutout:
+            out[-2:] = (rows[:, -2:].T * settings.image_size).astype(np.int64) - side // 2
         if self._boxes:
             height, width = self._sides
-            out[1:] = random_boxes(width, height, rows, settings.crop_scale, settings.crop_ratio)
+            out[1:5] = random_boxes(width, height, rows, settings.crop_scale, settings.crop_ratio)
             return
         padding = settings.crop_padding if settings.augment == "pad_crop" else 0
         for row, column in ((1, TOP), (2, LEFT)):

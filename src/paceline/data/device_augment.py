@@ -25,6 +25,7 @@ class DeviceAugment:
         self._held = held
         self._size = settings.image_size
         self._interpolation = settings.interpolation
+        self._cutout = settings.cutout
         boxes = settings.augment == "random_resized_crop"
         self._apply = self._resized if boxes else self._shifted
         height, width, channels = held.shape
@@ -44,22 +45,33 @@ class DeviceAugment:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _resized(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        flip, *box = numbers
+        flip, *box = numbers[:5]
         images = self._held.images.index_select(0, indices)
-        return resample(images, box, flip, self._size, self._interpolation)
+        found: torch.Tensor = resample(images, box, flip, self._size, self._interpolation)
+        return found.masked_fill_(self._hole(numbers)[..., None], 0) if self._cutout else found
 
     def _shifted(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """One gather of whole pixels: each comes from the number of its line plus its column."""
         size = self._size
-        flip, down, right = numbers[:, :, None]
+        flip, down, right = numbers[:3, :, None]
         line = self._sides - down
         column = torch.where(flip > 0, size - 1 - self._sides, self._sides) - right
         start = (indices[:, None] * size + line) * size
         start, column = self._inside(line, start), self._inside(column, column)
-        # What lies outside on either side ends at the black pixel after the last.
-        source = (start[:, :, None] + column[:, None, :]).clamp_max_(len(self._held.pixels) - 1)
+        source = start[:, :, None] + column[:, None, :]
+        if self._cutout:
+            source.masked_fill_(self._hole(numbers), _OUTSIDE)
+        # What lies outside on either side, or in the hole, ends at the black pixel after the last.
+        source.clamp_max_(len(self._held.pixels) - 1)
         found = self._held.pixels.index_select(0, source.view(-1))
         return found.view(len(indices), size, size, -1)
+
+    def _hole(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Samples × height × width: where the hole is."""
+        away = self._sides - numbers[-2:, :, None]
+        rows, columns = ((away >= 0) & (away < self._cutout)).unbind()
+        hole: torch.Tensor = rows[:, :, None] & columns[:, None, :]
+        return hole
 
     def _inside(self, place: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         return torch.where((place >= 0) & (place < self._size), number, _OUTSIDE)

@@ -20,7 +20,8 @@ class DataSettings:
 
     `source` is embedded, shards, folder, cifar10, synthetic, or auto, which finds out what `dir` holds.
     `augment` is random_resized_crop, pad_crop or none; `interpolation` is nearest, bilinear, bicubic or
-    lanczos. `mean` and `std` are on the scale 0 to 1, one value
+    lanczos. `cutout` blanks a square of that many pixels a side at a random place of each training
+    image, 0 none (DeVries and Taylor 2017). `mean` and `std` are on the scale 0 to 1, one value
     for all channels or one for each. `eval_resize` is the short side before the centre
     crop of validation images; 0 scales them straight to `image_size`. `workers` are threads; 0 does
     the work in the caller. `resident` on decodes each split once, onto the training device, and
@@ -36,6 +37,7 @@ class DataSettings:
     crop_padding: int = 4
     crop_scale: tuple[float, float] = (0.08, 1.0)
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    cutout: int = 0
     eval_resize: int = 256
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
@@ -57,7 +59,7 @@ class DataSettings:
         self._check_choice("resident", RESIDENCE)
         for name in ("image_size", "prefetch_batches", "synthetic_samples", "synthetic_classes"):
             self._check_at_least(name, 1)
-        for name in ("crop_padding", "eval_resize", "workers", "resident_max_mib"):
+        for name in ("crop_padding", "cutout", "eval_resize", "workers", "resident_max_mib"):
             self._check_at_least(name, 0)
         if self.channels not in (1, 3):
             raise _error("channels", self.channels, "must be 1 or 3", "1 is greyscale, 3 is RGB")
@@ -111,6 +113,13 @@ class DataSettings:
                 self.crop_padding,
                 f"must be below data.image_size = {self.image_size}",
                 "an eighth of the image is usual",
+            )
+        if self.cutout >= self.image_size:
+            raise _error(
+                "cutout",
+                self.cutout,
+                f"must be below data.image_size = {self.image_size}",
+                "a quarter to a half of the image is usual",
             )
         # 256 is right for 224; left as it is beside a small image_size, the centre crop would show
         # the model a few pixels of the middle, and the accuracy would silently be nothing.

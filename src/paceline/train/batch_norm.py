@@ -31,11 +31,10 @@ class BatchNormState:
         ]
         self.names = [name for name, _ in layers]
         self.widths = [layer.num_features for _, layer in layers]
-        like = layers[0][1].running_mean if layers else torch.zeros(0)
-        assert like is not None
-        width = sum(self.widths)
-        self.flat = torch.zeros(2, width, device=like.device)
-        self.tracked = torch.zeros(len(layers), dtype=torch.int64, device=like.device)
+        # Also where there is no such layer: a step joins these with flags on the model's device.
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.flat = torch.zeros(2, sum(self.widths), device=device)
+        self.tracked = torch.zeros(len(layers), dtype=torch.int64, device=device)
         start = 0
         for number, (_, layer) in enumerate(layers):
             stop = start + layer.num_features
