@@ -109,8 +109,68 @@ def out_of_memory(nth: int, *, training: bool = True) -> None:
     SmallResNet.forward = forward  # type: ignore[method-assign]
 
 
-def poison(nth: int, layer: str = "fc") -> None:
-    """From the model's nth training pass on, what `layer` gives is not a number."""
+def at_message(nth: int, action: Action) -> None:
+    """Before the nth message that the communication thread carries, counted from 1."""
+    from paceline.comm.hybrid import HybridAllReduce
+
+    real, calls = HybridAllReduce.carry, [0]
+
+    def carry(self: HybridAllReduce, *given: Any) -> None:
+        calls[0] += 1
+        if calls[0] == nth:
+            action()
+        real(self, *given)
+
+    HybridAllReduce.carry = carry  # type: ignore[method-assign]
+
+
+def freeze(name: str) -> None:
+    """The parameter of this name is not trained here."""
+    import paceline.train.training as module
+
+    real = module.create_model
+
+    def create_model(*given: Any, **named: Any) -> Any:
+        model = real(*given, **named)
+        model.get_parameter(name).requires_grad_(False)
+        return model
+
+    module.create_model = create_model
+
+
+def other_plan(threshold: int) -> None:
+    """This rank closes its buffers at another size."""
+    from paceline.plan.fusion_plan import FusionPlan
+
+    real = FusionPlan.by_threshold
+    FusionPlan.by_threshold = lambda sizes, _, **named: real(sizes, threshold, **named)  # type: ignore[method-assign, assignment, misc]
+
+
+def other_version(package: str, version: str) -> None:
+    import paceline.train.inputs as module
+
+    real = module.versions
+    module.versions = lambda: real() | {package: version}
+
+
+def no_memory_for_gradients() -> None:
+    """The exchange asks for more than any machine has; what it raises is torch's own."""
+    import torch
+
+    import paceline.comm.gradient_exchange as module
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def zeros(self, *given: Any, **named: Any) -> torch.Tensor:
+            return torch.zeros(1 << 58, **named)
+
+    module.torch = Torch()  # type: ignore[assignment]
+
+
+def poison(nth: int, layer: str = "fc", passes: float = float("inf")) -> None:
+    """From the model's nth training pass on, so many times, what `layer` gives is not a number."""
     import torch
 
     from paceline.models.small_resnet import SmallResNet
@@ -119,7 +179,7 @@ def poison(nth: int, layer: str = "fc") -> None:
 
     def forward(self: SmallResNet, images: torch.Tensor) -> torch.Tensor:
         calls[0] += self.training
-        if calls[0] < nth or not self.training:
+        if not nth <= calls[0] < nth + passes or not self.training:
             return real(self, images)
         hook = self.get_submodule(layer).register_forward_hook(lambda *given: given[2] * torch.nan)
         with hook:

@@ -44,6 +44,9 @@ class RunSettings:
     for the models that have them. `compile` is torch.compile: off, blocks (each residual block), model
     (all of it), or auto: model on a GPU where fused_norm has nothing to offer. `cuda_graphs` (auto, on,
     off) records micro-step and update and replays them: auto on a GPU.
+
+    `trace` writes `trace.json` into the run's folder, for Perfetto: what each rank computed and exchanged
+    when, in the steps from the first to the second of `trace_steps`.
     """
 
     name: str = "run"
@@ -66,6 +69,8 @@ class RunSettings:
     target_top1: float | None = None
     max_skipped_steps: int = 50
     tensorboard: bool = False
+    trace: bool = False
+    trace_steps: tuple[int, int] = (10, 30)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
@@ -85,6 +90,12 @@ class RunSettings:
             raise ConfigError(
                 "run.target_top1", self.target_top1, "must be a percentage in (0, 100]"
             )
+        first, last = self.trace_steps
+        if not 1 <= first <= last < first + 1000:
+            raise ConfigError(
+                "run.trace_steps", list(self.trace_steps), "must be first and last of at most 1000 steps",
+                "try [10, 30]",
+            )  # fmt: skip
         for name, known in (
             ("device", DEVICES),
             ("fused_norm", SWITCHES),

@@ -24,7 +24,7 @@ def test_rank_0_is_shown_and_a_failure_is_the_exit_code() -> None:
     done = call("--hosts", "1", "--ranks", "2", "--rate", "100mbit", "--", "sh", "-c", say)
     assert done.returncode == 1
     assert done.stdout == "rank 0 of 2\n"
-    assert done.stderr == "rank 1: bad\npaceline: error: the hosts' exit codes are [1]\n"
+    assert done.stderr == "rank 1: bad\npaceline: error: the exit codes are [1]\n"
 
 
 @pytest.mark.usefixtures("_machine")

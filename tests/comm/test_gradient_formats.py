@@ -149,7 +149,7 @@ def test_a_replayed_graph_tells_what_it_gathered() -> None:
     model = mixed()
     exchange = GradientExchange(model.named_parameters(), alone())
     exchange.begin()
-    exchange.note_uses(["1.weight", "1.bias"])
+    exchange.note_replay(["1.weight", "1.bias"], sent=0)
     assert exchange.gathered == {"1.weight", "1.bias"}
     agreed(exchange)
     assert uses(exchange) == {"0.weight": 0.0, "0.bias": 0.0, "1.weight": 1.0, "1.bias": 1.0}

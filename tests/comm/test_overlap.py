@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from comm.exchanges import CPU, agreed, alone, joined
-from paceline.comm.carrier import DirectCarrier, Wait
+from paceline.comm.carrier import DirectCarrier, Piece, Tell, Wait
 from paceline.comm.gradient_exchange import GradientExchange
 from paceline.comm.group import Group
 from paceline.plan import FusionBuffer, FusionPlan
@@ -17,21 +19,27 @@ from ranks import run_ranks
 class Late:
     """A carrier that overlaps: it notes what it is given and sums only when waited for."""
 
+    name = "late"
     overlaps = True
+    recordable = False
 
     def __init__(self, group: Group, log: list[str]) -> None:
         self._direct = DirectCarrier(group)
         self.log = log
 
-    def send(self, message: Tensor, algorithm: str, wire: str) -> Wait:
-        before = message.clone()
-        self.log.append(f"send {algorithm} {message.numel()}")
+    def send(self, pieces: Sequence[Piece], begun: Tell, ended: Tell) -> Wait:
+        before = [piece.tensor.clone() for piece in pieces]
+        self.log += [f"send {piece.algorithm} {piece.tensor.numel()}" for piece in pieces]
 
         def wait() -> None:
-            assert torch.equal(message, before), "a message on its way was written to"
-            self._direct.send(message, algorithm, wire)()
+            for piece, there in zip(pieces, before, strict=True):
+                assert torch.equal(piece.tensor, there), "a message on its way was written to"
+            self._direct.send(pieces, begun, ended)()
 
         return wait
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Net(nn.Module):
@@ -161,3 +169,29 @@ def test_formats_of_one_buffer_travel_as_one_piece_each() -> None:
     assert log == ["send late 32", "send late 32", f"send early {96 + tail}", "send early 32"]
     assert all(bool((p.grad == 2).all()) for p in net.parameters() if p.grad is not None)
     assert exchange.buffers["float16"].device == CPU
+
+
+def test_a_replayed_recording_has_sent_what_it_sent_when_it_was_made() -> None:
+    log: list[str] = []
+    net = Net(log)
+    exchange = GradientExchange(
+        net.named_parameters(), alone(), plan(POOLS), carrier=Late(alone(), log)
+    )
+    exchange.begin()
+    exchange.arm()
+    net(torch.ones(5, 3)).sum().backward()
+    exchange.gather()
+    exchange.join()  # as a recording must before it ends
+    assert [line for line in log if "send" in line] == ["send way0 160", "send way1 96"]
+    uses, sent = exchange.gathered, exchange.sent
+    assert sent == 2
+    agreed(exchange)
+    before = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    log.clear()
+    exchange.begin()
+    exchange.note_replay(uses, sent)  # the buffers still hold what a replay would put there
+    agreed(exchange)
+    assert [line.split()[1] for line in log] == ["way2"]
+    after = [p.grad for p in net.parameters() if p.grad is not None]
+    for ours, theirs in zip(after, before, strict=True):
+        assert torch.equal(ours, theirs)

@@ -25,6 +25,8 @@ from paceline.precision.loss_scale import LossScale
 from paceline.precision.policy import choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.dry_backward import DryBackward
+from paceline.train.exchange_parts import plan_exchange
 from paceline.train.full_weights import master_weights
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
@@ -68,6 +70,8 @@ class Made:
     optim: OptimSettings = OPTIM
     precision: PrecisionSettings = PRECISION
     graphs: bool = False
+    # None: one flat all-reduce after backward.
+    comm: CommSettings | None = None
 
 
 def make_step(
@@ -84,8 +88,14 @@ def make_step(
     policy = choose_policy(precision, group.device)
     optimizer = create_master_optimizer(made.optim, model, policy, 0.1)
     norms, scale = BatchNormState(model), LossScale(policy, precision)
-    exchange = GradientExchange(model.named_parameters(), group, accumulate=plan.accumulation > 1)
     normalize = Normalizer(DATA.mean, DATA.std, 1, policy.dtype)
+    accumulate = plan.accumulation > 1
+    if made.comm is None:
+        exchange = GradientExchange(model.named_parameters(), group, accumulate=accumulate)
+    else:
+        dry = DryBackward(model, policy, normalize, norms, (made.micro, 12, 12, 1))
+        planned = plan_exchange(made.comm, model, group, dry)
+        exchange = planned.create(group, accumulate=accumulate, graphs=made.graphs)
     micro_step = MicroStep(model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs)
     update = Update(model, optimizer, exchange, norms, scale, graphs=made.graphs)
     return TrainStep(

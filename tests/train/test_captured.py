@@ -26,7 +26,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     modes: list[str] = []
 
     @contextmanager
-    def record(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+    def record(graph: Graph, pool: object, capture_error_mode: str) -> Iterator[None]:
         modes.append(capture_error_mode)
         yield
 

@@ -9,7 +9,9 @@ import torch
 
 from paceline.bench.our_step import build
 from paceline.bench.step_row import StepRow
-from train.steps import alone, make_step
+from paceline.comm.hybrid_carrier import HybridCarrier
+from paceline.comm.settings import CommSettings
+from train.steps import Made, alone, make_step
 
 
 def test_steps_collected_in_one_go_share_the_time_by_their_launches() -> None:
@@ -49,3 +51,42 @@ def test_maps_lie_as_the_switch_says(nhwc: bool) -> None:
     step.run(0, 0.1)
     assert orders == [nhwc]
     assert ("NHWC" if nhwc else "NCHW") in words
+
+
+class Recorded:
+    """Notes whether a recording was asked for with its collectives; computes nothing."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def run(self, *batch: object, armed: bool) -> None:
+        self.log.append("armed recording" if armed else "recording")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "recordable", "expected"),
+    [
+        ("auto", True, ["recording", "recording", "armed recording"]),
+        ("auto", False, ["recording", "recording", "recording"]),
+        ("on", False, ["recording", "recording", "armed, not recorded"]),
+    ],
+)
+def test_the_last_micro_step_is_recorded_where_its_carrier_can_be(
+    monkeypatch: pytest.MonkeyPatch, overlap: str, recordable: bool, expected: list[str]
+) -> None:
+    monkeypatch.setattr(HybridCarrier, "recordable", recordable)
+    comm = CommSettings(algorithm="ring", fusion_mib=0.0, overlap=overlap)
+    step = make_step(alone(), made=Made(4, graphs=True, comm=comm))
+    log: list[str] = []
+    step.micro._recorded = Recorded(log)  # type: ignore[assignment]
+    arm = step.exchange.arm
+
+    def note() -> None:
+        log.append("armed, not recorded")
+        arm()
+
+    monkeypatch.setattr(step.exchange, "arm", note)
+    step.launch(0, 0.1)
+    assert log == expected
+    step.collect()
+    step.exchange.carrier.close()

@@ -95,8 +95,8 @@ def _signalled(rank: int, when: str) -> tuple[bool, str, bool]:
         elif rank == 1 and when == "between micro-batches":
             compute = step.micro.run
 
-            def last(*batch: Tensor, usual: bool) -> None:
-                compute(*batch, usual=usual)
+            def last(*batch: Tensor, usual: bool, last: bool) -> None:
+                compute(*batch, usual=usual, last=last)
                 step.stop.received = signal.SIGTERM
 
             step.micro.run = last  # type: ignore[assignment, method-assign]

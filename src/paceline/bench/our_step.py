@@ -83,7 +83,10 @@ def build(row: StepRow, group: Group) -> tuple[TrainStep, str]:
     model = create_model(config.model, num_classes=row.classes, image_size=row.image_size)
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    parts = create_parts(config, model.to(group.device), group, rate=0.1, accumulate=False)
+    parts = create_parts(
+        config, model.to(group.device), group, rate=0.1, micro_batch=row.batch_size,
+        accumulate=False,
+    )  # fmt: skip
     steps = row.steps + 2 * row.warm_up + 8
     plan = BatchPlan(row.batch_size, steps, row.batch_size, row.batch_size, 1)
     loader = SyntheticBatches(row, group.device)

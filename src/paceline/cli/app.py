@@ -12,8 +12,19 @@ import traceback
 
 import typer
 
-from paceline.cli import bench, compare, doctor, evaluate, export, report, train
-from paceline.cli.failure import Failure, is_child_of_launcher
+from paceline.cli import (
+    bench,
+    compare,
+    doctor,
+    evaluate,
+    export,
+    plan,
+    profile,
+    report,
+    train,
+    tune,
+)
+from paceline.cli.failure import Failure
 from paceline.core.errors import PacelineError
 from paceline.version import __version__
 
@@ -31,6 +42,9 @@ app.command("export")(export.export_weights)
 app.command("report")(report.report_run)
 app.command("compare")(compare.compare_runs)
 app.command("doctor")(doctor.doctor)
+app.command("tune")(tune.tune)
+app.command("plan")(plan.plan)
+app.command("profile")(profile.profile)
 app.add_typer(bench.bench, name="bench")
 
 
@@ -75,8 +89,5 @@ def _run() -> int:
 
 
 def _fail(failure: Failure) -> int:
-    """Shows the failure, or leaves it to our own launcher, which shows only the root cause."""
-    failure.record()
-    if not is_child_of_launcher():
-        failure.show()
+    failure.tell()
     return failure.exit_code

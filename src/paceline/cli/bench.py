@@ -13,9 +13,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli import bench_ranks
 from paceline.core.errors import ConfigError
 
 bench = typer.Typer(help="Measure against peers.", no_args_is_help=True)
+bench.command("allreduce")(bench_ranks.allreduce)
+bench.command("exchange")(bench_ranks.exchange)
 
 
 @bench.command("step")
@@ -45,7 +48,7 @@ def step(
             raise ConfigError(flag, count, "must be at least 1")
     common = {
         "model": model, "batch_size": batch_size, "image_size": image_size, "classes": classes,
-        "device": _device(device), "steps": steps, "warm_up": warm_up,
+        "device": chosen_device(device), "steps": steps, "warm_up": warm_up,
     }  # fmt: skip
     console = Console(stderr=as_json)
     table = Table("row", "images/s", "ms a step", "p10–p90", "start s", "GiB", "what")
@@ -97,7 +100,7 @@ def optimizer(
     check_model_name(model)
     if repeats < 1:
         raise ConfigError("--repeats", repeats, "must be at least 1")
-    place = torch.device(_device(device))
+    place = torch.device(chosen_device(device))
     found = measure_all(model, place, amp_dtype=amp_dtype, repeats=repeats, warm_up=5)
     if as_json:
         sys.stdout.write(json.dumps({**found, **_environment(device)}, indent=1) + "\n")
@@ -115,7 +118,7 @@ def optimizer(
     return 0
 
 
-def _device(name: str) -> str:
+def chosen_device(name: str) -> str:
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
@@ -130,4 +133,4 @@ def _environment(device: str) -> dict[str, Any]:
 
     from paceline.train.machine import hardware, versions
 
-    return {"versions": versions(), "hardware": hardware(torch.device(_device(device)))}
+    return {"versions": versions(), "hardware": hardware(torch.device(chosen_device(device)))}

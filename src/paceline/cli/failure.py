@@ -44,6 +44,12 @@ class Failure:
         sys.stderr.write(f"paceline: error: {self.line}\n")
         sys.stderr.flush()
 
+    def tell(self) -> None:
+        """Shows it, or leaves that to our own launcher, which shows only the root cause."""
+        self.record()
+        if not is_child_of_launcher():
+            self.show()
+
     def record(self) -> None:
         """Writes the error file that torch's agent names, if it names one."""
         target = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from paceline.cli.failure import Failure
 from paceline.cli.launch_signals import follow_launcher
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
@@ -48,6 +49,7 @@ def train(
     amp_dtype: str | None = typer.Option(None, help="fp16, bf16, fp32 or auto."),
     compile: str | None = typer.Option(  # noqa: A002
         None, help="torch.compile: auto, off, blocks or model."),
+    trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
@@ -62,7 +64,7 @@ def train(
         "data.workers": workers, "run.output": output, "run.resume": resume,
         "run.log_interval": log_interval, "run.target_top1": target_top1,
         "run.pretrained": pretrained, "run.device": device, "precision.amp_dtype": amp_dtype,
-        "run.compile": compile,
+        "run.compile": compile, "run.trace": "true" if trace else None,
     }  # fmt: skip
     follow_launcher()
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
@@ -137,7 +139,11 @@ def _train_here(config: RunConfig) -> int:
 
     # mpirun gives its ranks terminals of their own, wherever its output goes.
     console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
-    outcome = run_training(config, lambda: create_display(console, config.run.log_interval))
+    outcome = run_training(
+        config,
+        lambda: create_display(console, config.run.log_interval),
+        lambda error: Failure.of(error).tell(),
+    )
     if outcome.result.stop_signal is not None:
         if outcome.rank == 0:
             hint = f"continue with the same command and --resume auto --output {outcome.folder}"

@@ -57,6 +57,11 @@ class CommThread:
         # An error must be raised in a callback: the C++ side of DDP sees it only from there.
         return future.then(_value)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the first job to fail did."""
+        return self._failure
+
     def close(self) -> None:
         """Runs what was submitted, then ends the thread; waits for seconds at most."""
         self._closed = True

@@ -11,17 +11,19 @@ soon as backward has filled it, strictly in the plan's order; `reduce` sends the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.carrier import Carrier, DirectCarrier, Wait
+from paceline.comm.carrier import Carrier, DirectCarrier, Piece, Wait
+from paceline.comm.exchange_observer import ExchangeObserver, NoObserver
+from paceline.comm.exposed_time import ExposedTime, Reading
+from paceline.comm.flat_gradients import dense, dense_strides, flat_layouts
 from paceline.comm.group import Group
 from paceline.comm.messages import plan_messages
 from paceline.core.errors import RunError
-from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan.fusion_plan import FusionPlan
 
 
@@ -51,15 +53,19 @@ class GradientExchange:
         *,
         accumulate: bool = False,
         carrier: Carrier | None = None,
+        overlap: bool = True,
     ) -> None:
-        """`accumulate`: a step may gather more than once."""
-        self._carrier: Carrier = carrier or DirectCarrier(group)
+        """`accumulate`: a step may gather more than once. `overlap`: where the carrier can."""
+        self.carrier: Carrier = carrier or DirectCarrier(group)
+        # Whoever looks on may be put here between steps.
+        self.observer: ExchangeObserver = NoObserver()
+        self._exposed = ExposedTime(group.device)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
         # Backward reaches the last layer first; for a chain this is the order of readiness.
         self.plan = plan or FusionPlan.single(tuple(reversed(self._trained)))
         self.plan.check(tuple(self._trained))
         self.names = self.plan.tensors
-        self.layouts = _layouts([(name, self._trained[name]) for name in self.names])
+        self.layouts = flat_layouts([(name, self._trained[name]) for name in self.names])
         self.buffers: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
@@ -71,7 +77,7 @@ class GradientExchange:
             for slot in layout:
                 parameter = self._trained[slot.name]
                 self._views[slot.name] = self.buffers[dtype].as_strided(
-                    parameter.shape, _dense_strides(parameter), slot.offset
+                    parameter.shape, dense_strides(parameter), slot.offset
                 )
             if accumulate:
                 self._sums[dtype] = torch.zeros(layout.length, device=group.device)
@@ -79,12 +85,19 @@ class GradientExchange:
         self._own = torch.zeros(tail, device=group.device)
         self._sent: tuple[float, ...] = (0.0,) * tail
         self._used: set[str] = set()
-        self._messages = plan_messages(self.plan, self.layouts, tail)
+        self.messages = plan_messages(self.plan, self.layouts, tail)
         self._waits: list[Wait] = []
         self._next = 0
         self._armed = False
-        if self._carrier.overlaps and len(self._messages) > 1:
-            self._missing = [set(buffer.tensors) for buffer in self.plan.buffers]
+        self._place = {
+            name: number
+            for number, buffer in enumerate(self.plan.buffers)
+            for name in buffer.tensors
+        }
+        self._missing: list[set[str]] = []
+        # The last buffer waits for the signals, so a single one has nothing to gain.
+        self.overlaps = overlap and self.carrier.overlaps and len(self.messages) > 1
+        if self.overlaps:
             for name, parameter in self._trained.items():
                 parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
@@ -98,17 +111,28 @@ class GradientExchange:
         """After `reduce`: how many ranks had a gradient for each tensor, in the plan's order."""
         return self.tail[len(SIGNALS) :]
 
-    def begin(self) -> None:
-        """Before the first micro-step."""
+    @property
+    def exposed(self) -> Reading:
+        """Tells how long the latest step waited; on a GPU, once the device is past it."""
+        return self._exposed.reading
+
+    @property
+    def exposed_s(self) -> float:
+        """The latest such time that is known."""
+        return self._exposed.last_s
+
+    def begin(self, step: int = 0) -> None:
+        """Before the first micro-step of optimizer step `step`."""
         self._used.clear()
         self._next = 0
         self.release(self._trained)
         for total in self._sums.values():
             total.zero_()
+        self.observer.step_begun(step)
 
     def arm(self) -> None:
         """Before the last backward pass of a step: from now on full buffers may leave."""
-        if self._carrier.overlaps and len(self._messages) > 1:
+        if self.overlaps:
             self._armed = True
             self._missing = [set(buffer.tensors) for buffer in self.plan.buffers]
 
@@ -120,6 +144,13 @@ class GradientExchange:
     def gather(self) -> None:
         """Moves the gradients that have not left yet into the buffers, in one kernel or two."""
         self._armed = False
+        for buffer in self.plan.buffers[: self._next]:
+            for name in buffer.tensors:
+                if self._trained[name].grad is not None:
+                    raise RunError(
+                        f"backward gave {name} a second gradient after its buffer had left",
+                        "use --set comm.overlap=off",
+                    )
         left = {name for buffer in self.plan.buffers[self._next :] for name in buffer.tensors}
         self._gather(left)
 
@@ -133,7 +164,7 @@ class GradientExchange:
             piece = self.buffers[dtype][first:last]
             if self._sums and len(found) < len(slots):
                 piece.zero_()  # what this pass did not reach must not be added once more
-            grads = [_dense(name, self._trained[name].grad) for name in found]
+            grads = [dense(name, self._trained[name].grad) for name in found]
             torch._foreach_copy_([self._views[name] for name in found], grads)
             if self._sums:
                 self._sums[dtype][first:last].add_(piece)
@@ -144,9 +175,8 @@ class GradientExchange:
         def arrived(parameter: Tensor) -> None:
             if not self._armed:
                 return
-            for missing in self._missing:
-                missing.discard(name)
-            while self._next < len(self._messages) - 1 and not self._missing[self._next]:
+            self._missing[self._place[name]].discard(name)
+            while self._next < len(self.messages) - 1 and not self._missing[self._next]:
                 self._gather(set(self.plan.buffers[self._next].tensors))
                 self._send()
 
@@ -157,18 +187,39 @@ class GradientExchange:
         for name in self.plan.buffers[self._next].tensors:
             if name not in self._used:
                 self._views[name].zero_()
-        for message in self._messages[self._next]:
+        number, pieces = self._next, []
+        for message in self.messages[number]:
             piece = self.buffers[message.dtype][message.start : message.stop]
             total = self._sums.get(message.dtype)
             if total is not None:
                 stop = min(message.stop, total.numel())
                 piece[: stop - message.start].copy_(total[message.start : stop])
-            self._waits.append(self._carrier.send(piece, message.algorithm, message.wire))
+            pieces.append(Piece(piece, message.algorithm, message.wire))
         self._next += 1
+        self.observer.sent(number)
+        self._waits.append(
+            self.carrier.send(
+                pieces,
+                lambda: self.observer.begun(number),
+                lambda: self.observer.ended(number),
+            )
+        )
 
-    def note_uses(self, names: Iterable[str]) -> None:
-        """Tells which tensors a replayed graph has gathered, since no Python ran."""
+    def join(self) -> None:
+        """Waits for all that has left, as a recording must before it ends."""
+        while self._waits:
+            self._waits.pop(0)()
+
+    def note_replay(self, names: Iterable[str], sent: int) -> None:
+        """Tells which tensors a replayed graph has gathered and how many buffers it has sent, since
+        no Python ran."""
         self._used.update(names)
+        self._next = sent
+
+    @property
+    def sent(self) -> int:
+        """Buffers of this step that have left."""
+        return self._next
 
     @property
     def gathered(self) -> frozenset[str]:
@@ -188,32 +239,11 @@ class GradientExchange:
             self._sent = own
         self.tail.copy_(self._own)
         self.tail[0].copy_(loss)
-        while self._next < len(self._messages):
+        self._exposed.begin()
+        while self._next < len(self.messages):
             self._send()
-        while self._waits:
-            self._waits.pop(0)()
+        self.join()
+        self._exposed.end()
         for name, view in self._views.items():
             self._trained[name].grad = view
-
-
-def _layouts(tensors: Sequence[tuple[str, nn.Parameter]]) -> dict[str, FlatLayout]:
-    """One layout for each number format; float32 always, because the signals travel in it."""
-    by_dtype: dict[str, list[TensorSpec]] = {"float32": []}
-    for name, parameter in tensors:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        by_dtype.setdefault(dtype, []).append(TensorSpec(name, tuple(parameter.shape), dtype))
-    return {dtype: FlatLayout.build(specs) for dtype, specs in by_dtype.items()}
-
-
-def _dense(name: str, gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    if gradient.layout != torch.strided:
-        raise RunError(
-            f"the gradient of {name} is sparse", "make it dense, as with nn.Embedding(sparse=False)"
-        )
-    return gradient
-
-
-def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides, so that channels_last weights get channels_last gradients."""
-    return torch.empty_like(parameter, memory_format=torch.preserve_format).stride()
+        self.observer.step_ended(self._exposed.last_s)

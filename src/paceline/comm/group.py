@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,8 +19,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.comm.agreement import Agreement, PeerError
+from paceline.comm.progress_board import ProgressBoard
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import CommSettings
+from paceline.comm.watchdog import Tell, Watchdog
+from paceline.comm.watchdog_words import BufferWords
 from paceline.core.errors import CommError, PacelineError, RunError
 from paceline.core.topology import Topology
 
@@ -36,9 +39,19 @@ _ASK_S = 1.0
 class Group:
     """All ranks of the run. Every method but `close` is called by all of them alike."""
 
-    def __init__(self, topology: Topology, settings: CommSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        settings: CommSettings,
+        device: torch.device,
+        tell: Tell | None = None,
+    ) -> None:
+        """`tell` shows an error when the watchdog ends this process."""
         self.topology = topology
         self.device = device
+        # An observer of the exchange; the watchdog reads it.
+        self.board = ProgressBoard()
+        self._watchdog: Watchdog | None = None
         self.backend = choose_backend(settings, topology, device)
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
@@ -55,7 +68,9 @@ class Group:
         # in the backend's own, unnamed handshake.
         facts = {"comm.backend": self.backend, "device": device.type}
         self._agreement.settle("join", facts=facts, remedy="use the same kind of device everywhere")
-        self._watched(
+        if topology.world_size > 1:
+            self._watchdog = Watchdog(store, topology, settings.timeout_s, self.board, tell)
+        self.watched(
             "joining the process group",
             lambda: dist.init_process_group(
                 self.backend,
@@ -78,12 +93,12 @@ class Group:
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Replaces `tensor` by its sum over ranks, bit-identical on all of them."""
         if self.backend != "none":
-            self._watched("all-reduce", lambda: dist.all_reduce(tensor))
+            self.watched("all-reduce", lambda: dist.all_reduce(tensor))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
         if self.backend != "none":
-            self._watched("broadcast", lambda: dist.broadcast(tensor, src=0))
+            self.watched("broadcast", lambda: dist.broadcast(tensor, src=0))
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank."""
@@ -104,8 +119,23 @@ class Group:
         if self.backend == "none":
             return row.detach().cpu()[None].clone()
         rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
-        self._watched("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
+        self.watched("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
         return torch.stack(rows).cpu() if rows is not None else None
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Every rank's bytes, in order of rank, on rank 0; None elsewhere."""
+        lengths = self.gather(torch.tensor([len(data)], device=self.device))
+        longest = int(lengths.max()) if lengths is not None else 0
+        width = int(self.broadcast_bytes(str(longest).encode()))
+        row = torch.zeros(max(1, width), dtype=torch.uint8, device=self.device)
+        row[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+            : len(data)
+        ].to(self.device)
+        rows = self.gather(row)
+        if rows is None or lengths is None:
+            return None
+        sizes = lengths.flatten().tolist()
+        return [r.numpy().tobytes()[:size] for r, size in zip(rows, sizes, strict=True)]
 
     def settle(
         self,
@@ -131,6 +161,11 @@ class Group:
         assert made is not None
         return made
 
+    def name_buffers(self, buffers: Sequence[BufferWords]) -> None:
+        """What the watchdog calls the buffers of the exchange."""
+        if self._watchdog is not None:
+            self._watchdog.buffers = buffers
+
     def post_fault(self, error: PacelineError) -> None:
         """Tells the others what happened here, for when they ask."""
         self._own_fault = error
@@ -141,6 +176,11 @@ class Group:
         """The error that some rank posted; called once a collective has said that there is one."""
         found = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else self._own_fault
         return found or CommError("a rank failed without saying why", "look into the ranks' logs")
+
+    def told(self, error: CommError) -> PeerError:
+        """Of an exchange that broke: what the rank that failed has said, else `error` itself."""
+        said = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
+        return PeerError.told(said) if said else PeerError(error.cause, error.remedy)
 
     def announce_stop(self) -> None:
         """This rank was asked to stop. The others hear of it in the next collective at the latest, and
@@ -167,6 +207,8 @@ class Group:
         trace: TracebackType | None,
     ) -> None:
         """Leaves; an error of this rank's own is left for the others to find first."""
+        if error is not None and self._watchdog is not None:
+            self._watchdog.leaving(error)
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
@@ -180,11 +222,14 @@ class Group:
             dist.destroy_process_group()
         if self._agreement is not None:
             self._agreement.leave(_LEAVE_WAIT_S)
+        if self._watchdog is not None:
+            self._watchdog.close()
 
-    def _watched(self, what: str, action: Callable[[], object]) -> None:
+    def watched(self, what: str, action: Callable[[], object]) -> None:
         """Runs a collective; when it breaks, says which rank failed and why, where that is known."""
         try:
-            action()
+            with self.board.during(what):
+                action()
         except RuntimeError as error:
             told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if told is not None:

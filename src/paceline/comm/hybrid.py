@@ -9,6 +9,8 @@ or means, bit-identical on all ranks, summed on the communication thread with gr
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.
 import os
+import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -67,35 +69,34 @@ class HybridAllReduce:
 
     def all_reduce(self, buffer: Tensor, *, mean: bool = False) -> None:
         """Sums `buffer` over ranks, in this thread; not while submitted buffers are under way."""
-        check_buffer(buffer)
-        wire = self._format(buffer)
-        algorithm = self._algorithms[self.choose(buffer)]
-        # Gloo reads and writes memory of the host only.
-        staged = buffer.is_cuda and self.groups.backend == "gloo"
-        travelling = buffer
-        if wire.dtype != buffer.dtype:
-            travelling = self._staging.take("wire", buffer.numel(), wire.dtype, buffer.device)
-        wire.encode(buffer, travelling)
-        if staged:
-            host = self._staging.take(
-                "host", buffer.numel(), wire.dtype, torch.device("cpu"), pinned=True
-            )
-            host.copy_(travelling)
-            self._run(algorithm, host)
-            travelling.copy_(host)
-        else:
-            self._run(algorithm, travelling)
-        wire.decode(travelling, buffer, self.groups.world_size if mean else 1)
+        divide_by = self.groups.world_size if mean else 1
+        self._travel(buffer, self.choose(buffer), self._format(buffer), divide_by)
+
+    def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
+        """The same by the algorithm and in the format that a plan names; `auto`: as the buffer is.
+
+        The sum must have room in the format itself, as that of shares of a mean has.
+        """
+        self._travel(buffer, algorithm, WireFormat.for_tensor(buffer, wire), 1)
 
     def submit(self, buffer: Tensor, *, mean: bool = False) -> Future[Tensor]:
-        """The same on the communication thread; returns at once."""
+        """`all_reduce` on the communication thread; returns at once."""
         check_buffer(buffer)
 
         def run() -> Tensor:
             self.all_reduce(buffer, mean=mean)
             return buffer
 
-        return self._thread.submit(run, buffer.device)
+        return self.queue(run, buffer.device)
+
+    def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        """`run` on the communication thread, once what `device` still computes is there."""
+        return self._thread.submit(run, device)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the communication thread carries nothing any more."""
+        return self._thread.failure
 
     @staticmethod
     def ddp_hook(state: "HybridAllReduce", bucket: GradBucket) -> Future[Tensor]:
@@ -113,11 +114,35 @@ class HybridAllReduce:
         name = self._wire if buffer.dtype == torch.float32 else full
         return WireFormat.named(name, self.groups.world_size)
 
+    def _travel(self, buffer: Tensor, name: str, wire: WireFormat, divide_by: int) -> None:
+        check_buffer(buffer)
+        if name not in self._algorithms:
+            self._algorithms[name] = create_algorithm(name, self.groups, self._staging)
+        algorithm = self._algorithms[name]
+        # Gloo reads and writes memory of the host only.
+        staged = buffer.is_cuda and self.groups.backend == "gloo"
+        travelling = buffer
+        if wire.dtype != buffer.dtype:
+            travelling = self._staging.take("wire", buffer.numel(), wire.dtype, buffer.device)
+        wire.encode(buffer, travelling)
+        if staged:
+            host = self._staging.take(
+                "host", buffer.numel(), wire.dtype, torch.device("cpu"), pinned=True
+            )
+            host.copy_(travelling)
+            self._run(algorithm, host)
+            travelling.copy_(host)
+        else:
+            self._run(algorithm, travelling)
+        wire.decode(travelling, buffer, divide_by)
+
     def _run(self, algorithm: AllReduce, buffer: Tensor) -> None:
         try:
             algorithm.all_reduce(buffer)
         except RuntimeError as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+            # Without the line of its own source code that the backend begins with.
+            text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
+            reason = (text.splitlines() or [type(error).__name__])[0].partition(". ")[0][:160]
             raise CommError(
                 f"{algorithm.name} all-reduce of {buffer.nbytes} bytes broke on rank "
                 f"{self.groups.rank} ({reason})",

@@ -1,13 +1,14 @@
 """Messages: which pieces of the flat buffers travel for each buffer of a plan.
 
 In: a `FusionPlan` and the layouts, whose tensors lie in the plan's order. Out: for each buffer one
-contiguous piece of each number format that it has. The signals' tail travels last.
+contiguous piece of each number format that it has. The signals' tail travels with the last buffer, in
+fp32 whatever the wire: inside its piece where that is fp32 too, else as a piece behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.flat_layout import FlatLayout
 from paceline.plan.fusion_plan import FusionPlan
@@ -22,6 +23,17 @@ class Message:
     stop: int
     algorithm: str
     wire: str
+
+    @property
+    def wire_bytes(self) -> int:
+        """What travels."""
+        return (self.stop - self.start) * item_bytes(self.dtype, self.wire)
+
+
+def item_bytes(dtype: str, wire: str) -> int:
+    """Of one element on the wire. A format's name ends with its bits."""
+    name = dtype if wire == "auto" else wire
+    return int("".join(c for c in name if c.isdigit())) // 8
 
 
 def plan_messages(
@@ -39,15 +51,17 @@ def plan_messages(
                 end = -(-slots[-1].stop // layout.align) * layout.align
                 start = slots[0].offset
                 pieces.append(Message(dtype, start, end, buffer.algorithm, buffer.wire))
-        found.append(pieces)
-    length = layouts["float32"].length
-    with_tail = Message("float32", length, length + tail, "native", "float32")
-    last = found[-1]
-    for number, piece in enumerate(last):
-        if piece.dtype == "float32" and piece.stop == length:
-            last[number] = Message(
-                "float32", piece.start, length + tail, piece.algorithm, piece.wire
-            )
-            return found
-    last.append(with_tail)
+        bulk = max(pieces, key=lambda piece: piece.wire_bytes, default=None)
+        found.append(
+            [p if p is bulk else replace(p, algorithm=buffer.beside_algorithm) for p in pieces]
+        )
+    _add_tail(found[-1], layouts["float32"].length, tail, plan.buffers[-1].beside_algorithm)
     return found
+
+
+def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> None:
+    for number, piece in enumerate(last):
+        if (piece.dtype, piece.stop) == ("float32", length) and piece.wire in ("auto", "float32"):
+            last[number] = replace(piece, stop=length + tail)
+            return
+    last.append(Message("float32", length, length + tail, algorithm, "float32"))

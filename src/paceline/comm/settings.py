@@ -2,32 +2,98 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.core.errors import ConfigError, nearest
 
 BACKENDS = ("auto", "gloo", "nccl")
+CHOICES = ("auto", "hybrid", *ALGORITHMS)
+WIRES = ("auto", "float32", "float16", "bfloat16")
+OVERLAPS = ("auto", "on", "off")
+# What a plan file decides itself.
+_PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
 
 
 @dataclass(frozen=True)
 class CommSettings:
-    """How ranks meet and talk.
+    """How ranks meet and talk, and how gradients travel.
 
     `backend` is nccl, gloo, or auto, which takes NCCL where the ranks compute on GPUs and Gloo
     elsewhere. `timeout_s` bounds every collective, `rendezvous_timeout_s` the wait for ranks that have
     not arrived yet.
+
+    Gradients travel in buffers: in the order in which backward makes them ready, a buffer is closed once
+    it holds `fusion_mib` MiB (0: every tensor alone). `algorithm` is one of the catalogue
+    (docs/communication.md), auto, which is the backend's own (native), or hybrid: by size, from the table
+    in the file `sizes` (`paceline tune` writes one), or, with `eta_kib`, hierarchical below that many KiB
+    and ring from there on. `wire` is the format that travels: float32, float16, bfloat16, or auto, as the
+    gradients are. `group_size` is the k of the algorithms with groups; 0 takes the ranks of a node.
+    `overlap` sends full buffers while backward goes on: on, off, or auto, wherever that does not cost
+    a recorded CUDA graph. `plan` is a plan file, which decides buffers, algorithms and wire itself.
     """
 
     backend: str = "auto"
     timeout_s: float = 600.0
     rendezvous_timeout_s: float = 300.0
+    algorithm: str = "auto"
+    sizes: str = ""
+    eta_kib: int | None = None
+    fusion_mib: float = 16.0
+    wire: str = "auto"
+    group_size: int = 0
+    overlap: str = "auto"
+    plan: str = ""
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ConfigError(
-                "comm.backend", self.backend, "unknown", nearest(self.backend, BACKENDS)
-            )
+        for name, known in (
+            ("backend", BACKENDS),
+            ("algorithm", CHOICES),
+            ("wire", WIRES),
+            ("overlap", OVERLAPS),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"comm.{name}", value, "unknown", nearest(value, known))
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
             if not 1 <= value <= 86400:
                 raise ConfigError(f"comm.{name}", value, "must be 1 to 86400 seconds", "try 600")
+        if not 0 <= self.fusion_mib <= 65536:
+            raise ConfigError("comm.fusion_mib", self.fusion_mib, "must be 0 to 65536", "try 16")
+        if self.group_size < 0:
+            raise ConfigError(
+                "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"
+            )
+        if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
+            raise ConfigError("comm.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Settings that contradict one another are refused: none is ignored in silence."""
+        if self.plan:
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if field.name in _PLANNED and value != field.default:
+                    raise ConfigError(
+                        f"comm.{field.name}", value, f"but comm.plan = {self.plan!r} decides it",
+                        "leave one of the two out",
+                    )  # fmt: skip
+            return
+        if self.sizes and self.eta_kib is not None:
+            raise ConfigError(
+                "comm.eta_kib", self.eta_kib, f"but comm.sizes = {self.sizes!r} is a table already",
+                "leave one of the two out",
+            )  # fmt: skip
+        if self.algorithm == "hybrid" and not self.sizes and self.eta_kib is None:
+            raise ConfigError(
+                "comm.algorithm", "hybrid", "needs a table of sizes",
+                "give comm.sizes, a file that `paceline tune` writes, or comm.eta_kib",
+            )  # fmt: skip
+        given = self.sizes or self.eta_kib
+        if self.algorithm != "hybrid" and given:
+            raise ConfigError(
+                "comm.sizes" if self.sizes else "comm.eta_kib", given,
+                f"has no meaning with comm.algorithm = {self.algorithm!r}",
+                "set comm.algorithm to 'hybrid'",
+            )  # fmt: skip

@@ -19,6 +19,9 @@ from paceline.comm.algorithms.names import check_name
 from paceline.core.errors import ConfigError
 
 _FIELD = "comm.sizes"
+# What `paceline tune` writes beside the table (see `TuningFile`).
+_BESIDE = {"cluster", "measured"}
+_ROW_KEYS = {"algorithm", "up_to_bytes", "measured"}
 
 
 @dataclass(frozen=True)
@@ -94,18 +97,19 @@ class SizeTable:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> SizeTable:
-        """The inverse of `to_table`; unknown keys fail."""
+        """The inverse of `to_table`, also from a tuning file; unknown keys fail."""
         rows = table.get("sizes")
-        if not isinstance(rows, Sequence) or isinstance(rows, str) or len(table) != 1:
+        if (
+            not isinstance(rows, Sequence)
+            or isinstance(rows, str)
+            or set(table) - _BESIDE != {"sizes"}
+        ):
             raise ConfigError(
                 _FIELD, None, "not a size table", "write [[sizes]] rows: up_to_bytes, algorithm"
             )
         made = []
         for number, row in enumerate(rows):
-            if not isinstance(row, Mapping) or not {"algorithm"} <= set(row) <= {
-                "algorithm",
-                "up_to_bytes",
-            }:
+            if not isinstance(row, Mapping) or not {"algorithm"} <= set(row) <= _ROW_KEYS:
                 raise ConfigError(
                     f"{_FIELD}[{number}]", row, "not a row", "it has algorithm and up_to_bytes"
                 )

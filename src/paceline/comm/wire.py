@@ -37,6 +37,12 @@ class WireFormat:
         # 2^shift ≥ p: p numbers of up to 65504 / 2^shift cannot add up to more than 65504.
         return cls(full, (world_size - 1).bit_length() if wanted else 0)
 
+    @classmethod
+    def for_tensor(cls, tensor: Tensor, name: str) -> WireFormat:
+        """Unscaled, for shares of a mean; `auto` is the tensor's own format."""
+        return cls.named(str(tensor.dtype).removeprefix("torch.") if name == "auto" else name,
+                         scaled=False)  # fmt: skip
+
     @property
     def dtype(self) -> torch.dtype:
         return _DTYPES[self.name]

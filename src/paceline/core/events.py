@@ -58,6 +58,8 @@ class StepEvent(Event):
     data_s: float
     skipped: bool = False
     loss_scale: float = 1.0
+    # Of this rank: the wait for the exchange after its own backward pass.
+    exposed_comm_s: float = 0.0
 
 
 @dataclass(frozen=True)

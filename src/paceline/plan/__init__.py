@@ -1,5 +1,6 @@
 """Decisions, without torch: which tensors travel together, by which algorithm, in which format."""
 
 from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 
-__all__ = ["FusionBuffer", "FusionPlan"]
+__all__ = ["ClusterFacts", "FusionBuffer", "FusionPlan", "ModelFacts", "PlanFile"]

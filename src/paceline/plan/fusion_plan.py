@@ -17,11 +17,20 @@ from paceline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class FusionBuffer:
-    """Tensors that travel as one message."""
+    """Tensors that travel together.
+
+    `wire` is the format that travels; `auto` leaves each tensor in its own. `beside` is the algorithm for
+    the small messages beside the bulk: tensors in another format, and the signals; empty, the same.
+    """
 
     tensors: tuple[str, ...]
     algorithm: str = "native"
-    wire: str = "float32"
+    wire: str = "auto"
+    beside: str = ""
+
+    @property
+    def beside_algorithm(self) -> str:
+        return self.beside or self.algorithm
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class FusionPlan:
         tensors: Sequence[tuple[str, int]],
         threshold: int,
         algorithm: str = "native",
-        wire: str = "float32",
+        wire: str = "auto",
     ) -> FusionPlan:
         """Pools (name, bytes) in the order given; a pool is closed once it holds `threshold` bytes."""
         pools: list[list[str]] = [[]]
@@ -68,6 +77,10 @@ class FusionPlan:
     def check(self, tensors: Sequence[str]) -> None:
         """Fails unless the plan carries each of the model's `tensors` exactly once."""
         planned = self.tensors
+        empty = [n for n, buffer in enumerate(self.buffers) if not buffer.tensors]
+        if not self.buffers or (tensors and empty):
+            where = f"buffer {empty[0] + 1} has no tensor" if empty else "has no buffer"
+            raise ConfigError("plan", None, where, "make the plan for this very model")
         missing = sorted(set(tensors) - set(planned))
         foreign = sorted(set(planned) - set(tensors))
         twice = sorted({name for name in planned if planned.count(name) > 1})
@@ -82,24 +95,27 @@ class FusionPlan:
 
     def to_table(self) -> dict[str, Any]:
         """Plain lists and strings, for TOML, JSON and the checkpoint."""
-        return {
-            "buffer": [
-                {"tensors": list(b.tensors), "algorithm": b.algorithm, "wire": b.wire}
-                for b in self.buffers
-            ]
-        }
+        return {"buffer": [_to_row(buffer) for buffer in self.buffers]}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> FusionPlan:
         """The inverse of `to_table`."""
         try:
-            return cls(
-                tuple(
-                    FusionBuffer(tuple(b["tensors"]), b["algorithm"], b["wire"])
-                    for b in table["buffer"]
-                )
-            )
+            return cls(tuple(_from_row(row) for row in table["buffer"]))
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 "plan", None, f"not a fusion plan ({error})", "make it anew"
             ) from None
+
+
+def _to_row(buffer: FusionBuffer) -> dict[str, Any]:
+    row = {"tensors": list(buffer.tensors), "algorithm": buffer.algorithm, "wire": buffer.wire}
+    return row | ({"beside": buffer.beside} if buffer.beside else {})
+
+
+def _from_row(row: Mapping[str, Any]) -> FusionBuffer:
+    names = tuple(row["tensors"])
+    words = (row["algorithm"], row["wire"], row.get("beside", ""))
+    if isinstance(row["tensors"], str) or not all(isinstance(w, str) for w in (*names, *words)):
+        raise TypeError("a buffer has tensors, a list of names, and algorithm and wire, texts")
+    return FusionBuffer(names, *words)

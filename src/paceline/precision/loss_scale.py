@@ -16,9 +16,14 @@ from paceline.precision.settings import PrecisionSettings
 class LossScale:
     """Dynamic where the policy needs a scale and the settings give none; else constant."""
 
-    def __init__(self, policy: Policy, settings: PrecisionSettings) -> None:
-        self.dynamic = policy.scales_loss and settings.loss_scale is None
-        start = settings.loss_scale_init if policy.scales_loss else 1.0
+    def __init__(
+        self, policy: Policy, settings: PrecisionSettings, *, fp16_travels: bool = False
+    ) -> None:
+        """`fp16_travels`: gradients pass through fp16 on their way between ranks, which is as small a
+        range as if they were computed in it."""
+        scales = policy.scales_loss or fp16_travels
+        self.dynamic = scales and settings.loss_scale is None
+        start = settings.loss_scale_init if scales else 1.0
         if settings.loss_scale is not None:
             start = settings.loss_scale
         self._interval = settings.loss_scale_interval

@@ -20,6 +20,7 @@ from paceline.report.series import (
     step_points,
     thin,
 )
+from paceline.report.straggler import ExposedWaits
 from paceline.report.svg_chart import XY, Chart, Line, Marker
 
 # A loss that spans more than this is drawn on a logarithmic scale: else one spike flattens the rest.
@@ -30,14 +31,15 @@ _MAX_SKIP_MARKERS = 200
 
 
 def run_charts(run: RunFiles) -> list[Chart]:
-    """Accuracy, loss, learning rate and throughput, in that order."""
+    """Accuracy, loss, learning rate and throughput, in that order; of several ranks also how long a step
+    waits for its exchange."""
     axis = _XAxis(run)
     losses, speeds = step_points(run, "loss"), step_points(run, "images_per_s")
     loss_lines = [
         *axis.smoothed("training", losses, 1),
         axis.line("validation", eval_points(run, "loss"), 2),
     ]
-    return [
+    charts = [
         axis.chart(
             "Accuracy (%)",
             [
@@ -63,6 +65,12 @@ def run_charts(run: RunFiles) -> list[Chart]:
             note=_smoothing(speeds),
         ),
     ]
+    if ExposedWaits.of(run).exposed_s is not None:
+        waits = [p._replace(value=1e3 * p.value) for p in step_points(run, "exposed_comm_s")]
+        lines = axis.smoothed("rank 0 waits", waits, 1)
+        note = _smoothing(waits)
+        charts.append(axis.chart("Exposed communication (ms)", lines, from_zero=True, note=note))
+    return charts
 
 
 class _XAxis:

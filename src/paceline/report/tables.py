@@ -23,6 +23,7 @@ from paceline.report.quantities import (
 )
 from paceline.report.run_files import Record, RunFiles, finite
 from paceline.report.series import median
+from paceline.report.straggler import ExposedWaits
 
 Row = tuple[str, ...]
 MAX_ROWS = 200
@@ -74,6 +75,12 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.insert(1, ("best top-1", percent(outcome.best_top1)))
     if outcome.time_to_target_s is not None:
         rows.insert(4, ("time to target", duration(outcome.time_to_target_s)))
+    waits = ExposedWaits.of(run)
+    straggler = waits.straggler()
+    if waits.exposed_s is not None:
+        rows.insert(-1, ("exposed communication", waits.describe()))
+    if straggler is not None:
+        rows.insert(-1, ("straggler", straggler.describe()))
     for label, amount in (
         ("corrupt training images", outcome.corrupt_samples),
         ("corrupt validation images", outcome.corrupt_val_samples),

@@ -6,6 +6,7 @@ characters; how they are set is the command line's business.
 
 from __future__ import annotations
 
+from paceline.report.expectation import bound_by, expectation_table
 from paceline.report.outcome import Outcome
 from paceline.report.quantities import count, duration, many, percent, rate
 from paceline.report.run_files import RunFiles
@@ -14,7 +15,12 @@ from paceline.report.tables import result_rows
 
 def summary_rows(run: RunFiles) -> list[tuple[str, str]]:
     """The result table, with the recipe's name on top."""
-    return [("run", Outcome.of(run).name), *result_rows(run)]
+    rows = [("run", Outcome.of(run).name), *result_rows(run)]
+    verdict = bound_by(run)
+    rows += [("bound by", verdict)] if verdict else []
+    for part, predicted, measured, apart in expectation_table(run).rows:
+        rows.append((f"{part}, predicted", f"{predicted} ms; measured {measured} ms ({apart})"))
+    return rows
 
 
 def verdict(run: RunFiles) -> str:

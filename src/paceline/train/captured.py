@@ -8,6 +8,7 @@ which a recording cannot.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,10 +18,18 @@ WARM_CALLS = 2
 
 
 class Captured:
-    """With `enabled` False it is the plain function."""
+    """With `enabled` False it is the plain function. Recordings that never run at the same time, and hand
+    each other nothing, may share a `pool` of memory."""
 
-    def __init__(self, function: Callable[[], None], *, enabled: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[[], None],
+        *,
+        enabled: bool,
+        pool: Any = None,
+    ) -> None:
         self._function = function
+        self._pool = pool
         self._left = WARM_CALLS if enabled else -1
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -43,7 +52,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         try:
             # Only this thread's calls belong to the recording: a loader's thread may copy meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
         except torch.OutOfMemoryError:
             raise

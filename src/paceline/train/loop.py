@@ -85,6 +85,7 @@ class TrainingLoop:
         progress.train_s = self._elapsed()
         if self._saved_step != progress.step:
             self._save(best=False)
+        t.write_trace()
         t.group.settle("end", t.step.fault)
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
@@ -97,6 +98,8 @@ class TrainingLoop:
             stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
             if stop is not None:
                 return stop
+            if t.trace.is_due(progress.step):
+                t.write_trace()
             if not pause:
                 continue
             result = self._evaluate() if self._evaluation_is_due(number + 1) else None
@@ -157,6 +160,7 @@ class TrainingLoop:
                 data_s=outcome.data_s,
                 skipped=outcome.skipped,
                 loss_scale=outcome.loss_scale,
+                exposed_comm_s=outcome.exposed_comm_s,
             )
         )
         if t.is_main and self._trust_is_due(progress.step):

@@ -2,12 +2,14 @@
 
 In: pixels and labels. Out: gradients in the exchange's buffers, and the loss added up on the device. The
 loss is divided by the samples of the whole global batch and multiplied by the loss scale before the
-backward pass, so the sum over ranks and micro-steps is the average, times the scale.
+backward pass, so the sum over ranks and micro-steps is the average, times the scale. In the last
+micro-step of a step an exchange that overlaps sends buffers while backward goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,8 @@ class MicroStep:
         *,
         graphs: bool = False,
     ) -> None:
-        self._forward = forward
+        """`graphs`: micro-steps are recorded; a last one that overlaps only where its carrier can be."""
+        self.forward = forward
         self._policy = policy
         self._normalize = normalize
         self._exchange = exchange
@@ -50,10 +53,16 @@ class MicroStep:
         self._share.fill_(1.0 / samples)
         self.loss.zero_()
 
-    def run(self, images: Tensor, labels: Tensor, *, usual: bool) -> None:
-        """`usual`: the size that nearly every micro-batch has, worth recording."""
+    def run(self, images: Tensor, labels: Tensor, *, usual: bool, last: bool = False) -> None:
+        """`usual`: the size that nearly every micro-batch has, worth recording. `last` of its step: what
+        backward fills may leave."""
+        armed = last and self._exchange.overlaps
+        recorded = self._graphs and (not armed or self._exchange.carrier.recordable)
         if not (self._graphs and usual):
             self._drop_recording()
+        if not (recorded and usual):
+            if armed:
+                self._exchange.arm()
             self._compute(
                 images.to(self._policy.device, non_blocking=True),
                 labels.to(self._policy.device, non_blocking=True),
@@ -61,11 +70,10 @@ class MicroStep:
             return
         if self._recorded is None:
             self._normalize.prepare(self._policy.device)
-            self._recorded = _Recorded(self._compute, images, labels, self._policy.device)
-        if self._recorded.run(images, labels):
-            self._exchange.note_uses(self._recorded.uses)
-        else:
-            self._recorded.uses = self._exchange.gathered
+            self._recorded = _Recorded(
+                self._compute, self._compute_armed, images, labels, self._policy.device
+            )
+        self._recorded.run(images, labels, self._exchange, armed=armed)
 
     def _drop_recording(self) -> None:
         """A recording holds the memory of a whole micro-batch for good, and a short batch, at the end of
@@ -77,7 +85,7 @@ class MicroStep:
 
     def _compute(self, images: Tensor, labels: Tensor) -> None:
         with self._policy.compute():
-            outputs = self._forward(self._normalize(images, self._policy.device))
+            outputs = self.forward(self._normalize(images, self._policy.device))
         loss = F.cross_entropy(
             outputs.float(), labels, reduction="sum", label_smoothing=self._smoothing
         )
@@ -86,26 +94,47 @@ class MicroStep:
         self.loss.add_(part.detach())
         self._exchange.gather()
 
+    def _compute_armed(self, images: Tensor, labels: Tensor) -> None:
+        """What left during backward is there at the end: a recording must not end before."""
+        self._exchange.arm()
+        self._compute(images, labels)
+        self._exchange.join()
+
 
 class _Recorded:
-    """The recording of a micro-batch, with the memory that it reads."""
+    """The recordings of a micro-batch, plain and armed, with the memory that they read.
+
+    Only one runs at a time, and what it leaves is in the exchange's buffers, so they share one pool.
+    """
 
     def __init__(
         self,
-        compute: Callable[[Tensor, Tensor], None],
+        plain: Callable[[Tensor, Tensor], None],
+        armed: Callable[[Tensor, Tensor], None],
         images: Tensor,
         labels: Tensor,
         device: torch.device,
     ) -> None:
         self._images = torch.empty_like(images, device=device)
         self._labels = torch.empty_like(labels, device=device)
-        self._captured = Captured(lambda: compute(self._images, self._labels), enabled=True)
-        self.uses: frozenset[str] = frozenset()
+        pool = torch.cuda.graph_pool_handle()
+        self._captured = {
+            kind: Captured(partial(compute, self._images, self._labels), enabled=True, pool=pool)
+            for kind, compute in ((False, plain), (True, armed))
+        }
+        self._uses: dict[bool, frozenset[str]] = {}
+        self._sent: dict[bool, int] = {}
 
-    def run(self, images: Tensor, labels: Tensor) -> bool:
-        """Whether it was replayed: no Python of the computation ran."""
+    def run(
+        self, images: Tensor, labels: Tensor, exchange: GradientExchange, *, armed: bool
+    ) -> None:
+        """Replays, and tells the exchange what no Python has told it; records where due."""
         self._images.copy_(images, non_blocking=True)
         self._labels.copy_(labels, non_blocking=True)
-        replayed = self._captured.replays
-        self._captured()
-        return replayed
+        captured = self._captured[armed]
+        replayed = captured.replays
+        captured()
+        if replayed:
+            exchange.note_replay(self._uses[armed], self._sent[armed])
+        else:
+            self._uses[armed], self._sent[armed] = exchange.gathered, exchange.sent

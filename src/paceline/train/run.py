@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.group import Group
+from paceline.comm.watchdog import Tell
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import JsonlWriter, Observer
@@ -40,10 +41,13 @@ class RunOutcome:
     report: Path | None
 
 
-def run_training(config: RunConfig, display: Callable[[], Observer]) -> RunOutcome:
-    """Trains on this rank; rank 0 also shows events on the observer that `display` makes."""
+def run_training(
+    config: RunConfig, display: Callable[[], Observer], tell: Tell | None = None
+) -> RunOutcome:
+    """Trains on this rank; rank 0 also shows events on the observer that `display` makes. `tell` shows
+    the error with which the watchdog ends this process, where nothing can be raised any more."""
     topology = Topology.from_env(os.environ)
-    with Group(topology, config.comm, choose_device(config, topology)) as group:
+    with Group(topology, config.comm, choose_device(config, topology), tell) as group:
         return _train(config, group, display)
 
 
@@ -76,6 +80,7 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
                 # A finished run that goes on is not finished any more.
                 (folder.path / "summary.json").unlink(missing_ok=True)
             folder.write_config(config.with_values(_resolved(training)))
+            training.plan_file.write(folder.path / "plan.toml")
     except PacelineError as caught:
         error = caught
     except OSError as caught:

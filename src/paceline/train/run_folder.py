@@ -22,6 +22,7 @@ from paceline.train.checkpoint_shelf import CheckpointShelf
 # What may differ between a run and its continuation without making it another run.
 LOCAL_SETTINGS = frozenset(
     {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
+    | {"run.trace", "run.trace_steps"}
     | {"data.workers", "data.prefetch_batches", "checkpoint.keep"}
 )
 ROOT = Path("runs")

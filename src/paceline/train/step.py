@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.comm.gradient_exchange import GradientExchange, Signals
 from paceline.comm.group import Group
+from paceline.comm.timeline import NoTimeline, Spans
 from paceline.core.errors import PacelineError
 from paceline.data.batch import CorruptSample
 from paceline.data.batch_plan import BatchPlan
@@ -26,6 +28,7 @@ from paceline.data.normalize import Normalizer
 from paceline.precision.loss_scale import LossScale
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.memory import memory_error
 from paceline.train.micro_step import MicroStep
 from paceline.train.seeds import seed_micro_batch
 from paceline.train.step_error import step_error
@@ -50,6 +53,8 @@ class StepOutcome:
     corrupt_here: tuple[CorruptSample, ...]
     step_s: float
     data_s: float
+    # How long this rank waited for the exchange after its own backward pass.
+    exposed_comm_s: float
 
 
 @dataclass
@@ -61,6 +66,7 @@ class _Launched:
     corrupt: tuple[CorruptSample, ...]
     started: float
     data_s: float
+    exposed: Callable[[], float]
 
 
 @dataclass
@@ -82,6 +88,7 @@ class TrainStep:
     seed: int
     # An error between steps waits here for the next exchange, which tells all ranks.
     fault: PacelineError | None = None
+    spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     _given_up: bool = False
 
@@ -105,23 +112,27 @@ class TrainStep:
         corrupt: list[CorruptSample] = []
         failed, abandoned, data_s = False, False, 0.0
         first, last = self.plan.step_range(step)
-        self.exchange.begin()
+        micro_batches = self.plan.micro_batches(step, self.group.rank)
+        self.exchange.begin(step)
         self.batch_norm.remember()
         self.micro.begin(last - first)
         try:
             if self.fault is not None:
                 raise self.fault
-            for turn, (start, stop) in enumerate(self.plan.micro_batches(step, self.group.rank)):
+            for turn, (start, stop) in enumerate(micro_batches):
                 if self._given_up or self._asked_to_stop():
                     abandoned = self._given_up = True
                     break
                 waiting = time.perf_counter()
-                batch = next(self.loader)
+                with self.spans.span("data", host=True):
+                    batch = next(self.loader)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
                 seed_micro_batch(self.seed, step, self.group.rank + turn * self.group.world_size)
                 usual = stop - start == self.plan.micro_batch
-                self.micro.run(batch.images, batch.labels, usual=usual)
+                final = turn == len(micro_batches) - 1
+                with self.spans.span("forward and backward"):
+                    self.micro.run(batch.images, batch.labels, usual=usual, last=final)
         except Exception as error:  # what a user cannot mend is raised again
             fault = step_error(error, step, self.plan.micro_batch)
             if fault is None:
@@ -135,10 +146,26 @@ class TrainStep:
             interrupt=float(self.stop.received is signal.SIGINT),
             terminate=float(self.stop.received is signal.SIGTERM),
         )
-        self.exchange.reduce(self.micro.loss, signals)
-        self.update.run(rate)
+        with self.spans.span("exposed exchange"):
+            self._reduce(signals)
+        with self.spans.span("update"):
+            self.update.run(rate)
         row, ready = self._send_row()
-        self._under_way.append(_Launched(step, rate, row, ready, tuple(corrupt), started, data_s))
+        self._under_way.append(
+            _Launched(
+                step, rate, row, ready, tuple(corrupt), started, data_s, self.exchange.exposed
+            )
+        )
+
+    def _reduce(self, signals: Signals) -> None:
+        try:
+            self.exchange.reduce(self.micro.loss, signals)
+        except (RuntimeError, MemoryError) as error:
+            fault = memory_error(
+                error, "in the exchange of gradients",
+                "free memory, or lower comm.fusion_mib: messages get smaller",
+            )  # fmt: skip
+            raise fault or error from error
 
     def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The outcome's copy to host memory, queued behind the update."""
@@ -154,7 +181,9 @@ class TrainStep:
         """Waits for the oldest step under way. Raises what any rank met."""
         launched = self._under_way.popleft()
         if launched.ready is not None:
-            launched.ready.synchronize()
+            # Where the device exchanges by itself, this is where a rank waits for the others.
+            with self.group.board.during(f"step {launched.number + 1} on the device"):
+                launched.ready.synchronize()
         row, bad = row_values(launched.row)
         if row["fault"]:
             raise self.group.fault()
@@ -174,6 +203,7 @@ class TrainStep:
             corrupt_here=launched.corrupt,
             step_s=ended - launched.started,
             data_s=launched.data_s,
+            exposed_comm_s=launched.exposed(),
         )
 
     def _asked_to_stop(self) -> bool:

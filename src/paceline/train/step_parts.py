@@ -21,12 +21,15 @@ from paceline.models.roles import parameter_groups
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
-from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import PlanFile
 from paceline.precision.loss_scale import LossScale
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.dry_backward import DryBackward
+from paceline.train.exchange_parts import describe_exchange, plan_exchange
 from paceline.train.fast_path import FastPath, choose_fast_path
 from paceline.train.micro_step import MicroStep
+from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.triton_probe import triton_problem
@@ -45,6 +48,8 @@ class StepParts:
     exchange: GradientExchange
     fast: FastPath
     normalize: Normalizer
+    plan_file: PlanFile
+    exchange_words: str
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for display and record."""
@@ -52,14 +57,15 @@ class StepParts:
             "precision": f"{self.policy.name}, loss scale {self.scale.describe()}",
             "optimizer": f"{type(self.optimizer).__name__.lower()}, {self.optimizer.path}",
             "speed": self.fast.describe(),
+            "exchange": self.exchange_words,
         }
 
 
 def create_parts(
-    config: RunConfig, model: nn.Module, group: Group, *, rate: float, accumulate: bool,
-    pinned: FusionPlan | None = None,
+    config: RunConfig, model: nn.Module, group: Group, *, rate: float, micro_batch: int,
+    accumulate: bool, pinned: PinnedPlan | None = None,
 ) -> StepParts:  # fmt: skip
-    """Rounds the model to its number format and switches its fast forms on."""
+    """Rounds the model to its number format, switches its fast forms on, and plans the exchange."""
     problem = triton_problem(group.device)
     facts = {"Triton": problem or "usable"}
     group.settle("kernels", facts=facts, remedy="use the same image on all nodes")
@@ -71,11 +77,7 @@ def create_parts(
     optimizer = group.settled(
         "optimizer", lambda: create_master_optimizer(settings, model, policy, rate)
     )
-    exchange = group.settled(
-        "plan",
-        lambda: GradientExchange(model.named_parameters(), group, pinned, accumulate=accumulate),
-    )
-    batch_norm, scale = BatchNormState(model), LossScale(policy, config.precision)
+    batch_norm = BatchNormState(model)
     fast = group.settled(
         "speed", lambda: choose_fast_path(config.run, model, group.device, problem)
     )
@@ -84,7 +86,29 @@ def create_parts(
         channels_out=fast.image_channels, channels_last=config.run.channels_last,
         kernel=not problem,
     )  # fmt: skip
-    return StepParts(model, policy, optimizer, batch_norm, scale, exchange, fast, normalize)
+    size, channels = config.data.image_size, config.data.channels
+    dry = DryBackward(
+        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels)
+    )
+    planned = plan_exchange(config.comm, model, group, dry, pinned)
+    exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
+    scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
+    words = describe_exchange(exchange, planned, _when(exchange, fast))
+    return StepParts(
+        model, policy, optimizer, batch_norm, scale, exchange, fast, normalize, planned.file, words
+    )
+
+
+def _when(exchange: GradientExchange, fast: FastPath) -> str:
+    """At which moment the buffers leave."""
+    if not exchange.overlaps:
+        return "after backward"
+    if fast.compile == "model":
+        return "overlapped (of little use: compiled as a whole, backward gives all at its end)"
+    if not fast.graphs:
+        return "overlapped"
+    recordable = exchange.carrier.recordable
+    return f"overlapped, {'in the recording' if recordable else 'last micro-step not recorded'}"
 
 
 def create_step(

@@ -14,25 +14,28 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
+from paceline.comm.watchdog_words import BufferWords
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
-from paceline.core.events import Event, Observer
+from paceline.core.events import Event, NoteEvent, Observer
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.create_loader import create_train_loader
 from paceline.data.source import Source
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
 from paceline.optim.schedule import LrSchedule
-from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import PlanFile
 from paceline.train.batch_sizes import BatchSizes, resolve_batch_sizes
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.checkpoint_shelf import CheckpointShelf
 from paceline.train.inputs import RunInputs, agree_on_inputs, read_checkpoint
 from paceline.train.machine import choose_threads
 from paceline.train.memory import memory_error
+from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.progress import Progress
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
 from paceline.train.run_state import RunState, changes
+from paceline.train.run_trace import RunTrace
 from paceline.train.seeds import seed_initial_weights
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step
@@ -59,6 +62,8 @@ class Training:
     progress: Progress
     stop: StopSignals
     chosen: dict[str, str]
+    plan_file: PlanFile
+    trace: RunTrace
     observers: list[Observer] = field(default_factory=list)
 
     @property
@@ -76,7 +81,18 @@ class Training:
                     "free space or choose another --output, then --resume auto",
                 )
 
+    def write_trace(self) -> None:
+        """All ranks give their spans; rank 0 writes. A failure waits for the next exchange."""
+        try:
+            note = self.trace.write()
+        except PacelineError as error:
+            self.step.fault = error
+            return
+        if note:
+            self.emit(NoteEvent(note))
+
     def close(self) -> None:
+        self.step.exchange.carrier.close()
         self.step.loader.close()
         self.source.close()
         self.validation.close()
@@ -118,11 +134,12 @@ def _assemble(
     schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
     model, notes = group.settled("model", lambda: _create_model(config, source, group))
     parts = create_parts(
-        config, model, group, rate=schedule.rate(0), accumulate=sizes.accumulation > 1,
-        pinned=FusionPlan.from_table(checkpoint.plan) if checkpoint else None,
+        config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
+        accumulate=sizes.accumulation > 1,
+        pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
     )  # fmt: skip
     fusion = parts.exchange.plan
-    start = {"fusion plan": fusion.fingerprint, "initial weights": fingerprint(model)}
+    start = {"initial weights": fingerprint(model)}
     group.settle("start", facts=start, remedy="use the same --pretrained file and versions")
 
     state = RunState(
@@ -141,6 +158,10 @@ def _assemble(
         ),
     )  # fmt: skip
     step = create_step(config, parts, loader, plan, group, stop)
+    buffers = BufferWords.of(parts.exchange)
+    group.name_buffers(buffers)
+    trace = RunTrace(config.run, group, buffers, folder.path)
+    parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
@@ -164,6 +185,7 @@ def _assemble(
     return Training(
         config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
         CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
+        parts.plan_file, trace,
     )  # fmt: skip
 
 

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from pathlib import Path
-from typing import BinaryIO
 
 from paceline.bench.cluster.availability import why_unavailable
 from paceline.bench.cluster.emulated import EmulatedCluster
-from paceline.bench.cluster.job import ClusterJob, Ended
+from paceline.bench.cluster.rank_output import show
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
-
-_POLL_S = 0.05
 
 
 def main() -> int:
@@ -28,8 +23,7 @@ def main() -> int:
             raise LaunchError(f"no emulated cluster: {problem}")
         with EmulatedCluster(options.hosts, _rates(options.rate)) as cluster:
             job = cluster.torchrun(options.command, _ranks(options.ranks))
-            _stream(job)
-            return _conclude(job.ended())
+            return show(job)
     except PacelineError as error:
         sys.stderr.write(f"paceline: error: {error}\n")
         return error.exit_code
@@ -63,43 +57,6 @@ def _ranks(text: str) -> int | list[int]:
 def _rates(text: str) -> str | list[str | None] | None:
     rates = [None if part == "none" else part for part in text.split(",")]
     return rates if len(rates) > 1 else rates[0]
-
-
-def _stream(job: ClusterJob) -> None:
-    """Hands on rank 0's output until all have ended."""
-    shown = {"stdout": 0, "stderr": 0}
-    while True:
-        running = job.running()  # asked first: what came until the end is shown, too
-        for stream, target in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-            file = job.file(0, stream)
-            shown[stream] += _copy(file, shown[stream], target.buffer) if file else 0
-        if not running:
-            return
-        time.sleep(_POLL_S)
-
-
-def _copy(file: Path, start: int, target: BinaryIO) -> int:
-    with file.open("rb") as source:
-        source.seek(start)
-        data = source.read()
-    target.write(data)
-    target.flush()
-    return len(data)
-
-
-def _conclude(ended: Ended) -> int:
-    """Says which ranks failed, by the last line of each that is not shown already."""
-    if ended.ok:
-        return 0
-    lines = [
-        f"rank {rank}: {text.strip().splitlines()[-1]}\n"
-        for rank, text in enumerate(ended.err)
-        if rank > 0 and text.strip()
-    ]
-    sys.stderr.writelines(lines)
-    sys.stderr.write(f"paceline: error: the hosts' exit codes are {ended.codes}\n")
-    code = next(code for code in ended.codes if code)
-    return code if code > 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""`paceline bench allreduce`: sizes × algorithms, against the backend's own all-reduce.
+
+In: joined ranks and an `AllReduceJob`. Out: a row for each size and algorithm in the columns of
+nccl-tests (size, time, algbw, busbw) with its spread, its samples and its speed against `native` in the
+same run. Every sample's result is checked, that of the warm-up in every element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.bench.allreduce_check import Pattern
+from paceline.bench.interleaved import interleaved
+from paceline.bench.rank_group import RankGroup
+from paceline.bench.timing import Times
+from paceline.comm.hybrid import HybridAllReduce
+from paceline.comm.size_table import SizeTable
+
+NATIVE = "native"
+HYBRID = "hybrid"
+
+
+@dataclass(frozen=True)
+class AllReduceJob:
+    """Sizes are those of the float32 buffer; `wire` is what travels of it. `native` always sums the
+    buffer as it is."""
+
+    sizes: tuple[int, ...]
+    algorithms: tuple[str, ...]
+    table: SizeTable | None = None
+    wire: str = "float32"
+    iterations: int = 20
+    warm_up: int = 3
+    limit_s: float | None = None
+    link_mbit: float = 0.0
+
+
+class AllReduceBench:
+    """The algorithms, made once, with memory of their own."""
+
+    def __init__(self, ranks: RankGroup, job: AllReduceJob) -> None:
+        self._ranks, self._job = ranks, job
+        self._made = {
+            name: HybridAllReduce(ranks.groups, SizeTable.single(name), job.wire)
+            for name in job.algorithms
+            if name not in (NATIVE, HYBRID)
+        }
+        if job.table is not None:
+            self._made[HYBRID] = HybridAllReduce(ranks.groups, job.table, job.wire)
+
+    def measure(self, size: int) -> list[dict[str, Any]]:
+        """The rows of one size, `native` first."""
+        job, ranks = self._job, self._ranks
+        buffer = torch.empty(max(size // 4, 1), device=ranks.device)
+        ways: dict[str, Callable[[], object]] = {NATIVE: lambda: dist.all_reduce(buffer)}
+        for name, made in self._made.items():
+            ways[name] = _calling(made, buffer)
+        pattern = Pattern(buffer.numel(), ranks.rank, ranks.size, job.wire, ranks.device)
+        for name, way in ways.items():
+            pattern.fill(buffer)
+            way()
+            pattern.check(buffer, name, ranks)
+        samples = interleaved(
+            ranks, ways, iterations=job.iterations, warm_up=job.warm_up, limit_s=job.limit_s,
+            prepare=lambda: buffer.fill_(1.0),
+            check=lambda name: pattern.check_ends(buffer, name),
+        )  # fmt: skip
+        native = Times(tuple(samples[NATIVE])).median
+        rows = []
+        for name, seconds in samples.items():
+            rows.append(self._row(size, name, Times(tuple(seconds)), native))
+            if name == HYBRID:
+                rows[-1]["chosen"] = self._made[HYBRID].choose(buffer)
+        return rows
+
+    def _row(self, size: int, name: str, times: Times, native_s: float) -> dict[str, Any]:
+        size = max(size // 4, 1) * 4
+        p, hosts = self._ranks.size, len(self._ranks.nodes)
+        median, (low, high) = times.median, times.spread
+        row = {
+            "bytes": size, "algorithm": name, "s": median, "s_p10": low, "s_p90": high,
+            "algbw_gb_s": size / median / 1e9,
+            "busbw_gb_s": size / median / 1e9 * 2 * (p - 1) / p,
+            "speed_against_native": native_s / median,
+            "samples_s": list(times.seconds),
+        }  # fmt: skip
+        if self._job.link_mbit and hosts > 1:
+            travels = size if name == NATIVE else size * _width(self._job.wire) // 4
+            least_s = 2 * (hosts - 1) / hosts * travels * 8 / (self._job.link_mbit * 1e6)
+            row["link_share"] = least_s / median
+        return row
+
+
+def _calling(made: HybridAllReduce, buffer: Tensor) -> Callable[[], object]:
+    return lambda: made.all_reduce(buffer)
+
+
+def _width(wire: str) -> int:
+    return 4 if wire == "float32" else 2
+
+
+def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
+    """`least`, times `factor`, and so on up to `most`; whole numbers of float32."""
+    sizes: list[int] = []
+    size = float(least)
+    while size <= most * (1 + 1e-9):
+        whole = max(round(size / 4) * 4, 4)
+        if not sizes or whole > sizes[-1]:
+            sizes.append(whole)
+        size *= factor
+    return tuple(sizes)

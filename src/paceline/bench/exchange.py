@@ -1,0 +1,162 @@
+"""`paceline bench exchange`: one whole exchange of a model's gradients, ours against DDP's.
+
+In: joined ranks and an `ExchangeJob`. Out: a row for each way: DDP with its default buckets, DDP with its
+fp16 compression hook, and our exchange with each wire format, all with the same backward that computes
+nothing, sampled in turn. Every way's result is checked in the warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.bench.exchange_model import FilledModel, model_weights
+from paceline.bench.interleaved import interleaved
+from paceline.bench.rank_group import RankGroup
+from paceline.bench.timing import Times
+from paceline.comm.create_carrier import create_carrier
+from paceline.comm.gradient_exchange import GradientExchange, Signals
+from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.settings import CommSettings
+from paceline.core.errors import CommError
+from paceline.core.flat_layout import TensorSpec
+from paceline.plan.plan_file import ClusterFacts
+
+DDP = "ddp"
+DDP_FP16 = "ddp fp16 hook"
+ALONE = "backward alone"
+Way = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class ExchangeJob:
+    """`comm` decides our buffers and algorithms; `wires` has a row of ours for each format."""
+
+    model: str
+    comm: CommSettings
+    wires: tuple[str, ...] = ("float32", "float16")
+    iterations: int = 10
+    warm_up: int = 2
+
+
+class ExchangeBench:
+    """All ways, made once; their parameters share memory, their gradients do not."""
+
+    def __init__(self, ranks: RankGroup, job: ExchangeJob) -> None:
+        self._ranks, self._job = ranks, job
+        self._weights = model_weights(job.model, ranks.device)
+        self.bytes = sum(weight.nbytes for _, weight in self._weights)
+        self._models: dict[str, tuple[FilledModel, float]] = {}
+        self.about: dict[str, str] = {}
+        self._closing: list[Callable[[], None]] = []
+        self._ways: dict[str, Way] = {DDP: self._ddp(DDP), DDP_FP16: self._ddp(DDP_FP16)}
+        for wire in ("",) if job.comm.plan else job.wires:
+            name = f"ours {wire}" if wire else "ours, by plan"
+            self._ways[name] = self._ours(name, wire)
+        self._ways[ALONE] = self._alone()
+
+    def _filled(self, name: str, expected: float) -> FilledModel:
+        """Rank r's gradients are r + 1; `expected` is what the exchange makes of them."""
+        model = FilledModel(self._weights, float(self._ranks.rank + 1))
+        self._models[name] = (model, expected)
+        return model
+
+    def _ddp(self, name: str) -> Way:
+        size = self._ranks.size
+        model = self._filled(name, (size + 1) / 2)
+        ddp = DistributedDataParallel(model)
+        if name == DDP_FP16:
+            ddp.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+        self.about[name] = "buckets of 25 MiB, the first 1 MiB" + (
+            ", fp16 on the wire" if name == DDP_FP16 else ""
+        )
+
+        def run() -> None:
+            ddp.zero_grad(set_to_none=True)
+            ddp().backward()
+
+        return run
+
+    def _ours(self, name: str, wire: str) -> Way:
+        size, ranks = self._ranks.size, self._ranks
+        model = self._filled(name, size * (size + 1) / 2)
+        comm = replace(self._job.comm, wire=wire) if wire else self._job.comm
+        # By the names that the model itself gives, for these are a plan file's.
+        named = list(zip((n for n, _ in self._weights), model.parameters(), strict=True))
+        specs = [
+            TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named
+        ]
+        choice = PlanChoice.read(comm, specs, ClusterFacts(size, len(ranks.nodes)))
+        plan = choice.plan([spec.name for spec in reversed(specs)])
+        carrier = create_carrier(ranks.group, comm, plan)
+        self._closing.append(carrier.close)
+        exchange = GradientExchange(named, ranks.group, plan, carrier=carrier)
+        algorithms = ", ".join(dict.fromkeys(b.algorithm for b in plan.buffers))
+        self.about[name] = f"{len(plan.buffers)} buffers, {algorithms}"
+
+        def run() -> None:
+            exchange.begin()
+            exchange.arm()
+            loss = model()
+            loss.backward()
+            exchange.gather()
+            exchange.reduce(loss.detach(), Signals())
+
+        return run
+
+    def _alone(self) -> Way:
+        """What all the others do besides exchanging."""
+        model = FilledModel(self._weights, 1.0)
+        self.about[ALONE] = "part of every row"
+
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            model().backward()
+
+        return run
+
+    def measure(self) -> list[dict[str, Any]]:
+        job = self._job
+        for name, way in self._ways.items():
+            way()
+            self._check(name)
+        samples = interleaved(
+            self._ranks, self._ways, iterations=job.iterations, warm_up=job.warm_up
+        )
+        times = {name: Times(tuple(seconds)) for name, seconds in samples.items()}
+        rows = []
+        for name, taken in times.items():
+            low, high = taken.spread
+            rows.append({
+                "way": name, "s": taken.median, "s_p10": low, "s_p90": high,
+                "speed_against_ddp": times[DDP].median / taken.median,
+                "speed_against_ddp_fp16": times[DDP_FP16].median / taken.median,
+                "about": self.about[name], "samples_s": list(taken.seconds),
+            })  # fmt: skip
+        return rows
+
+    def _check(self, name: str) -> None:
+        """Whole numbers this small are exact in fp16."""
+        if name not in self._models:
+            return
+        model, expected = self._models[name]
+        limit = 1e-3 * expected
+        off = [
+            n
+            for n, p in model.named_parameters()
+            if p.grad is None or bool(((p.grad - expected).abs() > limit).any())
+        ]
+        if self._ranks.agree_max(float(len(off))) > 0:
+            raise CommError(
+                f"the exchange '{name}' is wrong for {len(off)} tensors on rank {self._ranks.rank}",
+                "please report this with the command line",
+            )
+
+    def close(self) -> None:
+        for close in self._closing:
+            close()

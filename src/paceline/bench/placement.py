@@ -1,0 +1,85 @@
+"""`Placement`: where the ranks of a measurement run.
+
+In: the flags --hosts, --ranks-per-host, --link-mbit and --ranks. Out: one of three: on hosts of an
+emulated cluster, as processes of this host, or, without flags, where a launcher has put this process.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError
+from paceline.core.topology import Topology
+
+# Flags that a rank must not see again. --link-mbit stays: the share of the link is told by it.
+_OWN_FLAGS = ("--hosts", "--ranks-per-host", "--ranks")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`hosts` > 0: an emulated cluster; `ranks` > 0: this host; neither: the launcher's ranks."""
+
+    hosts: int = 0
+    ranks_per_host: int = 1
+    link_mbit: float = 0.0
+    ranks: int = 0
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--hosts", self.hosts), ("--ranks", self.ranks)):
+            if value < 0:
+                raise ConfigError(flag, value, "must be at least 1")
+        if self.ranks_per_host < 1:
+            raise ConfigError("--ranks-per-host", self.ranks_per_host, "must be at least 1")
+        if self.link_mbit < 0:
+            raise ConfigError("--link-mbit", self.link_mbit, "must be above 0", "try 200")
+        if self.hosts and self.ranks:
+            raise ConfigError(
+                "--ranks", self.ranks, "cannot be given with --hosts", "use --ranks-per-host"
+            )
+        if self.ranks_per_host > 1 and not self.hosts:
+            raise ConfigError(
+                "--ranks-per-host", self.ranks_per_host, "needs --hosts", "or use --ranks"
+            )
+
+    @property
+    def rate(self) -> str | None:
+        """For the links of an emulated cluster; None: as fast as the machine is."""
+        return f"{self.link_mbit:g}mbit" if self.link_mbit else None
+
+    def is_launched(self) -> bool:
+        """Whether this process is a rank already; an error where it is one and should start some."""
+        topology = Topology.from_env(os.environ)
+        launched = topology.launcher != "single"
+        flag = "--hosts" if self.hosts else "--ranks"
+        if launched and (self.hosts or self.ranks):
+            raise ConfigError(
+                flag,
+                self.hosts or self.ranks,
+                f"this process is a rank of a launcher already ({topology.launcher})",
+                "leave the flag out under torchrun, srun and mpirun",
+            )
+        if not launched and not self.hosts and not self.ranks:
+            raise ConfigError(
+                "--ranks",
+                None,
+                "no ranks to measure between",
+                "give --ranks 8, or --hosts 4 --ranks-per-host 4, or start with torchrun",
+            )
+        return launched
+
+
+def rank_arguments(arguments: Sequence[str]) -> list[str]:
+    """The same command line for a rank: without the flags that place it."""
+    kept, skip = [], False
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if skip:
+            skip = False
+        elif name in _OWN_FLAGS:
+            skip = "=" not in argument
+        else:
+            kept.append(argument)
+    return kept

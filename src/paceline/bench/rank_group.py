@@ -1,0 +1,118 @@
+"""`RankGroup`: the ranks of a measurement, joined.
+
+In: what the launcher left in the environment, a backend and a device. Out: the group of all ranks and
+the process groups of the communication module, closed at the end; and the words that only a measurement
+needs: a barrier, the slowest rank's time, rank 0's decision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.group import Group
+from paceline.comm.process_groups import ProcessGroups
+from paceline.config import RunConfig
+from paceline.core.topology import Topology
+from paceline.train.machine import choose_device
+
+
+class RankGroup:
+    """A context; every method is called by all ranks alike."""
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        device: str = "auto",
+        group_size: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.topology = topology = Topology.from_env(os.environ)
+        config = RunConfig().with_values(
+            {"run.device": device, "comm.backend": backend, "comm.timeout_s": timeout_s}
+        )
+        self.device = choose_device(config, topology)
+        self._group_size, self._timeout_s = group_size, timeout_s
+        self.group = Group(topology, config.comm, self.device)
+        self._word = torch.zeros(1, dtype=torch.float64, device=self.device)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.world_size
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Seconds of `work` on this rank, from when all are ready."""
+        self.barrier()
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def barrier(self) -> None:
+        self.agree_max(0.0)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def agree_max(self, value: float) -> float:
+        """The largest of all ranks' numbers, on every rank."""
+        self._word.fill_(value)
+        dist.all_reduce(self._word, op=dist.ReduceOp.MAX)
+        return float(self._word)
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """Of each sample the longest time that a rank took."""
+        row = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(row, op=dist.ReduceOp.MAX)
+        return [float(value) for value in row]
+
+    def decided(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 decides, on every rank; plain JSON."""
+        data = json.dumps(decide()).encode() if self.rank == 0 else None
+        return json.loads(self.group.broadcast_bytes(data))
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for a report."""
+        return {
+            "ranks": self.size, "hosts": len(self.nodes),
+            "ranks_per_host": [len(node) for node in self.nodes],
+            "backend": self.group.backend, "device": str(self.device),
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+
+    def __enter__(self) -> Self:
+        try:
+            self.groups = ProcessGroups(self.topology, self._group_size, timeout_s=self._timeout_s)
+            said: list[int] = [0] * self.size
+            dist.all_gather_object(said, self.topology.node_rank)
+        except BaseException:
+            self.group.__exit__(*sys.exc_info())
+            raise
+        numbers = sorted(set(said))
+        # The ranks of each host, whatever groups were asked for.
+        self.nodes = [[r for r, node in enumerate(said) if node == n] for n in numbers]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.groups.close()
+        self.group.__exit__(kind, error, trace)

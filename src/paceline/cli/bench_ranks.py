@@ -1,0 +1,229 @@
+"""`paceline bench allreduce` and `paceline bench exchange`: measurements between ranks.
+
+In: what to measure and where the ranks run. Out: rank 0 prints a table as it grows, or one JSON object
+with `--json`, environment and raw samples included.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from paceline.bench.placement import Placement
+from paceline.cli.placed import run_placed
+from paceline.comm.algorithms.names import ALGORITHMS, check_name
+from paceline.comm.settings import WIRES, CommSettings
+from paceline.comm.size_table import SizeTable
+from paceline.config import RunConfig
+from paceline.core.errors import ConfigError
+
+HOSTS = typer.Option(0, help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
+RANKS_PER_HOST = typer.Option(1, help="Ranks on each of these hosts.")
+LINK_MBIT = typer.Option(0.0, help="Rate of each host's link; 0: no limit.")
+RANKS = typer.Option(0, help="Ranks on this host, without a cluster or launcher.")
+DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
+BACKEND = typer.Option("auto", help="auto, gloo or nccl.")
+
+
+def allreduce(
+    hosts: int = HOSTS,
+    ranks_per_host: int = RANKS_PER_HOST,
+    link_mbit: float = LINK_MBIT,
+    ranks: int = RANKS,
+    algorithms: str = typer.Option("all", help="Names, with commas (docs/communication.md)."),
+    sizes: Path | None = typer.Option(None, help="A size table (paceline tune): adds hybrid."),
+    byte_list: str = typer.Option("", "--bytes", help="Sizes, with commas: 4096,64KiB,16MiB."),
+    min_bytes: str = typer.Option("1KiB", help="First size, where --bytes is not given."),
+    max_bytes: str = typer.Option("16MiB", help="Last size."),
+    factor: float = typer.Option(4.0, help="From one size to the next."),
+    wire: str = typer.Option("float32", help="float32, float16 or bfloat16."),
+    group_size: int = typer.Option(0, help="Ranks of a group; 0: those of a node."),
+    iterations: int = typer.Option(20, help="Samples of each; the median counts."),
+    warm_up: int = typer.Option(3, help="Samples before."),
+    size_limit_s: float = typer.Option(0.0, help="Seconds for each size at most; 0: no limit."),
+    device: str = DEVICE,
+    backend: str = BACKEND,
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+) -> int:
+    """All-reduce: every size by every algorithm, against the backend's own."""
+    from paceline.bench.byte_size import parse_bytes
+
+    placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
+    check_settings(device, backend, group_size)
+    if wire not in WIRES or wire == "auto":
+        raise ConfigError("--wire", wire, "unknown", "use float32, float16 or bfloat16")
+    names = algorithm_names(algorithms)
+    table = None if sizes is None else SizeTable.read(sizes)
+    _check_counts(iterations, warm_up)
+    if factor <= 1:
+        raise ConfigError("--factor", factor, "must be above 1", "try 2")
+    parts = [part for part in byte_list.split(",") if part.strip()]
+    given = tuple(parse_bytes("--bytes", part) for part in parts)
+    low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
+    if low > high:
+        raise ConfigError("--min-bytes", min_bytes, f"is more than --max-bytes {max_bytes}")
+    code = run_placed(placement)
+    if code is not None:
+        return code
+
+    from paceline.bench.allreduce import AllReduceBench, AllReduceJob, choose_sizes
+    from paceline.bench.rank_group import RankGroup
+
+    job = AllReduceJob(
+        given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
+        size_limit_s or None, link_mbit,
+    )  # fmt: skip
+    with RankGroup(backend=backend, device=device, group_size=group_size or None) as joined:
+        measuring, rows = AllReduceBench(joined, job), []
+        say = joined.rank == 0 and not as_json
+        if say:
+            sys.stdout.write(_HEAD)
+        for size in job.sizes:
+            found = measuring.measure(size)
+            rows += found
+            if say:
+                sys.stdout.writelines(map(_line, found))
+                sys.stdout.flush()
+        report = {
+            "settings": _plain(job), "cluster": joined.describe(), "rows": rows,
+            **environment(joined.device),
+        }  # fmt: skip
+        if joined.rank == 0 and as_json:
+            sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def exchange(
+    model: str = typer.Option("resnet50", help="Whose gradients (docs/models.md)."),
+    hosts: int = HOSTS,
+    ranks_per_host: int = RANKS_PER_HOST,
+    link_mbit: float = LINK_MBIT,
+    ranks: int = RANKS,
+    algorithm: str = typer.Option("", help="One of the catalogue, where no table is given."),
+    sizes: Path | None = typer.Option(None, help="A size table (paceline tune)."),
+    plan: Path | None = typer.Option(None, help="A plan file, which decides all of it."),
+    fusion_mib: float = typer.Option(16.0, help="Where a buffer is closed."),
+    group_size: int = typer.Option(0, help="Ranks of a group; 0: those of a node."),
+    iterations: int = typer.Option(10, help="Samples of each; the median counts."),
+    warm_up: int = typer.Option(2, help="Samples before."),
+    device: str = DEVICE,
+    backend: str = BACKEND,
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+) -> int:
+    """One whole gradient exchange of a model: ours against DDP's."""
+    from paceline.models.settings import check_model_name
+    from paceline.plan.plan_file import PlanFile
+
+    placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
+    check_settings(device, backend, group_size)
+    check_model_name(model)
+    _check_counts(iterations, warm_up)
+    given = [flag for flag, value in (("--algorithm", algorithm), ("--sizes", sizes),
+             ("--plan", plan)) if value]  # fmt: skip
+    if len(given) > 1:
+        raise ConfigError(given[0], None, f"cannot be given with {given[1]}", "leave out one")
+    if plan is not None:
+        PlanFile.read(plan)
+        comm = CommSettings(plan=str(plan), group_size=group_size)
+    elif sizes is not None:
+        SizeTable.read(sizes)
+        comm = CommSettings(
+            algorithm="hybrid", sizes=str(sizes), fusion_mib=fusion_mib, group_size=group_size
+        )
+    else:
+        comm = CommSettings(
+            algorithm=algorithm or "auto", fusion_mib=fusion_mib, group_size=group_size
+        )
+    code = run_placed(placement)
+    if code is not None:
+        return code
+
+    from paceline.bench.exchange import ExchangeBench, ExchangeJob
+    from paceline.bench.rank_group import RankGroup
+
+    job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
+    with RankGroup(backend=backend, device=device, group_size=group_size or None) as joined:
+        measuring = ExchangeBench(joined, job)
+        rows = measuring.measure()
+        measuring.close()
+        report = {
+            "settings": {**vars(job), "comm": vars(comm)}, "link_mbit": link_mbit,
+            "bytes": measuring.bytes, "cluster": joined.describe(), "rows": rows,
+            **environment(joined.device),
+        }  # fmt: skip
+        if joined.rank == 0:
+            text = json.dumps(report, indent=1) + "\n" if as_json else _exchange_table(report)
+            sys.stdout.write(text)
+    return 0
+
+
+def _exchange_table(report: dict[str, Any]) -> str:
+    head = f"{'way':<16}{'time ms':>10}{'p10':>10}{'p90':>10}{'× ddp':>8}{'× ddp fp16':>12}  what"
+    lines = [
+        f"{row['way']:<16}{1e3 * row['s']:>10.1f}{1e3 * row['s_p10']:>10.1f}"
+        f"{1e3 * row['s_p90']:>10.1f}{row['speed_against_ddp']:>8.2f}"
+        f"{row['speed_against_ddp_fp16']:>12.2f}  {row['about']}"
+        for row in report["rows"]
+    ]
+    model = report["settings"]["model"]
+    end = (
+        f"{model}: {report['bytes'] / 1e6:,.1f} MB of gradients, {report['cluster']['ranks']} ranks"
+    )
+    return "\n".join([head, *lines, end]) + "\n"
+
+
+_HEAD = (
+    f"{'bytes':>10}  {'algorithm':<17}{'time ms':>10}{'p10':>10}{'p90':>10}{'algbw GB/s':>12}"
+    f"{'busbw GB/s':>12}{'× native':>10}{'link %':>8}\n"
+)
+
+
+def _line(row: dict[str, Any]) -> str:
+    share = f"{100 * row['link_share']:.0f}" if "link_share" in row else "–"
+    name = f"hybrid: {row['chosen']}" if "chosen" in row else row["algorithm"]
+    return (
+        f"{row['bytes']:>10}  {name:<17}{1e3 * row['s']:>10.3f}{1e3 * row['s_p10']:>10.3f}"
+        f"{1e3 * row['s_p90']:>10.3f}{row['algbw_gb_s']:>12.4f}{row['busbw_gb_s']:>12.4f}"
+        f"{row['speed_against_native']:>10.2f}{share:>8}\n"
+    )
+
+
+def _plain(job: Any) -> dict[str, Any]:
+    """The settings as JSON can hold them."""
+    return {
+        name: value.to_table() if isinstance(value, SizeTable) else value
+        for name, value in vars(job).items()
+    }
+
+
+def algorithm_names(text: str) -> tuple[str, ...]:
+    if text == "all":
+        return ALGORITHMS
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in names:
+        check_name(name, "--algorithms")
+    return names
+
+
+def check_settings(device: str, backend: str, group_size: int) -> None:
+    """What can be told before any rank starts, so that it is told once."""
+    RunConfig().with_values(
+        {"run.device": device, "comm.backend": backend, "comm.group_size": group_size}
+    )
+
+
+def _check_counts(iterations: int, warm_up: int) -> None:
+    if iterations < 1:
+        raise ConfigError("--iterations", iterations, "must be at least 1")
+    if warm_up < 0:
+        raise ConfigError("--warm-up", warm_up, "must be 0 or more")
+
+
+def environment(device: Any) -> dict[str, Any]:
+    from paceline.train.machine import hardware, versions
+
+    return {"versions": versions(), "hardware": hardware(device)}

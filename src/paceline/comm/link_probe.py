@@ -1,0 +1,145 @@
+"""`LinkProbe`: latency and bandwidth between pairs of ranks, and what is left when all send at once.
+
+In: the group of all ranks and who shares a node. Out: the cost of a message inside a node and between
+nodes, by the slowest pair that was tried. All ranks call it; pairs are tried one after the other, so that
+each has the network to itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from paceline.comm.tuning_file import LinkFacts
+from paceline.comm.tuning_fit import fit_cost
+
+# The large ones show the bandwidth also of a link that lets short bursts pass.
+SIZES = (4, 1024, 16 * 1024, 128 * 1024, 1024 * 1024, 2 * 1024 * 1024)
+_PAIRS = 3
+_REPEATS = 9
+_REPEATS_OF_LARGE = 5
+_LARGE_BYTES = 1024 * 1024
+_CONTENTION_BYTES = 512 * 1024
+
+
+class LinkProbe:
+    """Round trips of real messages, halved."""
+
+    def __init__(
+        self, group: ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self._group, self._rank, self._nodes = group, rank, nodes
+        # Gloo carries memory of the host only; NCCL that of a GPU only.
+        cuda = device.type == "cuda" and dist.get_backend(group) == "nccl"
+        self._device = device if cuda else torch.device("cpu")
+        self._room = torch.zeros(max(SIZES), dtype=torch.uint8, device=self._device)
+        self._answer = torch.zeros_like(self._room)
+
+    def inside(self) -> LinkFacts | None:
+        """Between neighbours on one node; None where no node has two ranks."""
+        pairs = [(node[0], node[1]) for node in self._nodes if len(node) > 1]
+        rings = [list(node) for node in self._nodes if len(node) > 1]
+        return self._facts(pairs[:_PAIRS], [_neighbours(ring) for ring in rings])
+
+    def between(self) -> LinkFacts | None:
+        """Between nodes; None where there is only one."""
+        heads = [node[0] for node in self._nodes]
+        if len(heads) < 2:
+            return None
+        pairs = [(heads[0], head) for head in heads[1:]][:_PAIRS]
+        width = min(len(node) for node in self._nodes)
+        columns = [[node[at] for node in self._nodes] for at in range(width)]
+        return self._facts(pairs, [_neighbours(column) for column in columns])
+
+    def _facts(
+        self, pairs: Sequence[tuple[int, int]], rings: Sequence[dict[int, tuple[int, int]]]
+    ) -> LinkFacts | None:
+        if not pairs:
+            return None
+        costs = []
+        for pair in pairs:
+            points = [(size, self._round_trip_s(pair, size) / 2) for size in SIZES]
+            costs.append(fit_cost(points))
+        slowest = max(costs, key=lambda cost: cost.seconds(max(SIZES)))
+        alone_s = self._shift_s([_only(rings[0], pairs[0])])
+        all_s = self._shift_s(rings)
+        return LinkFacts(
+            slowest.alpha_s, slowest.beta_s_per_byte, slowest.residual, max(1.0, all_s / alone_s)
+        )
+
+    def _round_trip_s(self, pair: tuple[int, int], size: int) -> float:
+        """The median over repeats, as the pair's first rank saw it, on every rank."""
+        out, back = self._room[:size], self._answer[:size]
+        first, second = pair
+
+        def trip() -> None:
+            if self._rank == first:
+                dist.send(out, group=self._group, group_dst=second)
+                dist.recv(back, group=self._group, group_src=second)
+            elif self._rank == second:
+                dist.recv(back, group=self._group, group_src=first)
+                dist.send(out, group=self._group, group_dst=first)
+
+        repeats = _REPEATS if size < _LARGE_BYTES else _REPEATS_OF_LARGE
+        return self._median_s(trip, repeats, of=first)
+
+    def _shift_s(self, rings: Sequence[dict[int, tuple[int, int]]]) -> float:
+        """All of the rings' members send to their successor at once; the slowest counts."""
+        places = [ring[self._rank] for ring in rings if self._rank in ring]
+        out, back = self._room[:_CONTENTION_BYTES], self._answer[:_CONTENTION_BYTES]
+
+        def shift() -> None:
+            operations: list[dist.P2POp] = []
+            for before, after in places:
+                if after >= 0:
+                    operations.append(_operation(dist.isend, out, self._group, after))
+                if before >= 0:
+                    operations.append(_operation(dist.irecv, back, self._group, before))
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+
+        return self._median_s(shift, _REPEATS, of=None)
+
+    def _median_s(self, work: Callable[[], None], repeats: int, of: int | None) -> float:
+        """`of`: whose clock counts; None: the slowest rank's."""
+        taken = []
+        for _ in range(repeats + 1):
+            dist.barrier(group=self._group)
+            start = time.perf_counter()
+            work()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            taken.append(time.perf_counter() - start)
+        own = statistics.median(taken[1:])  # the first connects
+        said = torch.tensor(
+            [own if of in (None, self._rank) else 0.0], dtype=torch.float64, device=self._device
+        )
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+        return float(said)
+
+
+def _neighbours(ring: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Whom each member hears from and sends to."""
+    return {
+        rank: (ring[at - 1], ring[(at + 1) % len(ring)])
+        for at, rank in enumerate(ring)
+        if len(ring) > 1
+    }
+
+
+def _only(ring: dict[int, tuple[int, int]], pair: tuple[int, int]) -> dict[int, tuple[int, int]]:
+    """One message, from the pair's first rank to its second; -1 is nobody."""
+    first, second = pair
+    assert first in ring
+    return {first: (-1, second), second: (first, -1)}
+
+
+def _operation(kind: Any, tensor: Tensor, group: ProcessGroup, peer: int) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, group=group, group_peer=peer)

@@ -1,0 +1,154 @@
+"""`Watchdog`: ends a rank whose exchange stalls, and says which buffer and because of whom.
+
+In: the group's store, a `ProgressBoard` and `comm.timeout_s`. Out: nothing in a healthy run but a small
+post every few seconds. Python cannot interrupt a wait in C++, so a thread does it:
+
+1. A rank that has waited in one place for 40 % of the timeout begins to read the others' posts.
+2. Shortly before the timeout the first such rank proposes what it found; all ranks take that verdict,
+   also one that only computes, show it and end with its exit code.
+3. Where the store does not answer, rank 0's host is gone or this one is cut off: a rank that waits, or
+   that has heard nothing for as long, says so and ends.
+4. A rank that leaves with an error has seconds for it; torch may wait for a lost host without end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from torch.distributed.distributed_c10d import Store
+
+from paceline.comm.agreement import PeerError
+from paceline.comm.progress_board import ProgressBoard, Standing
+from paceline.comm.watchdog_mail import WatchdogMail
+from paceline.comm.watchdog_words import BufferWords, stall_error, unreachable_error
+from paceline.core.errors import CommError, PacelineError
+from paceline.core.topology import Topology
+
+Tell = Callable[[PacelineError], None]
+
+# Longer than a rank waits to be told the cause and for the others to leave (see `group.py`).
+_LEAVE_S = 10.0
+_END_WAIT_S = 0.5
+_LAST_WORDS_S = 2.0
+
+
+class Watchdog:
+    """Two daemon threads, from joining the group until `close`."""
+
+    def __init__(
+        self,
+        store: Store,
+        topology: Topology,
+        timeout_s: float,
+        board: ProgressBoard,
+        tell: Tell | None = None,
+    ) -> None:
+        """`tell` shows an error where nobody can raise it. All ranks make one before they first wait."""
+        self._topology = topology
+        self._timeout_s = timeout_s
+        self._limit_s = timeout_s - min(0.2 * timeout_s, 15.0)
+        self._silence_s = timeout_s / 6
+        self._beat_s = min(max(timeout_s / 60, 0.1), 5.0)
+        self._board = board
+        self._tell = tell or _tell
+        self.buffers: Sequence[BufferWords] = ()
+        self._mail = WatchdogMail(store, topology, self._beat_s)
+        # Advances with the thread's turns, so that a process that was stopped does not suspect others.
+        self._now_s = 0.0
+        self._seen: Standing | None = None
+        self._since_s = self._answered_s = self._proposed_s = 0.0
+        self._answers = -1
+        self._news: dict[int, tuple[int, float]] = {}
+        self._leaving: tuple[PacelineError, float] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="paceline-watchdog", daemon=True)
+        self._thread.start()
+
+    def leaving(self, error: BaseException) -> None:
+        """This rank goes with an error of its own: that is what it shows, should it get stuck."""
+        if not isinstance(error, PacelineError):
+            error = PacelineError(f"{type(error).__name__}: {error}")
+        self._leaving = (error, self._now_s + _LEAVE_S)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(_END_WAIT_S)
+        self._mail.close()
+
+    def _serve(self) -> None:
+        tick_s, before = self._beat_s / 2, time.monotonic()
+        while not self._closed.wait(tick_s):
+            now = time.monotonic()
+            self._now_s += min(now - before, 4 * tick_s)
+            before = now
+            error = self._look()
+            if error is not None and not self._closed.is_set():
+                self._end(error)
+
+    def _look(self) -> PacelineError | None:
+        """What this rank has to end with, if anything."""
+        standing = self._board.standing
+        if standing != self._seen:
+            self._seen, self._since_s, self._proposed_s = standing, self._now_s, 0.0
+        self._mail.post(standing)
+        if self._mail.answers != self._answers:
+            self._answers, self._answered_s = self._mail.answers, self._now_s
+        if self._leaving is not None:
+            error, deadline_s = self._leaving
+            return error if self._now_s > deadline_s else None
+        if self._mail.verdict is not None:
+            return self._mail.verdict_here or PeerError.told(self._mail.verdict)
+        waited_s = self._now_s - self._since_s if standing.waits else 0.0
+        unheard_s = self._now_s - self._answered_s
+        out_of_reach = unheard_s > max(self._silence_s, 3 * self._beat_s)
+        if unheard_s > self._limit_s or (waited_s > self._limit_s and out_of_reach):
+            host = self._topology.master_addr
+            rank = self._topology.rank
+            return unreachable_error(standing, rank, host, unheard_s, self._mail.lost)
+        self._mail.curious = waited_s > 0.4 * self._timeout_s
+        self._read_letters()
+        if waited_s > self._limit_s and not self._proposed_s:
+            self._proposed_s = self._now_s
+            self._mail.propose(self._stall(standing, waited_s))
+        return None
+
+    def _read_letters(self) -> None:
+        """Notes when each rank's last news came."""
+        for rank, (number, _) in self._mail.letters.items():
+            if self._news.get(rank, (-1, 0.0))[0] != number:
+                self._news[rank] = (number, self._now_s)
+
+    def _stall(self, standing: Standing, waited_s: float) -> CommError:
+        standings = {rank: theirs for rank, (_, theirs) in self._mail.letters.items()}
+        standings[self._topology.rank] = standing
+        silent = {
+            rank
+            for rank, (_, heard_s) in self._news.items()
+            if rank != self._topology.rank and self._now_s - heard_s > self._silence_s
+        }
+        return stall_error(standings, silent, self.buffers, waited_s, self._timeout_s)
+
+    def _end(self, error: PacelineError) -> None:
+        """Not by way of destructors and exit handlers: they wait for what does not come."""
+        last_words = threading.Thread(target=self._say, args=(error,), daemon=True)
+        last_words.start()
+        hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if self._topology.is_main and hosts and not self._mail.lost:
+            self._mail.linger(2 * self._beat_s + 1)
+        last_words.join(_LAST_WORDS_S)
+        os._exit(error.exit_code)
+
+    def _say(self, error: PacelineError) -> None:
+        """In a thread: a pipe that nobody reads must not keep the process."""
+        self._tell(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _tell(error: PacelineError) -> None:
+    sys.stderr.write(f"paceline: error: {error}\n")
+    sys.stderr.flush()

@@ -1,0 +1,119 @@
+"""`WatchdogMail`: the watchdog's letters to the other ranks, through the rendezvous store.
+
+In: this rank's standing, and perhaps a verdict. Out: the others' standings, when asked for, and the one
+verdict that all share. A thread of its own makes every call, on a connection of its own: where the
+store's host is cut off, torch waits for an answer without end, and only this thread is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+from torch.distributed.distributed_c10d import Store
+
+from paceline.comm.agreement import AgreedError, Agreement
+from paceline.comm.progress_board import Standing
+from paceline.core.errors import CommError
+from paceline.core.topology import Topology
+
+_VERDICT = "paceline/watchdog/verdict"
+_END_WAIT_S = 0.5
+_POLL_S = 0.02
+
+
+class WatchdogMail:
+    """Nothing here waits for the store but the constructor, `close` (briefly) and the thread."""
+
+    def __init__(self, store: Store, topology: Topology, beat_s: float) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+        self._agreement = Agreement(self._store, topology, beat_s)
+        self._rank, self._size = topology.rank, topology.world_size
+        self._beat_s = beat_s
+        self._mine = Standing()
+        self._proposal: CommError | None = None
+        self._wake = threading.Event()
+        self._closed = False
+        # What the thread found; each is replaced as a whole.
+        self.answers = 0
+        self.lost = False
+        self.verdict: AgreedError | None = None
+        self.verdict_here: CommError | None = None  # the same, where this rank's proposal won
+        self.letters: dict[int, tuple[int, Standing]] = {}
+        self.curious = False
+        self._post()
+        self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
+        self._thread.start()
+
+    def post(self, standing: Standing) -> None:
+        """Goes out with the next beat."""
+        self._mine = standing
+
+    def propose(self, error: CommError) -> None:
+        """The first proposal of all ranks becomes the verdict."""
+        self._proposal = error
+        self._wake.set()
+
+    def linger(self, wait_s: float) -> None:
+        """On the store's host: stays until the others have read the verdict."""
+        deadline = time.monotonic() + wait_s
+        keys = [self._heard(rank) for rank in range(self._size) if rank != self._rank]
+        try:
+            store: Store = self._store.clone()  # type: ignore[attr-defined]
+            while time.monotonic() < deadline and not store.check(keys):
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            return
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join(_END_WAIT_S)
+
+    def _serve(self) -> None:
+        while not self._closed and self.verdict is None:
+            try:
+                self._beat()
+            except RuntimeError:
+                # Its process has ended. Nobody can be told any more; the watchdog decides.
+                self.lost = True
+                return
+            self.answers += 1
+            self._wake.wait(self._beat_s)
+            self._wake.clear()
+
+    def _beat(self) -> None:
+        self._post()
+        if self._proposal is not None:
+            # A rank that could say itself what went wrong knows best.
+            told = self._agreement.read_fault()
+            if told is None:
+                self._agreement.post_fault(self._proposal)
+            error, code = str(told or self._proposal), (told or self._proposal).exit_code
+            word = json.dumps({"error": error, "code": code})
+            self._store.compare_set(_VERDICT, "", word)
+        if self.curious:
+            keys = [self._key(rank) for rank in range(self._size)]
+            self.letters = dict(enumerate(map(_read, self._store.multi_get(keys))))
+        if self._store.check([_VERDICT]):
+            word = json.loads(self._store.get(_VERDICT))
+            self._store.set(self._heard(self._rank), "")
+            if self._proposal is not None and word["error"] == str(self._proposal):
+                self.verdict_here = self._proposal
+            self.verdict = AgreedError(word["error"], word["code"])
+
+    def _post(self) -> None:
+        self._store.set(self._key(self._rank), f"{self.answers} {self._mine.to_text()}")
+
+    def _key(self, rank: int) -> str:
+        return f"paceline/watchdog/{rank}"
+
+    def _heard(self, rank: int) -> str:
+        return f"paceline/watchdog/heard/{rank}"
+
+
+def _read(letter: bytes) -> tuple[int, Standing]:
+    """The number of the beat, which tells that the sender lives, and its standing."""
+    number, _, text = letter.decode().partition(" ")
+    return int(number), Standing.from_text(text)

@@ -1,0 +1,71 @@
+"""Plans for a workload on a cluster: the best one, and those that it is held against.
+
+In: workload, cluster, batch of a rank, the algorithms that may be used. Out: a `FusionPlan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.plan.buffer_cost import BufferCost
+from paceline.plan.cluster import Cluster
+from paceline.plan.collective_cost import COSTS, all_reduce_s
+from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
+from paceline.plan.merged_gradient import merge_gradients
+from paceline.plan.optimal_plan import optimal_cuts
+from paceline.plan.workload import Workload
+
+ALGORITHMS = tuple(COSTS)
+
+
+def best_plan(
+    workload: Workload, cluster: Cluster, batch: int, algorithms: Sequence[str] = ALGORITHMS,
+    wire: str = "auto",
+) -> FusionPlan:  # fmt: skip
+    """Boundaries and algorithms that leave the least communication exposed."""
+    cost = BufferCost(workload.gradients, cluster, algorithms, wire)
+    return _from_cuts(workload, cost, optimal_cuts(workload.ready_s(batch), cost.seconds), wire)
+
+
+def merged_plan(
+    workload: Workload, cluster: Cluster, batch: int, algorithm: str = "ring", wire: str = "auto"
+) -> FusionPlan:
+    """By the merged-gradient rule, which knows one algorithm as a + b·m."""
+    cost = BufferCost(workload.gradients, cluster, (algorithm,), wire)
+    sizes = [cost.bytes(i, i + 1) for i in range(len(workload.gradients))]
+    start_up, byte_s = affine_cost(algorithm, cluster)
+    groups = merge_gradients(workload.ready_s(batch), sizes, start_up, byte_s)
+    return _from_cuts(workload, cost, [(group[0], group[-1] + 1) for group in groups], wire)
+
+
+def threshold_plan(
+    workload: Workload, cluster: Cluster, threshold: int,
+    algorithms: Sequence[str] = ("native",), wire: str = "auto",
+) -> FusionPlan:  # fmt: skip
+    """A buffer is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
+    cost = BufferCost(workload.gradients, cluster, algorithms, wire)
+    cuts, first = [], 0
+    for stop in range(1, len(workload.gradients) + 1):
+        if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):
+            cuts.append((first, stop))
+            first = stop
+    return _from_cuts(workload, cost, cuts, wire)
+
+
+def affine_cost(algorithm: str, cluster: Cluster) -> tuple[float, float]:
+    """a and b of the algorithm's cost between a few KB and some MB."""
+    small, large = 4096.0, 4.0 * 2**20
+    near, far = (float(all_reduce_s(algorithm, cluster, size)) for size in (small, large))
+    slope = (far - near) / (large - small)
+    return max(0.0, near - slope * small), slope
+
+
+def _from_cuts(
+    workload: Workload, cost: BufferCost, cuts: Sequence[tuple[int, int]], wire: str
+) -> FusionPlan:
+    buffers = []
+    for first, stop in cuts:
+        names = tuple(gradient.name for gradient in workload.gradients[first:stop])
+        algorithm, beside = cost.names(first, stop)
+        buffers.append(FusionBuffer(names, algorithm, wire, "" if beside == algorithm else beside))
+    return FusionPlan(tuple(buffers))

@@ -1,0 +1,90 @@
+"""`Cluster`: how many ranks there are, and what a message costs between them.
+
+In: flags, or the file that `paceline tune` wrote on the real cluster. Out: start-up time and time a byte
+inside a node and between nodes, links, contention; and a ConfigError for figures that cannot be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Link:
+    """`alpha_s` to start a message, `beta_s` a byte."""
+
+    alpha_s: float
+    beta_s: float
+
+    @classmethod
+    def of(cls, latency_us: float, gigabytes_per_s: float) -> Link:
+        return cls(latency_us * 1e-6, 1e-9 / gigabytes_per_s)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` of `ranks_per_node`. `inter` is one link between nodes, of which each node has `links`;
+    `oversubscription` divides their rate when all nodes talk at once. `gamma_s` is the time to add up a
+    byte, `launch_s` the time that every collective takes beside its messages. `spread` is the relative
+    standard error of start-ups and rates."""
+
+    nodes: int
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    links: int = 1
+    oversubscription: float = 1.0
+    gamma_s: float = 0.0
+    launch_s: float = 0.0
+    spread: float = 0.3
+
+    def __post_init__(self) -> None:
+        for flag, count in (
+            ("--nodes", self.nodes),
+            ("--gpus-per-node", self.ranks_per_node),
+            ("--links", self.links),
+        ):
+            if count < 1:
+                raise ConfigError(flag, count, "must be at least 1")
+        for flag, link in (("inside a node", self.intra), ("between nodes", self.inter)):
+            for what, value in (("latency", link.alpha_s), ("time a byte", link.beta_s)):
+                if not 0 <= value < math.inf:
+                    raise ConfigError(
+                        f"{what} {flag}", value, "must be 0 or more, and finite",
+                        "give a bandwidth above 0",
+                    )  # fmt: skip
+        if not 1 <= self.oversubscription < math.inf:
+            raise ConfigError(
+                "--oversubscription", self.oversubscription, "must be at least 1",
+                "4 means that a quarter of the links' sum reaches the other nodes",
+            )  # fmt: skip
+        for name, value in (("time to add a byte", self.gamma_s), ("launch time", self.launch_s)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(name, value, "must be 0 or more")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def between(self) -> Link:
+        """One flow between two nodes, under contention in the switches."""
+        return replace(self.inter, beta_s=self.inter.beta_s * self.oversubscription)
+
+    @property
+    def slowest(self) -> Link:
+        """What bounds a ring over all ranks: each round waits for the slowest hop."""
+        if self.nodes == 1:
+            return self.intra
+        if self.ranks_per_node == 1:
+            return self.between
+        return Link(
+            max(self.intra.alpha_s, self.between.alpha_s),
+            max(self.intra.beta_s, self.between.beta_s),
+        )
+
+    def with_nodes(self, nodes: int) -> Cluster:
+        return replace(self, nodes=nodes)

@@ -1,0 +1,55 @@
+"""The best buffers: dynamic programming, exact for one channel.
+
+In: when each gradient is ready, and the cost of any run of neighbours. Out: the cuts that end the last
+exchange soonest. F(j), the earliest end of the first j gradients, is the least over i of
+max(F(i), ready(j)) + cost(i, j): the last buffer holds the gradients i to j. An earlier end of what came
+before never makes a later one end later, so the best of the parts is the best of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Runs (first, stop) in order. `cost[i, j]` is for gradients i to j − 1."""
+    count = len(ready_s)
+    ends = np.zeros(count + 1)
+    origin = np.zeros(count + 1, dtype=np.int64)
+    for stop in range(1, count + 1):
+        found = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
+        origin[stop] = found.argmin()
+        ends[stop] = found[origin[stop]]
+    cuts = []
+    stop = count
+    while stop:
+        cuts.append((int(origin[stop]), stop))
+        stop = int(origin[stop])
+    return _joined(cuts[::-1], ready_s, cost)
+
+
+def _joined(
+    cuts: list[tuple[int, int]], ready_s: Sequence[float], cost: npt.NDArray[np.float64]
+) -> list[tuple[int, int]]:
+    """The same end with fewer messages: neighbours that backward hides either way become one."""
+    limit = _end(cuts, ready_s, cost) * (1 + 1e-12)
+    place = 0
+    while place + 1 < len(cuts):
+        one = [*cuts[:place], (cuts[place][0], cuts[place + 1][1]), *cuts[place + 2 :]]
+        if _end(one, ready_s, cost) <= limit:
+            cuts = one
+        else:
+            place += 1
+    return cuts
+
+
+def _end(
+    cuts: Sequence[tuple[int, int]], ready_s: Sequence[float], cost: npt.NDArray[np.float64]
+) -> float:
+    free = 0.0
+    for first, stop in cuts:
+        free = max(free, ready_s[stop - 1]) + float(cost[first, stop])
+    return free

@@ -1,0 +1,56 @@
+"""What a `FusionPlan` costs, buffer by buffer.
+
+In: any plan for the workload's model, a cluster and the batch of a rank. Out: for each buffer when it is
+ready, how long it travels, how many bytes, and by what. The same plan is what the communication module
+executes, so that prediction and run can be laid side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.plan.cluster import Cluster
+from paceline.plan.collective_cost import all_reduce_s
+from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
+from paceline.plan.workload import Gradient, Workload
+
+_WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class BufferScore:
+    """`ready_s` is from the start of the backward pass."""
+
+    tensors: int
+    bytes: int
+    algorithm: str
+    wire: str
+    ready_s: float
+    cost_s: float
+
+
+def score_plan(
+    plan: FusionPlan, workload: Workload, cluster: Cluster, batch: int
+) -> list[BufferScore]:
+    """ConfigError where the plan is for another model."""
+    gradients = {gradient.name: gradient for gradient in workload.gradients}
+    plan.check(tuple(gradients))
+    backward = workload.backward.at(batch)
+    return [
+        _score(buffer, [gradients[name] for name in buffer.tensors], cluster, backward)
+        for buffer in plan.buffers
+    ]
+
+
+def _score(
+    buffer: FusionBuffer, gradients: list[Gradient], cluster: Cluster, backward_s: float
+) -> BufferScore:
+    width = _WIDTH.get(buffer.wire)
+    sizes = [
+        sum(g.elements for g in gradients if g.half) * (width or 2),
+        sum(g.elements for g in gradients if not g.half) * (width or 4),
+    ]
+    cost = float(all_reduce_s(buffer.algorithm, cluster, max(sizes)))
+    cost += float(all_reduce_s(buffer.beside_algorithm, cluster, min(sizes)))
+    ready = max((g.ready for g in gradients), default=0.0) * backward_s
+    return BufferScore(len(gradients), sum(sizes), buffer.algorithm, buffer.wire, ready, cost)

@@ -1,0 +1,117 @@
+"""Predicted against measured: did the planner tell the truth?
+
+In: a run folder with the plan that it executed, the planner's expectation in it, and, where the run was
+traced, every buffer's times. Out: a table of both side by side, buffer by buffer, and one line of
+verdict: what bounds the step.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+from paceline.plan.expected import Expected
+from paceline.plan.plan_file import PlanFile
+from paceline.report.run_files import RunFiles, finite
+from paceline.report.series import median
+from paceline.report.straggler import ExposedWaits
+from paceline.report.tables import Table
+
+# Below this share of a step a part is no bottleneck.
+_NOTABLE = 0.05
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the steps of a run, in seconds."""
+
+    step_s: float
+    data_s: float
+    exposed_s: float
+    straggler: str
+
+    @classmethod
+    def of(cls, run: RunFiles) -> Measured | None:
+        steps = run.of_kind("step")
+        lengths = [s for r in steps if (s := finite(r, "step_s")) is not None]
+        if not lengths:
+            return None
+        data = [s for r in steps if (s := finite(r, "data_s")) is not None]
+        waits = ExposedWaits.of(run)
+        late = waits.straggler()
+        return cls(
+            median(lengths), median(data) if data else 0.0, waits.exposed_s or 0.0,
+            late.describe() if late else "",
+        )  # fmt: skip
+
+
+def bound_by(run: RunFiles) -> str | None:
+    """`exposed communication, 31 % of a step`; None before the first step."""
+    found = Measured.of(run)
+    if found is None:
+        return None
+    if found.straggler:
+        return f"straggler {found.straggler}"
+    parts = {"input": found.data_s, "exposed communication": found.exposed_s}
+    name, seconds = max(parts.items(), key=lambda part: part[1])
+    if seconds < _NOTABLE * found.step_s:
+        return "compute"
+    return f"{name}, {seconds / found.step_s:.0%} of a step"
+
+
+def expected_of(run: RunFiles) -> Expected | None:
+    try:
+        return PlanFile.read(run.path / "plan.toml").expected
+    except ConfigError:
+        return None
+
+
+def expectation_table(run: RunFiles) -> Table:
+    """Without rows where the plan came from no planner."""
+    expected, found = expected_of(run), Measured.of(run)
+    columns = ("part", "predicted ms", "measured ms", "difference")
+    if expected is None or found is None:
+        return Table.of("Predicted and measured", columns, [], {0})
+    compute = found.step_s - found.data_s - found.exposed_s
+    rows = [
+        _row("step", expected.step_s, found.step_s),
+        _row("compute", expected.compute_s, compute),
+        _row("exposed communication", expected.exposed_comm_s, found.exposed_s),
+        _row("input", expected.input_stall_s, found.data_s),
+    ]
+    traced = traced_buffers(run.path / "trace.json")
+    for number, seconds in enumerate(expected.buffers_s):
+        if number in traced:
+            rows.append(_row(f"buffer {number + 1}", seconds, traced[number]))
+    return Table.of("Predicted and measured", columns, rows, {0}, max_rows=200)
+
+
+def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
+    apart = f"{predicted / measured - 1:+.0%}" if measured > 0 and predicted > 0 else "–"
+    return name, f"{1e3 * predicted:.2f}", f"{1e3 * measured:.2f}", apart
+
+
+def traced_buffers(path: Path) -> dict[int, float]:
+    """Seconds of each buffer's exchange: in every step from the last rank's begin to the end, since those
+    before only wait for it; the median over steps."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    begun: dict[tuple[int, int], float] = {}
+    ended: dict[tuple[int, int], float] = {}
+    for event in events:
+        if event.get("cat") != "exchange" or event.get("ph") != "X":
+            continue
+        details = event.get("args", {})
+        if "buffer" not in details or "step" not in details:
+            continue
+        key = int(details["step"]), int(details["buffer"])
+        begun[key] = max(begun.get(key, 0.0), event["ts"])
+        ended[key] = max(ended.get(key, 0.0), event["ts"] + event["dur"])
+    by_buffer: dict[int, list[float]] = {}
+    for key, start in begun.items():
+        by_buffer.setdefault(key[1], []).append((ended[key] - start) / 1e6)
+    return {number: median(times) for number, times in by_buffer.items()}

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.bench.profile import take_apart
+from paceline.bench.step_row import StepRow
+from paceline.cli.app import app
+from paceline.core.errors import ConfigError
+from paceline.plan.workload import Workload
+
+
+def ask(*flags: str) -> str:
+    found = CliRunner().invoke(
+        app, ["profile", *flags], catch_exceptions=False, standalone_mode=False
+    )
+    return found.output
+
+
+def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
+    flags = ("--model", "resnet_tiny", "--image-size", "32", "--classes", "10", "--device", "cpu",
+             "--steps", "2", "--warm-up", "1", "-b", "8", "--output", str(file))  # fmt: skip
+    assert "Written" in ask(*flags)
+    work = Workload.read(file)
+    assert work.model == "resnet_tiny"
+    assert work.gradients[-1].ready == pytest.approx(1, abs=0.2)
+    with pytest.raises(ConfigError, match="is there already"):
+        ask(*flags)
+    planned = CliRunner().invoke(
+        app, ["plan", "--profile", str(file), "--nodes", "2", "--gpus-per-node", "1", "--json"],
+        catch_exceptions=False, standalone_mode=False,
+    )  # fmt: skip
+    assert '"images_per_s"' in planned.output
+    with pytest.raises(ConfigError, match="is of resnet_tiny"):
+        CliRunner().invoke(
+            app, ["plan", "--profile", str(file), "--model", "alexnet"], catch_exceptions=False,
+            standalone_mode=False,
+        )  # fmt: skip
+
+
+def test_gradients_come_in_the_order_of_backward() -> None:
+    row = StepRow("p", "ours", "resnet_tiny", 4, 32, 10, "cpu", 1, 1, {})
+    found = take_apart(row)
+    times = [at for *_, at in found.gradients]
+    assert times == sorted(times)
+    assert found.gradients[0][0].startswith("fc")
+    assert min(found.forward_s, found.backward_s, found.update_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "resnet5"), "did you mean"),
+        (("--steps", "0"), "--steps"),
+        (("-b", "0"), "--batch-size"),
+        (("--output", "no/where/p.toml"), "folder"),
+    ],
+)
+def test_mistakes_are_one_line(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ask("--device", "cpu", *flags)

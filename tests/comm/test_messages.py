@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from paceline.comm.messages import Message, item_bytes, plan_messages
+from paceline.core.flat_layout import FlatLayout, TensorSpec
+from paceline.plan import FusionBuffer, FusionPlan
+
+
+def layouts() -> dict[str, FlatLayout]:
+    half = [TensorSpec("w2", (100,), "float16"), TensorSpec("w1", (40,), "float16")]
+    full = [TensorSpec("b2", (10,)), TensorSpec("b1", (33,))]
+    return {"float32": FlatLayout.build(full), "float16": FlatLayout.build(half)}
+
+
+def test_small_pieces_and_signals_go_by_the_algorithm_beside() -> None:
+    plan = FusionPlan(
+        (
+            FusionBuffer(("b2", "w2"), "ring", beside="tree"),
+            FusionBuffer(("b1", "w1"), "torus2d", "float16", "hierarchical"),
+        )
+    )
+    first, last = plan_messages(plan, layouts(), tail=7)
+    assert first == [
+        Message("float32", 0, 32, "tree", "auto"), Message("float16", 0, 128, "ring", "auto"),
+    ]  # fmt: skip
+    # In fp16 the signals would lose their digits, so they follow in a message of their own.
+    assert last == [
+        Message("float32", 32, 96, "torus2d", "float16"),
+        Message("float16", 128, 192, "hierarchical", "float16"),
+        Message("float32", 96, 103, "hierarchical", "float32"),
+    ]
+    assert [message.wire_bytes for message in last] == [128, 128, 28]
+
+
+def test_signals_ride_in_the_last_fp32_message() -> None:
+    for wire in ("auto", "float32"):
+        plan = FusionPlan((FusionBuffer(("b2", "w2", "b1", "w1"), "ring", wire),))
+        ((full, half),) = plan_messages(plan, layouts(), tail=7)
+        assert (full.start, full.stop) == (0, 103)
+        assert half.stop == 192
+
+
+def test_signals_travel_alone_where_nothing_else_does() -> None:
+    empty = {"float32": FlatLayout.build([])}
+    assert plan_messages(FusionPlan.single(()), empty, 6) == [
+        [Message("float32", 0, 6, "native", "float32")]
+    ]
+
+
+def test_bytes_of_an_element() -> None:
+    assert item_bytes("float32", "auto") == item_bytes("float16", "float32") == 4
+    assert item_bytes("bfloat16", "auto") == item_bytes("float32", "float16") == 2
+    assert item_bytes("float64", "auto") == 8

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.settings import CommSettings
+from paceline.comm.size_table import SizeRow, SizeTable
+from paceline.core.errors import ConfigError
+from paceline.core.flat_layout import TensorSpec
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+
+TENSORS = (
+    TensorSpec("a", (100,)), TensorSpec("b", (2000,)), TensorSpec("c", (30,)),
+    TensorSpec("d", (400,)),
+)  # fmt: skip
+ORDER = ("d", "c", "b", "a")
+FOUR = ClusterFacts(4, 2)
+KIB = 1 / 1024
+
+
+def choose(tensors: tuple[TensorSpec, ...] = TENSORS, **settings: object) -> PlanChoice:
+    return PlanChoice.read(CommSettings(**settings), tensors, FOUR)  # type: ignore[arg-type]
+
+
+def test_what_fits_one_buffer_needs_no_order() -> None:
+    plan = choose().fixed
+    assert plan is not None
+    assert [b.tensors for b in plan.buffers] == [ORDER]
+    assert (plan.buffers[0].algorithm, plan.buffers[0].wire) == ("native", "auto")
+    assert choose(fusion_mib=KIB).fixed is None
+
+
+def test_a_process_alone_has_one_buffer_unless_it_asks() -> None:
+    alone = ClusterFacts(1, 1)
+    small = CommSettings(fusion_mib=0.0)
+    assert PlanChoice.read(small, TENSORS, alone).fixed is not None
+    asked = CommSettings(fusion_mib=0.0, algorithm="tree")
+    assert PlanChoice.read(asked, TENSORS, alone).fixed is None
+
+
+def test_each_buffer_goes_by_its_bytes_on_the_wire() -> None:
+    choice = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", eta_kib=4)
+    assert [(b.tensors, b.algorithm) for b in choice.plan(ORDER).buffers] == [
+        (("d",), "hierarchical"), (("c", "b"), "ring"), (("a",), "hierarchical"),
+    ]  # fmt: skip
+    # Half the bytes: more tensors to a buffer, and each buffer is a smaller one.
+    half = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", eta_kib=5, wire="float16")
+    assert [(b.tensors, b.algorithm, b.wire) for b in half.plan(ORDER).buffers] == [
+        (("d", "c", "b"), "hierarchical", "float16"), (("a",), "hierarchical", "float16"),
+    ]  # fmt: skip
+
+
+def test_what_goes_beside_the_bulk_has_the_algorithm_of_its_own_size() -> None:
+    plan = choose(fusion_mib=KIB, algorithm="hybrid", eta_kib=5).plan(ORDER)
+    large = next(b for b in plan.buffers if b.algorithm == "ring")
+    assert large.beside_algorithm == "hierarchical"
+    assert all(b.beside == "" for b in plan.buffers if b.algorithm == "hierarchical")
+
+
+def test_the_largest_piece_of_one_format_counts() -> None:
+    mixed = (TensorSpec("a", (3000,), "float16"), TensorSpec("b", (100,)))
+    plan = choose(mixed, fusion_mib=1.0, algorithm="hybrid", eta_kib=6).plan(("b", "a"))
+    assert plan.buffers[0].algorithm == "hierarchical"  # 6000 bytes, of 6400 in all
+    plan = choose(mixed, algorithm="hybrid", eta_kib=6, wire="float32").plan(("b", "a"))
+    assert plan.buffers[0].algorithm == "ring"
+
+
+def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
+    SizeTable((SizeRow("tree", 1700), SizeRow("torus2d"))).write(tmp_path / "sizes.toml")
+    choice = choose(fusion_mib=0.0, algorithm="hybrid", sizes=str(tmp_path / "sizes.toml"))
+    assert [b.algorithm for b in choice.plan(ORDER).buffers] == ["tree", "tree", "torus2d", "tree"]
+    with pytest.raises(ConfigError, match="comm.sizes = .*none.toml.*cannot be read"):
+        choose(algorithm="hybrid", sizes=str(tmp_path / "none.toml"))
+
+
+def test_a_plan_file_decides_all(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    plan = choose(fusion_mib=KIB, algorithm="hybrid", eta_kib=5).plan(ORDER)
+    model = ModelFacts.of((spec.name, spec.length) for spec in TENSORS)
+    PlanFile(plan, model, FOUR).write(path)
+    assert choose(plan=str(path)).fixed == plan
+    with pytest.raises(ConfigError, match="is for a model with 4 tensors of 2,530 elements"):
+        choose(TENSORS[:3], plan=str(path))
+    with pytest.raises(ConfigError, match="is for a cluster with ranks = 4, nodes = 2, this"):
+        PlanChoice.read(CommSettings(plan=str(path)), TENSORS, ClusterFacts(2, 1))
+    for old, new, words in (
+        ("hierarchical", "hierarchic", "buffer 1: algorithm = 'hierarchic': unknown algorithm"),
+        ("auto", "fp12", "buffer 1: wire = 'fp12': unknown"),
+        ('"d"', '"e"', "plan: lacks d"),
+    ):
+        text = path.read_text()
+        path.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError) as caught:
+            choose(plan=str(path))
+        assert words in str(caught.value)
+        path.write_text(text)
+
+
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=30), st.integers(0, 20), st.integers(1, 30)
+)
+def test_every_tensor_travels_once_in_the_order_given(
+    lengths: list[int], fusion_kib: int, eta_kib: int
+) -> None:
+    tensors = tuple(TensorSpec(f"t{i}", (n,)) for i, n in enumerate(lengths))
+    choice = choose(tensors, fusion_mib=fusion_kib * KIB, algorithm="hybrid", eta_kib=eta_kib)
+    order = tuple(spec.name for spec in reversed(tensors))
+    plan = choice.plan(order)
+    plan.check(order)
+    assert plan.tensors == order
+    sizes = {spec.name: 4 * spec.length for spec in tensors}
+    for buffer in plan.buffers[:-1]:
+        held = [sizes[name] for name in buffer.tensors]
+        assert sum(held) >= fusion_kib * 1024
+        assert sum(held[:-1]) < max(1, fusion_kib * 1024)
+    for buffer in plan.buffers:
+        large = sum(sizes[name] for name in buffer.tensors) >= 1024 * eta_kib
+        assert buffer.algorithm == ("ring" if large else "hierarchical")

@@ -1,0 +1,65 @@
+"""The choice by measured times."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.comm.tuning_choice import MeasuredSize, choose_algorithms, table_of
+
+NAMES = ("native", "ring", "hierarchical")
+
+
+@st.composite
+def measurements(draw: st.DrawFn) -> list[MeasuredSize]:
+    sizes = sorted(draw(st.sets(st.integers(1, 1 << 30), min_size=1, max_size=8)))
+    times = st.fixed_dictionaries({name: st.floats(1e-6, 10) for name in NAMES})
+    return [MeasuredSize(size, draw(times)) for size in sizes]
+
+
+@given(measurements(), st.floats(0, 0.5))
+def test_the_chosen_is_as_good_as_the_best_within_the_margin(
+    measured: list[MeasuredSize], margin: float
+) -> None:
+    for row, name in zip(measured, choose_algorithms(measured, margin), strict=True):
+        assert row.medians_s[name] <= (1 + margin) * min(row.medians_s.values())
+
+
+@given(measurements(), st.floats(0, 0.5))
+def test_another_must_beat_native_by_the_margin(
+    measured: list[MeasuredSize], margin: float
+) -> None:
+    for row, name in zip(measured, choose_algorithms(measured, margin), strict=True):
+        best = min(row.medians_s.values())
+        if name != "native":
+            assert row.medians_s["native"] > (1 + margin) * best
+
+
+@given(measurements())
+def test_the_table_gives_every_measured_size_its_choice(measured: list[MeasuredSize]) -> None:
+    chosen = choose_algorithms(measured)
+    table = table_of(measured, chosen)
+    assert [table.choose(row.size_bytes) for row in measured] == chosen
+    changes = sum(a != b for a, b in itertools.pairwise(chosen))
+    assert len(table.rows) == changes + 1
+
+
+def test_noise_within_the_margin_does_not_make_the_table_flicker() -> None:
+    times = [(1.00, 0.80, 0.81), (1.00, 0.81, 0.80), (1.00, 0.80, 0.81), (1.00, 0.98, 0.99)]
+    measured = [
+        MeasuredSize(4**at, dict(zip(NAMES, row, strict=True))) for at, row in enumerate(times, 5)
+    ]
+    assert choose_algorithms(measured, 0.05) == ["ring", "ring", "ring", "native"]
+    table = table_of(measured, choose_algorithms(measured, 0.05))
+    assert [(row.algorithm, row.up_to_bytes) for row in table.rows] == [
+        ("ring", 2 * 4**7),
+        ("native", None),
+    ]
+
+
+def test_one_slow_sample_changes_nothing() -> None:
+    row = MeasuredSize.of(4, {"native": [1.0, 1.1, 1.2], "ring": [0.5, 0.6, 9.0]})
+    assert row.medians_s == {"native": 1.1, "ring": 0.6}
+    assert row.choose(None, 0.05) == "ring"

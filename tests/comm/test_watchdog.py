@@ -1,0 +1,114 @@
+"""An exchange that stalls ends all ranks, in time, with one line that names buffer and rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import faults
+from cli_runs import Done, small, started_ranks
+
+TIMEOUT = ("--set", "comm.timeout_s=3")
+SLEEP = partial(time.sleep, 60)
+KILL = partial(faults.signal_self, signal.SIGKILL)
+# The thread that asks for the stop may run on for a moment, on another core than the one that stops.
+STOP = partial(faults.several, partial(faults.signal_self, signal.SIGSTOP), partial(time.sleep, 1))
+RING = (
+    "--set", "comm.algorithm=ring", "--set", "comm.fusion_mib=0.25", "-b", "4",
+    "--global-batch-size", "12",
+)  # fmt: skip
+
+
+def run_three(arguments: list[str], cwd: Path, fault: Any) -> list[Done]:
+    """Ranks 0 and 1 as they are, rank 2 with a fault. All must end by themselves."""
+    with started_ranks([arguments] * 3, cwd, [None, None, fault]) as ranks:
+        return [process.wait(30) for process in ranks]
+
+
+def test_a_rank_that_sleeps_is_named_with_the_first_buffer_and_ends_too(tmp_path: Path) -> None:
+    fault = partial(faults.at_micro_batch, 2, 2, SLEEP)
+    done = run_three(small("--output", "run", *TIMEOUT, *RING), tmp_path, fault)
+    assert [rank.code for rank in done] == [1, 1, 1]
+    lines = {rank.error_line().removeprefix("rank 0: ").removeprefix("rank 1: ") for rank in done}
+    (line,) = lines
+    assert line.startswith("step 3: the exchange of buffer 1 of 6 (")
+    assert " KiB, ring: fc.bias, fc.weight, layer3.1.bn2.weight and 2 more) stalled for " in line
+    assert ": rank 2 did not arrive (computing step 3); look into rank 2's log" in line
+    assert "comm.timeout_s = 3 sets the wait" in line
+
+
+def test_a_rank_that_stops_in_the_middle_is_named_with_that_buffer(tmp_path: Path) -> None:
+    """In the third buffer of its third step; its process then gives no sign of life."""
+    arguments = small("--output", "run", *TIMEOUT, *RING)
+    fault = partial(faults.at_message, 2 * 6 + 3, STOP)
+    with started_ranks([arguments] * 3, tmp_path, [None, None, fault]) as ranks:
+        done = [process.wait(30) for process in ranks[:2]]
+        ranks[2].send(signal.SIGCONT)
+        late = ranks[2].wait(30)
+    for rank in done:
+        line = rank.error_line()
+        assert "step 3: the exchange of buffer 3 of 6 (" in line
+        assert "rank 2 gives no sign of life (last seen" in line
+    # Awake again, it finds that the others are gone, and does not stay behind.
+    assert late.code == 1
+    assert late.error_line()
+
+
+def test_a_rank_that_is_killed_in_the_middle_takes_all_along(tmp_path: Path) -> None:
+    fault = partial(faults.at_message, 2 * 6 + 3, KILL)
+    done = run_three(small("--output", "run", *TIMEOUT, *RING), tmp_path, fault)
+    assert [rank.code for rank in done] == [1, 1, -signal.SIGKILL]
+    for rank in done[:2]:
+        line = rank.error_line()
+        assert "ring all-reduce of " in line or "stalled for" in line, line
+        assert "--resume auto" in line or "look into" in line, line
+
+
+def test_a_rank_that_sleeps_in_an_evaluation(tmp_path: Path) -> None:
+    """No exchange is under way, but the group's own collective; and rank 0 hosts the store."""
+    arguments = small("--output", "run", "--epochs", "1", *TIMEOUT)
+    fault = partial(faults.at_evaluation, 1, SLEEP)
+    with started_ranks([arguments] * 2, tmp_path, [fault, None]) as ranks:
+        done = [process.wait(30) for process in ranks]
+    for rank in done:
+        assert rank.code == 1
+        line = rank.error_line()
+        assert "all-reduce stalled for " in line
+        assert "rank 0 did not arrive (after step 7)" in line
+
+
+def test_a_slow_rank_that_is_in_time_disturbs_nobody(tmp_path: Path) -> None:
+    """It takes long enough for the watchdog to look at the others, and less than the limit."""
+    fault = partial(faults.at_micro_batch, 1, 1, partial(time.sleep, 3))
+    arguments = small("--output", "run", "--epochs", "1", "--set", "comm.timeout_s=7")
+    with started_ranks([arguments] * 2, tmp_path, [None, fault]) as ranks:
+        assert [process.wait(30).code for process in ranks] == [0, 0]
+    assert (tmp_path / "run/summary.json").exists()
+
+
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    """The tests above end processes; a healthy group gives its threads back."""
+    from ranks import run_ranks
+
+    assert run_ranks(2, _threads_after) == [[], []]
+
+
+def _threads_after(rank: int) -> list[str]:
+    import threading
+
+    import torch
+
+    from paceline.comm.group import Group
+    from paceline.comm.settings import CommSettings
+    from paceline.core.topology import Topology
+
+    topology = Topology.from_env(os.environ)
+    with Group(topology, CommSettings(timeout_s=5.0), torch.device("cpu")) as group:
+        names = {thread.name for thread in threading.enumerate()}
+        assert {"paceline-watchdog", "paceline-mail"} <= names
+        group.all_reduce_sum(torch.ones(1))
+    return [t.name for t in threading.enumerate() if t.name.startswith("paceline-")]

@@ -1,0 +1,161 @@
+"""Whole runs on the communication module: the accuracy of the flat exchange, bit-identical ranks, a plan
+that a resume keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.core.errors import PacelineError
+from paceline.core.events import read_events
+from paceline.plan import FusionPlan
+from paceline.plan.plan_file import ClusterFacts, PlanFile
+from paceline.train import exchange_parts
+from paceline.train.checkpoint import Checkpoint
+from ranks import run_ranks
+from small_runs import run_small
+
+HYBRID: dict[str, Any] = {
+    "comm__algorithm": "hybrid", "comm__eta_kib": 64, "comm__fusion_mib": 0.02,
+}  # fmt: skip
+EVERY_STEP: dict[str, Any] = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
+
+
+def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    return run_small(output, **values).summary
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = load_file(folder / "weights.safetensors")
+    return {name: value for name, value in found.items() if "running" not in name}
+
+
+def test_hybrid_trains_as_native_does_and_ranks_stay_bit_identical(tmp_path: Path) -> None:
+    """A run's end compares all ranks' weights itself, and fails where they differ."""
+    cases = {
+        "flat": ({}, 0.0, "1 buffer of 2.28 MiB, native, after backward"),
+        "hybrid": (HYBRID, 1e-5, "9 buffers of 19.3 KiB to 579 KiB, ring (6), hierarchical (3), "
+                   "overlapped"),
+        "after": (HYBRID | {"comm__overlap": "off"}, 1e-5, "after backward"),
+        "half": (HYBRID | {"comm__wire": "float16"}, 1e-2, "float16 wire, overlapped"),
+    }  # fmt: skip
+    accuracy, hashes = set(), {}
+    for name, (values, tolerance, words) in cases.items():
+        first, second = run_ranks(2, _run, str(tmp_path / name), values)
+        assert first["weights_sha256"] == second["weights_sha256"]
+        assert first["chosen"]["exchange"].endswith(words), first["chosen"]["exchange"]
+        accuracy.add(first["top1"])
+        hashes[name] = first["weights_sha256"]
+        flat, ours = weights(tmp_path / "flat"), weights(tmp_path / name)
+        for key, value in flat.items():
+            torch.testing.assert_close(ours[key], value, rtol=tolerance, atol=tolerance, msg=key)
+    assert len(accuracy) == 1
+    assert hashes["after"] == hashes["hybrid"], "overlap must not change a bit"
+    events = list(read_events(tmp_path / "hybrid/metrics.rank1.jsonl"))
+    waits = [event["exposed_comm_s"] for event in events if event["event"] == "step"]
+    assert len(waits) == 7
+    assert all(wait > 0 for wait in waits)
+
+
+def _probed(*values: Any) -> Any:
+    raise AssertionError("a resumed run must not probe")
+
+
+def _resume(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    recorded, exchange_parts.record_order = exchange_parts.record_order, _probed
+    try:
+        return run_small(output, **values).summary
+    finally:
+        exchange_parts.record_order = recorded
+
+
+def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
+    whole = run_ranks(2, _run, str(tmp_path / "a"), HYBRID | EVERY_STEP)[0]
+    saved = tmp_path / "a/checkpoints/step-00000003.pt"
+    plan = FusionPlan.from_table(Checkpoint.read(saved).plan)
+    assert len(plan.buffers) == 9
+    assert {buffer.algorithm for buffer in plan.buffers} == {"ring", "hierarchical"}
+    rest = HYBRID | {"run__resume": str(saved)}
+    resumed = run_ranks(2, _resume, str(tmp_path / "b"), rest)[0]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["chosen"]["exchange"].endswith("overlapped (as in the checkpoint)")
+    # Other settings make another plan, of the same order.
+    other = rest | {"comm__fusion_mib": 1.0}
+    changed = run_ranks(2, _resume, str(tmp_path / "c"), other)[0]["chosen"]
+    assert changed["exchange"].startswith("3 buffers")
+    assert changed["exchange"].endswith("(order as in the checkpoint)")
+    assert changed["changed on resume"].endswith("comm.fusion_mib 0.02 → 1.0")
+    # So does another number of ranks; alone, with an algorithm asked for, the run goes on as well.
+    alone = _resume(0, str(tmp_path / "d"), rest)
+    assert alone["chosen"]["exchange"].endswith("(order as in the checkpoint)")
+    for key, value in weights(tmp_path / "d").items():
+        torch.testing.assert_close(weights(tmp_path / "a")[key], value, rtol=0.1, atol=0.05)
+
+
+def _refused(rank: int, output: str, values: dict[str, Any]) -> str:
+    with pytest.raises(PacelineError) as caught:
+        run_small(output, **values)
+    return str(caught.value)
+
+
+def test_a_plan_file_decides_and_one_for_others_is_refused(tmp_path: Path) -> None:
+    """A run leaves its own plan, which another may take as it is."""
+    made = run_ranks(2, _run, str(tmp_path / "a"), HYBRID)[0]
+    path = tmp_path / "a/plan.toml"
+    assert PlanFile.read(path).cluster == ClusterFacts(ranks=2, nodes=1)
+    given = {"comm__plan": str(path)}
+    planned = run_ranks(2, _run, str(tmp_path / "b"), given)[0]
+    assert planned["weights_sha256"] == made["weights_sha256"]
+    assert planned["chosen"]["exchange"] == made["chosen"]["exchange"] + f" (plan {path})"
+    assert PlanFile.read(tmp_path / "b/plan.toml") == PlanFile.read(path)
+    first, second = run_ranks(
+        2, _refused, str(tmp_path / "c"), given | {"data__synthetic_classes": 5}
+    )
+    assert first == second
+    assert "is for a model with 38 tensors" in first
+    line = _refused(0, str(tmp_path / "d"), given)
+    assert (
+        "is for a cluster with ranks = 2, nodes = 1, this cluster has ranks = 1, nodes = 1" in line
+    )
+    assert not (tmp_path / "d").exists()
+
+
+def _own_plan(rank: int, output: str, paths: list[str]) -> str:
+    """Each rank finds another file where the settings say the same."""
+    read = exchange_parts.PlanChoice.read
+
+    def own(settings: Any, *values: Any) -> Any:
+        return read(type(settings)(plan=paths[rank]), *values)
+
+    exchange_parts.PlanChoice.read = own  # type: ignore[method-assign]
+    try:
+        return _refused(rank, output, {"comm__plan": "plan.toml"})
+    finally:
+        exchange_parts.PlanChoice.read = read  # type: ignore[method-assign]
+
+
+def test_ranks_with_different_plans_are_told_alike(tmp_path: Path) -> None:
+    run_small(tmp_path / "a")
+    made = PlanFile.read(tmp_path / "a/plan.toml")
+    paths = [str(tmp_path / f"{number}.toml") for number in range(2)]
+    for path, threshold in zip(paths, (1, 5), strict=True):
+        plan = FusionPlan.by_threshold([(name, 1) for name in made.plan.tensors], threshold)
+        PlanFile(plan, made.model, ClusterFacts(2, 1)).write(Path(path))
+    first, second = run_ranks(2, _own_plan, str(tmp_path / "b"), paths)
+    assert first == second
+    assert "ranks differ in the fusion plan" in first
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
+    values = {"run__compile": "blocks", "run__epochs": 1}
+    flat = run_ranks(2, _run, str(tmp_path / "flat"), values, timeout_s=110)[0]
+    ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID, timeout_s=110)[0]
+    assert ours["chosen"]["exchange"].endswith("overlapped")
+    assert ours["top1"] == flat["top1"]
+    for key, value in weights(tmp_path / "flat").items():
+        torch.testing.assert_close(weights(tmp_path / "ours")[key], value, rtol=1e-4, atol=1e-5)
