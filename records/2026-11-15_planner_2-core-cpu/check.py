@@ -1,6 +1,6 @@
-"""Holds the planner against measured systems, the paper, and the clock. Writes check.json and techniques.html.
+"""Holds the planner against measured systems, the paper, and the clock.
 
-    python check.py
+python check.py
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def systems() -> list[dict]:
     rows = []
     for number, system in enumerate(SYSTEMS):
         others = [s for i, s in enumerate(SYSTEMS) if i != number]
-        spreads = [0.005 * n for n in range(0, 13)]
+        spreads = [0.005 * n for n in range(13)]
         fitted = min(spreads, key=lambda x: sum(abs(speed(s, x) / s[4] - 1) for s in others))
         rows.append({
             "gpu": system[0], "nodes": system[1], "gpus": system[2], "batch": system[3],
@@ -96,7 +96,18 @@ def clock() -> dict:
         started = time.perf_counter()
         best_plan(work, cluster, 32)
         plans.append(time.perf_counter() - started)
-    command = [sys.executable, "-m", "paceline", "plan", "--gpu", "P40", "--nodes", "256", "-b", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "plan",
+        "--gpu",
+        "P40",
+        "--nodes",
+        "256",
+        "-b",
+        "32",
+    ]
     whole = []
     for flags in (["--json"], ["--help"]):
         times = []

@@ -107,8 +107,10 @@ def _threads_after(rank: int) -> list[str]:
     from paceline.core.topology import Topology
 
     topology = Topology.from_env(os.environ)
+    before = set(threading.enumerate())  # tests before may have left some in this process
     with Group(topology, CommSettings(timeout_s=5.0), torch.device("cpu")) as group:
         names = {thread.name for thread in threading.enumerate()}
         assert {"paceline-watchdog", "paceline-mail"} <= names
         group.all_reduce_sum(torch.ones(1))
-    return [t.name for t in threading.enumerate() if t.name.startswith("paceline-")]
+    left = set(threading.enumerate()) - before
+    return [t.name for t in left if t.name.startswith("paceline-")]

@@ -71,14 +71,17 @@ class RankGroup:
     def agree_max(self, value: float) -> float:
         """The largest of all ranks' numbers, on every rank."""
         self._word.fill_(value)
-        dist.all_reduce(self._word, op=dist.ReduceOp.MAX)
+        self._max(self._word)
         return float(self._word)
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """Of each sample the longest time that a rank took."""
         row = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(row, op=dist.ReduceOp.MAX)
+        self._max(row)
         return [float(value) for value in row]
+
+    def _max(self, row: torch.Tensor) -> None:
+        self.group.watched("a barrier", lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
 
     def decided(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides, on every rank; plain JSON."""
@@ -96,9 +99,15 @@ class RankGroup:
 
     def __enter__(self) -> Self:
         try:
-            self.groups = ProcessGroups(self.topology, self._group_size, timeout_s=self._timeout_s)
             said: list[int] = [0] * self.size
-            dist.all_gather_object(said, self.topology.node_rank)
+
+            def join() -> None:
+                self.groups = ProcessGroups(
+                    self.topology, self._group_size, timeout_s=self._timeout_s
+                )
+                dist.all_gather_object(said, self.topology.node_rank)
+
+            self.group.watched("the making of process groups", join)
         except BaseException:
             self.group.__exit__(*sys.exc_info())
             raise

@@ -83,7 +83,7 @@ def tune(
     with RankGroup(backend=backend, device=device, group_size=group_size or None) as joined:
         # Only rank 0 writes; its folder counts, and all learn what is wrong with it.
         main = joined.rank == 0
-        joined.group.settled("output", lambda: check_output(output, force or not main))
+        joined.group.settled("output", lambda: check_output(output, force) if main else output)
 
         def tell(row: MeasuredSize) -> None:
             if main:
@@ -106,7 +106,7 @@ def tune(
 def check_output(output: Path, force: bool) -> Path:
     if output.exists() and not force:
         raise ConfigError("--output", str(output), "is there already", "give --force, or another")
-    if not force and not output.parent.is_dir():
+    if not output.parent.is_dir():
         raise ConfigError("--output", str(output), "its folder does not exist", "make it first")
     return output
 

@@ -21,10 +21,16 @@ def create_carrier(group: Group, settings: CommSettings, plan: FusionPlan) -> Ca
     if native and len(plan.buffers) == 1 and plan.buffers[0].wire == "auto":
         return DirectCarrier(group)
     alone = native and group.backend == "nccl"
-    groups = ProcessGroups(
-        group.topology,
-        settings.group_size or None,
-        timeout_s=settings.timeout_s,
-        subgroups=False if alone else None,
-    )
-    return NativeCarrier(group, groups) if alone else HybridCarrier(group, groups)
+    made: list[Carrier] = []
+
+    def make() -> None:
+        groups = ProcessGroups(
+            group.topology,
+            settings.group_size or None,
+            timeout_s=settings.timeout_s,
+            subgroups=False if alone else None,
+        )
+        made.append(NativeCarrier(group, groups) if alone else HybridCarrier(group, groups))
+
+    group.watched("the making of process groups", make)
+    return made[0]

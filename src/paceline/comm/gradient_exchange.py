@@ -125,6 +125,7 @@ class GradientExchange:
         """Before the first micro-step of optimizer step `step`."""
         self._used.clear()
         self._next = 0
+        self._waits.clear()
         self.release(self._trained)
         for total in self._sums.values():
             total.zero_()
@@ -209,6 +210,12 @@ class GradientExchange:
         """Waits for all that has left, as a recording must before it ends."""
         while self._waits:
             self._waits.pop(0)()
+
+    def forget_sent(self, sent: int) -> None:
+        """A recording that failed has sent nothing: the buffers from `sent` on have not left."""
+        self._armed = False
+        self._next = sent
+        self._waits.clear()
 
     def note_replay(self, names: Iterable[str], sent: int) -> None:
         """Tells which tensors a replayed graph has gathered and how many buffers it has sent, since

@@ -140,6 +140,8 @@ class HybridAllReduce:
         try:
             algorithm.all_reduce(buffer)
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise  # this rank's own, and not the others'
             # Without the line of its own source code that the backend begins with.
             text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
             reason = (text.splitlines() or [type(error).__name__])[0].partition(". ")[0][:160]

@@ -41,7 +41,7 @@ class PlanChoice:
         if settings.plan:
             fixed = _read_plan(settings.plan, tensors, cluster)
         elif settings.algorithm == "hybrid" and settings.sizes:
-            table = SizeTable.read(Path(settings.sizes))
+            table = _read_table(Path(settings.sizes), cluster)
         elif settings.algorithm == "hybrid":
             table = SizeTable.two_way(1024 * (settings.eta_kib or 0))
         elif settings.algorithm != "auto":
@@ -88,6 +88,19 @@ class PlanChoice:
             spec = by_name[name]
             totals[spec.dtype] = totals.get(spec.dtype, 0) + self._bytes(spec)
         return max(totals.values(), default=0)
+
+
+def _read_table(path: Path, cluster: ClusterFacts) -> SizeTable:
+    """A table that says where it was measured is refused elsewhere, as a plan is."""
+    table, tuned = SizeTable.read(path), SizeTable.tuned_on(path)
+    here = (cluster.ranks, cluster.nodes)
+    if tuned is not None and tuned != here:
+        raise ConfigError(
+            "comm.sizes", str(path),
+            f"was tuned on {tuned[0]} ranks of {tuned[1]} nodes, here are {here[0]} of {here[1]}",
+            "run paceline tune here, or take its [cluster] section out to use it all the same",
+        )  # fmt: skip
+    return table
 
 
 def _read_plan(path: str, tensors: Sequence[TensorSpec], cluster: ClusterFacts) -> FusionPlan:

@@ -126,5 +126,14 @@ class SizeTable:
             ) from error
         return cls.from_table(table)
 
+    @staticmethod
+    def tuned_on(path: Path) -> tuple[int, int] | None:
+        """Ranks and nodes of the cluster on which `paceline tune` made the file; None for one by hand."""
+        found = tomllib.loads(path.read_text()).get("cluster")
+        if not isinstance(found, Mapping):
+            return None
+        ranks, nodes = found.get("ranks"), found.get("nodes")
+        return (ranks, nodes) if isinstance(ranks, int) and isinstance(nodes, int) else None
+
     def write(self, path: Path) -> None:
         path.write_text(tomli_w.dumps(self.to_table()))

@@ -38,6 +38,11 @@ class Captured:
         """Whether the next call runs no Python of the function."""
         return self._graph is not None
 
+    @property
+    def records(self) -> bool:
+        """Whether the next call records, so that until its end nothing has really run."""
+        return self._graph is None and self._left == 0
+
     def __call__(self) -> None:
         if self._graph is not None:
             self._graph.replay()

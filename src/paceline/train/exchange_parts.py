@@ -21,6 +21,7 @@ from paceline.comm.gradient_order import agree_order, record_order
 from paceline.comm.group import Group
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
+from paceline.core.errors import CheckpointError, ConfigError
 from paceline.plan.expected import Expected
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
@@ -81,6 +82,8 @@ def plan_exchange(
         remedy="build the same model on every rank",
     )  # fmt: skip
     cluster = ClusterFacts(group.world_size, _count_nodes(group))
+    if pinned is not None:
+        group.settled("checkpoint's tensors", lambda: _check_pinned(pinned, trained))
     if pinned is not None and pinned.whole:
         plan, origin = pinned.plan, "as in the checkpoint"
     else:
@@ -89,7 +92,8 @@ def plan_exchange(
         if choice.fixed is not None:
             plan = choice.fixed
         elif pinned is not None:
-            plan, origin = choice.plan(pinned.plan.tensors), "order as in the checkpoint"
+            order = pinned.plan.tensors
+            plan, origin = choice.plan(order), "order as in the checkpoint"
         else:
             order = group.settled("gradient order", lambda: record_order(trained, backward))
             plan = choice.plan(agree_order(group, order))
@@ -100,11 +104,23 @@ def plan_exchange(
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
-    """What the planner said of this very plan, for the report; rank 0 writes it beside its records."""
-    if not settings.plan or not Path(settings.plan).is_file():
+    """What the planner said of this very plan, for the report; nothing that a run depends on."""
+    if not settings.plan:
         return None
-    file = PlanFile.read(Path(settings.plan))
+    try:
+        file = PlanFile.read(Path(settings.plan))
+    except ConfigError:
+        return None
     return file.expected if file.plan == plan else None
+
+
+def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
+    other = sorted(set(pinned.plan.tensors) ^ set(trained))
+    if other:
+        raise CheckpointError(
+            f"the checkpoint trains other tensors: {', '.join(other[:3])} ({len(other)} in all)",
+            "resume with the settings of [model] that the run was started with",
+        )
 
 
 def _checked(plan: FusionPlan, trained: dict[str, nn.Parameter]) -> FusionPlan:

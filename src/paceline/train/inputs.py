@@ -51,7 +51,8 @@ def _digest(source: Source) -> str:
 
 def _common_facts(config: RunConfig) -> dict[str, object]:
     """What must be equal on all ranks: all settings but a node's own paths and worker counts."""
-    own = LOCAL_SETTINGS | {"data.dir"}
+    # Tracing takes collectives: a continuation may differ in it, ranks may not.
+    own = (LOCAL_SETTINGS - {"run.trace", "run.trace_steps"}) | {"data.dir"}
     facts = {name: value for name, value in config.flat().items() if name not in own}
     return facts | {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
 

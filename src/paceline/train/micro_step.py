@@ -132,8 +132,13 @@ class _Recorded:
         self._images.copy_(images, non_blocking=True)
         self._labels.copy_(labels, non_blocking=True)
         captured = self._captured[armed]
-        replayed = captured.replays
-        captured()
+        replayed, records, sent = captured.replays, captured.records, exchange.sent
+        try:
+            captured()
+        except Exception:
+            if records:
+                exchange.forget_sent(sent)
+            raise
         if replayed:
             exchange.note_replay(self._uses[armed], self._sent[armed])
         else:

@@ -29,9 +29,8 @@ class PinnedPlan:
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> PinnedPlan:
         there, here = flatten(checkpoint.config), config.flat()
-        # A checkpoint from before these settings has none of them, and pins what it has.
-        same = "comm.algorithm" not in there or all(
-            there.get(name) == here.get(name) for name in _MAKE_PLANS
-        )
+        # A checkpoint from before these settings was made as by their defaults, and pins what it has.
+        usual = RunConfig().flat()
+        same = all(there.get(name, usual[name]) == here.get(name) for name in _MAKE_PLANS)
         plan = FusionPlan.from_table(checkpoint.plan)
         return cls(plan, same and checkpoint.world_size == world_size)

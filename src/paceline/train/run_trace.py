@@ -27,13 +27,15 @@ class RunTrace:
     """Without `run.trace` it does nothing."""
 
     def __init__(
-        self, settings: RunSettings, group: Group, buffers: list[BufferWords], folder: Path
-    ) -> None:
+        self, settings: RunSettings, group: Group, buffers: list[BufferWords], folder: Path,
+        first_step: int = 0,
+    ) -> None:  # fmt: skip
+        """`first_step`: where a resumed run begins; past the window there is nothing to trace."""
         self._group = group
         self._buffers = buffers
         self.path = folder / NAME
         self.timeline: Timeline | None = None
-        if settings.trace:
+        if settings.trace and first_step < settings.trace_steps[1]:
             first, last = settings.trace_steps
             self.timeline = Timeline(
                 first, last, group.device, device_carries=group.backend == "nccl"

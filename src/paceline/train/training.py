@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.comm.watchdog_words import BufferWords
 from paceline.config import RunConfig
@@ -85,6 +86,8 @@ class Training:
         """All ranks give their spans; rank 0 writes. A failure waits for the next exchange."""
         try:
             note = self.trace.write()
+        except PeerError:
+            raise  # another rank's fault, not ours to post
         except PacelineError as error:
             self.step.fault = error
             return
@@ -160,7 +163,7 @@ def _assemble(
     step = create_step(config, parts, loader, plan, group, stop)
     buffers = BufferWords.of(parts.exchange)
     group.name_buffers(buffers)
-    trace = RunTrace(config.run, group, buffers, folder.path)
+    trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
     parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
     chosen = {
         "device": str(group.device),

@@ -167,6 +167,24 @@ def test_large_buffers_in_segments() -> None:
     assert len({tuple(result) for result in results}) == 1
 
 
+def _turns(rank: int, nodes: tuple[int, ...]) -> bool:
+    """More segments than can be under way, and more than a group has ranks to lead them."""
+    with made_groups(rank, nodes) as groups:
+        algorithm = create_algorithm("hierarchical", groups)
+        assert isinstance(algorithm, Hierarchical)
+        algorithm.depth, algorithm.segment_bytes = 3, 4096
+        buffer = (torch.arange(11_003) % 7 + rank).float()
+        algorithm.all_reduce(buffer)
+        ranks = sum(nodes)
+        expected = (torch.arange(11_003) % 7).float() * ranks + sum(range(ranks))
+        return torch.equal(buffer, expected)
+
+
+@pytest.mark.parametrize("nodes", [(3, 1, 2), (4,), (1, 1, 1)])
+def test_masters_take_turns(nodes: tuple[int, ...]) -> None:
+    assert run_cluster(nodes, _turns) == [True] * sum(nodes)
+
+
 def _fp32_inside(rank: int, nodes: tuple[int, ...]) -> dict[str, float]:
     """2048 + 1 + 1 + …: fp16 has steps of 2 there, so each 1 is lost unless they add up in fp32."""
     found = {}

@@ -61,7 +61,7 @@ class Explicit(ABC):
 
         def start(segment: int, number: int) -> Rounds:
             low, high = cuts[segment]
-            lane = Lane(group, self._staging, number, batched=self._batched)
+            lane = Lane(group, self._staging, number, batched=self._batched, turn=segment)
             return _finished(self.rounds(buffer[low:high], lane), lane)
 
         run_segments(count, min(self.depth, count), start)

@@ -26,9 +26,18 @@ class Lane:
     """One tag on one process group. What is sent and received on it stays in order."""
 
     def __init__(
-        self, group: ProcessGroup, staging: Staging, number: int, *, batched: bool, part: int = 0
+        self,
+        group: ProcessGroup,
+        staging: Staging,
+        number: int,
+        *,
+        batched: bool,
+        part: int = 0,
+        turn: int = 0,
     ) -> None:
+        """`turn`: which segment of the buffer this is, for those that share out work by it."""
         assert part < _TAGS_PER_LANE
+        self.turn = turn
         self._group = group
         self._staging = staging
         self._number = number

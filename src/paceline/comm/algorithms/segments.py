@@ -22,12 +22,17 @@ def bounds(length: int, parts: int) -> list[tuple[int, int]]:
 
 
 def run_segments(count: int, depth: int, start: Callable[[int, int], Rounds]) -> None:
-    """Runs `start(segment, lane number)` for each segment, at most `depth` at a time."""
+    """Runs `start(segment, lane number)` for each segment, at most `depth` at a time.
+
+    Half of them begin in the same pass: then a link has several messages to carry from the first
+    round to the last, and the other half keeps it busy while new segments begin.
+    """
+    together = max(1, depth // 2)
     free = deque(range(depth))
     active: deque[tuple[int, Rounds]] = deque()
     admitted = 0
     while admitted < count or active:
-        if admitted < count and free:
+        for _ in range(min(together, count - admitted, len(free))):
             number = free.popleft()
             active.append((number, start(admitted, number)))
             admitted += 1
