@@ -77,6 +77,19 @@ def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
         choose(algorithm="hybrid", sizes=str(tmp_path / "none.toml"))
 
 
+def test_a_table_of_another_cluster_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "sizes.toml"
+    for ranks, nodes in ((4, 2), (16, 4), (4, 1)):
+        SizeTable.single("tree").write(file)
+        with file.open("a") as more:
+            more.write(f"[cluster]\nranks = {ranks}\nnodes = {nodes}\n")
+        if (ranks, nodes) == (4, 2):
+            assert choose(algorithm="hybrid", sizes=str(file)).table == SizeTable.single("tree")
+            continue
+        with pytest.raises(ConfigError, match=f"tuned on {ranks} ranks of {nodes} nodes"):
+            choose(algorithm="hybrid", sizes=str(file))
+
+
 def test_a_plan_file_decides_all(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     plan = choose(fusion_mib=KIB, algorithm="hybrid", eta_kib=5).plan(ORDER)

@@ -24,7 +24,7 @@ def samples(name: str, prices: tuple[float, ...], noise: float = 0.0) -> list[Sa
 
 @pytest.mark.parametrize("name", sorted(COSTS))
 def test_prices_come_back_and_predict_elsewhere(name: str) -> None:
-    prices = (1e-4, 2e-5, 1.2, 3e-10)
+    prices = (0.0, 2e-5, 1e-6, 1.2, 4e-10, 3e-10)
     fitted = FittedCosts.of(samples(name, prices))
     elsewhere = Place(8, 3, 3e-8)
     wanted = work_of(name, elsewhere, SIZES) @ np.array(prices)
@@ -33,16 +33,17 @@ def test_prices_come_back_and_predict_elsewhere(name: str) -> None:
 
 
 def test_noise_leaves_prices_sound() -> None:
-    fitted = FittedCosts.of(samples("ring", (0.0, 2e-5, 1.0, 0.0), noise=0.1))
+    fitted = FittedCosts.of(samples("ring", (0.0, 2e-5, 0.0, 1.0, 0.0, 0.0), noise=0.1))
     assert min(fitted.prices["ring"]) >= 0
     assert 0.05 < fitted.spread < 0.15
     assert fitted.seconds("ring", PLACES[1], 2**22) == pytest.approx(
-        float(work_of("ring", PLACES[1], 2**22) @ np.array((0.0, 2e-5, 1.0, 0.0))), rel=0.15
+        float(work_of("ring", PLACES[1], 2**22) @ np.array((0.0, 2e-5, 0.0, 1.0, 0.0, 0.0))),
+        rel=0.15,
     )
 
 
 def test_nothing_to_send_costs_nothing() -> None:
-    fitted = FittedCosts.of(samples("tree", (1e-4, 0, 0, 0)))
+    fitted = FittedCosts.of(samples("tree", (1e-4, 0, 0, 0, 0, 0)))
     assert fitted.seconds("tree", PLACES[0], [0, 1])[0] == 0
 
 
@@ -54,4 +55,4 @@ def test_samples_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="did you mean 'ring'"):
         FittedCosts.of([Sample(PLACES[0], "rnig", 8, 1.0)])
     with pytest.raises(ConfigError, match="was not measured"):
-        FittedCosts.of(samples("ring", (1, 0, 0, 0))).seconds("tree", PLACES[0], 8)
+        FittedCosts.of(samples("ring", (1, 0, 0, 0, 0, 0))).seconds("tree", PLACES[0], 8)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.carrier import Carrier
 from paceline.comm.gradient_exchange import GradientExchange
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
@@ -21,6 +22,7 @@ from paceline.data.normalize import Normalizer
 from paceline.data.settings import DataSettings
 from paceline.data.source import open_source
 from paceline.optim.settings import OptimSettings
+from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.loss_scale import LossScale
 from paceline.precision.policy import choose_policy
 from paceline.precision.settings import PrecisionSettings
@@ -72,6 +74,8 @@ class Made:
     graphs: bool = False
     # None: one flat all-reduce after backward.
     comm: CommSettings | None = None
+    # A buffer for every tensor, by this one.
+    carrier: Carrier | None = None
 
 
 def make_step(
@@ -91,7 +95,12 @@ def make_step(
     normalize = Normalizer(DATA.mean, DATA.std, 1, policy.dtype)
     accumulate = plan.accumulation > 1
     if made.comm is None:
-        exchange = GradientExchange(model.named_parameters(), group, accumulate=accumulate)
+        names = [(name, 1) for name, _ in reversed(list(model.named_parameters()))]
+        alone_each = FusionPlan.by_threshold(names, 0) if made.carrier else None
+        exchange = GradientExchange(
+            model.named_parameters(), group, alone_each, accumulate=accumulate,
+            carrier=made.carrier,
+        )  # fmt: skip
     else:
         dry = DryBackward(model, policy, normalize, norms, (made.micro, 12, 12, 1))
         planned = plan_exchange(made.comm, model, group, dry)

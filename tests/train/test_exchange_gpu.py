@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
+from paceline.comm.algorithms.names import ALGORITHMS
+from paceline.comm.carrier import Piece, Tell, Wait
 from paceline.comm.group import Group
+from paceline.comm.hybrid import HybridAllReduce
+from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.settings import CommSettings
+from paceline.comm.size_table import SizeTable
 from paceline.core.topology import Topology
-from train.steps import Made, make_step, weights
+from ranks import run_ranks
+from train.steps import Made, alone, make_step, weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,6 +61,79 @@ def test_recorded_and_eager_overlap_train_as_the_flat_exchange(
     tolerance = 1e-4 if wire == "auto" else 2e-2
     ours = train(group, on, graphs=True, micro=micro)
     torch.testing.assert_close(ours, flat, rtol=tolerance, atol=tolerance)
+
+
+class Doubling:
+    """Doubles what it carries, on a stream of its own that is late: whoever reads before the join, or
+    sends before backward has filled the buffer, sees other numbers."""
+
+    name, overlaps, recordable = "doubling", True, True
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def send(self, pieces: Sequence[Piece], begun: Tell, ended: Tell) -> Wait:
+        main = torch.cuda.current_stream()
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+            for piece in pieces:
+                piece.tensor.mul_(2)
+
+        def wait() -> None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+        return wait
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize("micro", [12, 4])
+def test_nothing_is_sent_too_early_or_read_too_early(graphs: bool, micro: int) -> None:
+    """Twice the gradient at half the rate is the same step, but only if each is doubled just once."""
+    found = []
+    for carrier, rate in ((Doubling(), 0.05), (None, 0.1)):
+        made = Made(micro, epochs=5, graphs=graphs, carrier=carrier)
+        step = make_step(alone(torch.device("cuda")), made=made)
+        assert step.exchange.overlaps == (carrier is not None)
+        for number in range(step.plan.total_steps):
+            step.run(number, rate)
+        found.append(weights(step))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_the_gpu_over_gloo(ranks: int) -> None:
+    """Every algorithm, staged through pinned memory, on tensors of the one GPU."""
+    assert run_ranks(ranks, _gloo_sums, timeout_s=120) == [True] * ranks
+
+
+def _gloo_sums(rank: int) -> bool:
+    topology = Topology.from_env(os.environ)
+    with Group(topology, CommSettings(backend="gloo"), torch.device("cuda", 0)) as group:
+        groups = ProcessGroups(topology, timeout_s=60)
+        hybrid = HybridAllReduce(groups, SizeTable.single("native"))
+        good = True
+        for name in ALGORITHMS:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                buffer = torch.arange(1000, device="cuda").remainder(7).add(rank).to(dtype)
+                wanted = sum(torch.arange(1000).remainder(7) + r for r in range(group.world_size))
+                hybrid.carry(buffer, name, "auto")
+                good &= torch.equal(buffer.cpu().float(), torch.as_tensor(wanted).float())
+        hybrid.close()
+    return good
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_alone_over_nccl(group: Group, name: str) -> None:
+    groups = ProcessGroups(group.topology, timeout_s=60)
+    hybrid = HybridAllReduce(groups, SizeTable.single(name))
+    buffer = torch.arange(1000, device="cuda", dtype=torch.float32)
+    hybrid.carry(buffer, name, "auto")
+    assert torch.equal(buffer.cpu(), torch.arange(1000, dtype=torch.float32))
+    hybrid.close()
 
 
 def test_overlap_by_itself_never_costs_a_recording(group: Group) -> None:

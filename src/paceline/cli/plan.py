@@ -58,7 +58,8 @@ def plan(
     work = _workload(model, gpu, profile, image_size, input_images_per_s)
     place = _cluster(gpu, cluster, nodes, gpus_per_node, node_gbps, latency_us, links,
                      oversubscription)  # fmt: skip
-    question = Question(work, batch_size, tuple(algorithm) or ALGORITHMS, wire)
+    known = place.probed.algorithms if place.probed else ALGORITHMS
+    question = Question(work, batch_size, tuple(algorithm) or known, wire)
     chosen = (
         best_plan(work, place, batch_size, question.algorithms, wire)
         if with_plan is None

@@ -46,7 +46,7 @@ def tune(
     min_bytes: str = typer.Option("1KiB", help="First size."),
     max_bytes: str = typer.Option("64MiB", help="Last size, where the time suffices."),
     factor: float = typer.Option(4.0, help="From one size to the next."),
-    iterations: int = typer.Option(12, help="Samples of each at most; the median counts."),
+    iterations: int = typer.Option(30, help="Samples of each at most; the median counts."),
     limit_s: float = typer.Option(180.0, help="Seconds for all sizes together, about."),
     margin: float = typer.Option(MARGIN, help="By how much another must beat native."),
     group_size: int = typer.Option(0, help="Ranks of a group; 0: those of a node."),

@@ -5,7 +5,7 @@ In: a prediction with what was asked. Out: dictionaries of numbers and words.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.plan.cluster import Cluster
@@ -75,5 +75,5 @@ class Answer:
                 for point in self.curve
             ],
             "advice": [asdict(advice) for advice in self.advice],
-            "cluster": asdict(self.cluster),
+            "cluster": asdict(replace(self.cluster, probed=None)),
         }

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
 
@@ -24,12 +28,23 @@ class Link:
         return cls(latency_us * 1e-6, 1e-9 / gigabytes_per_s)
 
 
+class ProbedCosts(Protocol):
+    """All-reduces as they were measured on this cluster, which go before formulas."""
+
+    @property
+    def algorithms(self) -> tuple[str, ...]: ...
+
+    def cost_s(
+        self, algorithm: str, cluster: Cluster, sizes: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]: ...
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`nodes` of `ranks_per_node`. `inter` is one link between nodes, of which each node has `links`;
     `oversubscription` divides their rate when all nodes talk at once. `gamma_s` is the time to add up a
     byte, `launch_s` the time that every collective takes beside its messages. `spread` is the relative
-    standard error of start-ups and rates."""
+    standard error of start-ups and rates. `probed`, where there is one, knows better than the rest."""
 
     nodes: int
     ranks_per_node: int
@@ -40,6 +55,7 @@ class Cluster:
     gamma_s: float = 0.0
     launch_s: float = 0.0
     spread: float = 0.3
+    probed: ProbedCosts | None = None
 
     def __post_init__(self) -> None:
         for flag, count in (

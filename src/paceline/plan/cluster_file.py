@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster, Link
+from paceline.plan.cost_fit import Place
+from paceline.plan.probed_table import ProbedTable
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -22,7 +25,25 @@ def read_cluster(path: Path) -> Cluster:
         raise _error(path, f"cannot be read ({error})") from error
     if not isinstance(table.get("cluster"), dict):
         raise _error(path, "has no [cluster] table")
-    return _cluster(path, table["cluster"])
+    found = _cluster(path, table["cluster"])
+    points = _points(path, table.get("measured", []))
+    if not points:
+        return found
+    place = Place(found.nodes, found.ranks_per_node, found.between.beta_s)
+    return replace(found, probed=ProbedTable.of(place, points))
+
+
+def _points(path: Path, rows: Any) -> dict[str, list[tuple[float, float]]]:
+    points: dict[str, list[tuple[float, float]]] = {}
+    try:
+        for row in rows:
+            for name, seconds in row["median_s"].items():
+                points.setdefault(name, []).append((float(row["bytes"]), float(seconds)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _error(path, f"has no measured sizes ({error})") from None
+    # An algorithm that was given up at larger sizes says nothing about them.
+    most = max((len(rows) for rows in points.values()), default=0)
+    return {name: rows for name, rows in points.items() if len(rows) == most >= 2}
 
 
 def _cluster(path: Path, table: Mapping[str, Any]) -> Cluster:

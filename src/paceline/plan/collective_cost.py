@@ -114,4 +114,7 @@ def all_reduce_s(algorithm: str, cluster: Cluster, sizes: npt.ArrayLike) -> Seco
     m = np.asarray(sizes, dtype=np.float64)
     if cluster.ranks == 1:
         return np.zeros_like(m)
+    probed = cluster.probed
+    if probed is not None and algorithm in probed.algorithms:
+        return np.where(m > 0, probed.cost_s(algorithm, cluster, m), 0.0)
     return np.where(m > 0, COSTS[algorithm](cluster, m) + cluster.launch_s, 0.0)

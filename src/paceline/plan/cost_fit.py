@@ -1,8 +1,8 @@
 """Costs as they were measured: what an all-reduce takes on clusters like those that were probed.
 
-In: samples (nodes, ranks a node, link rate, algorithm, bytes, seconds). Out: for each algorithm four
-prices: of a call, of a round of messages, of the seconds that a node's link is busy, of a byte that some
-rank's processor moves or adds. Rounds, link seconds and bytes follow from the algorithm; so what was
+In: samples (nodes, ranks a node, link rate, algorithm, bytes, seconds). Out: for each algorithm six
+prices: of a call, of a round, of a message, of the seconds that a node's link is busy, and of a byte that
+processors move between nodes and inside them. All but the prices follow from the algorithm; so what was
 measured on some sizes, ranks and links predicts others. Prices are never negative, and fitted to
 relative errors.
 """
@@ -45,29 +45,47 @@ class Sample:
 
 
 def work_of(algorithm: str, place: Place, sizes: npt.ArrayLike) -> Floats:
-    """Calls, rounds, link seconds and bytes moved, one column each."""
-    m = np.asarray(sizes, dtype=np.float64)
-    p, h, k = place.ranks, place.nodes, place.ranks_per_node
-    outside = 2 * (h - 1) / h * m  # what crosses a node's link, each way, at the least
-    whole = 2.0 * (p - 1) * m  # the bytes that any all-reduce makes ranks receive, all together
-    if algorithm == "hierarchical":
-        rounds, link, moved = 2 * math.ceil(math.log2(max(k, 1)) + 1) + 2 * (h - 1), outside, whole
-    elif algorithm == "torus2d":
-        rounds, link, moved = 2 * (k - 1) + 2 * (h - 1), outside, whole
-    elif algorithm == "halving_doubling":
-        rounds, link, moved = 2 * math.ceil(math.log2(p)), outside * k, whole
-    elif algorithm == "tree":
-        rounds, moved = 2 * math.ceil(math.log2(p)), whole
-        link = 2 * m * math.ceil(math.log2(h)) if h > 1 else 0 * m
-    elif algorithm == "central":
-        rounds, link, moved = 2, outside * k, whole
-    elif algorithm in COSTS:
-        rounds, link, moved = 2 * (p - 1), 2 * (p - 1) / p * m * (h > 1), whole
-    else:
+    """Calls, rounds, messages, link seconds, bytes between nodes and bytes inside, a column each."""
+    if algorithm not in COSTS:
         raise ConfigError("algorithm", algorithm, "unknown", nearest(algorithm, tuple(COSTS)))
-    return np.stack(
-        [np.ones_like(m), np.full_like(m, rounds), link * place.link_s, moved + 0 * m], axis=-1
-    )
+    m = np.asarray(sizes, dtype=np.float64)
+    return np.stack([_work(algorithm, place, float(one)) for one in m.ravel()]).reshape(*m.shape, 6)
+
+
+def _work(algorithm: str, place: Place, m: float) -> Floats:
+    p, h, k = place.ranks, place.nodes, place.ranks_per_node
+    log = math.ceil(math.log2(p)) if p > 1 else 0
+    least = 2 * (h - 1) / h * m  # what crosses a node's link each way, at the least
+    if algorithm == "hierarchical":
+        rounds, messages = 2 * (k > 1) + 2 * (h - 1), 2 * (p - h) + 2 * h * (h - 1)
+        link, between = least, h * least
+    elif algorithm == "torus2d":
+        rounds = 2 * (k - 1) + 2 * (h - 1)
+        messages, link, between = p * rounds, least, h * least
+    elif algorithm == "halving_doubling":
+        rounds, messages, link, between = 2 * log, 2 * p * log, k * least, p * least
+    elif algorithm == "tree":
+        crossings, busiest = _tree_crossings(h, k)
+        rounds, messages, link, between = 2 * log, 2 * (p - 1), 2 * busiest * m, 2 * crossings * m
+    elif algorithm == "central":
+        rounds, messages, link, between = 2, 2 * p * h, k * least, p * least
+    else:
+        link = 2 * (p - 1) / p * m if h > 1 else 0.0
+        rounds, messages, between = 2 * (p - 1), 2 * p * (p - 1), h * link
+    # All ranks together receive 2(p − 1)·m, whichever way it takes.
+    inside = max(0.0, 2 * (p - 1) * m - between)
+    return np.array([1.0, rounds, messages, link * place.link_s, between, inside])
+
+
+def _tree_crossings(nodes: int, ranks: int) -> tuple[int, int]:
+    """Edges of the binomial tree between nodes, and those at the busiest node's link, one way."""
+    arriving, leaving = [0] * nodes, [0] * nodes
+    for rank in range(1, nodes * ranks):
+        here, above = rank // ranks, (rank & (rank - 1)) // ranks
+        if here != above:
+            arriving[above] += 1
+            leaving[here] += 1
+    return sum(leaving), max(*arriving, *leaving)
 
 
 @dataclass(frozen=True)

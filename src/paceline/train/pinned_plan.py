@@ -31,6 +31,6 @@ class PinnedPlan:
         there, here = flatten(checkpoint.config), config.flat()
         # A checkpoint from before these settings was made as by their defaults, and pins what it has.
         usual = RunConfig().flat()
-        same = all(there.get(name, usual[name]) == here.get(name) for name in _MAKE_PLANS)
+        same = all(there.get(name, usual.get(name)) == here.get(name) for name in _MAKE_PLANS)
         plan = FusionPlan.from_table(checkpoint.plan)
         return cls(plan, same and checkpoint.world_size == world_size)
