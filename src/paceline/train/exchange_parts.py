@@ -114,13 +114,14 @@ def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
     return file.expected if file.plan == plan else None
 
 
-def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
+def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> PinnedPlan:
     other = sorted(set(pinned.plan.tensors) ^ set(trained))
     if other:
         raise CheckpointError(
             f"the checkpoint trains other tensors: {', '.join(other[:3])} ({len(other)} in all)",
             "resume with the settings of [model] that the run was started with",
         )
+    return pinned
 
 
 def _checked(plan: FusionPlan, trained: dict[str, nn.Parameter]) -> FusionPlan:
