@@ -17,7 +17,8 @@ cat /proc/loadavg >> raw/load.txt
 python overlap.py raw/overlap-4x1-200mbit.json > raw/overlap-4x1-200mbit.log
 cat /proc/loadavg >> raw/load.txt
 # 8 ranks, one host
-$P tune --ranks 8 --limit-s 150 --force -o raw/sizes-8.toml > raw/tune-8.log
+$P tune --ranks 8 --limit-s 120 --force -o raw/sizes-8.toml > raw/tune-8.log
 $P bench allreduce --ranks 8 --sizes raw/sizes-8.toml --min-bytes 1KiB --max-bytes 64MiB --factor 4 \
-  --algorithms native,ring,hierarchical,torus2d,halving_doubling,tree --iterations 60 --size-limit-s 25 --json > raw/allreduce-8.json
+  --algorithms native,ring,hierarchical,torus2d,halving_doubling,tree --iterations 60 --size-limit-s 22 --json > raw/allreduce-8.json
 cat /proc/loadavg >> raw/load.txt
+python judge.py raw/allreduce-8.json > raw/judge-8.log
