@@ -37,12 +37,15 @@ def test_json_table_page_and_plan(tmp_path: Path) -> None:
     assert "<svg" in page.read_text()
     scored = json.loads(ask(*flags, "--json", "--with-plan", str(plan)))
     assert scored["step_s"] == pytest.approx(found["step_s"])
+    with pytest.raises(ConfigError, match="is for a cluster with ranks = 32"):
+        ask("--gpu", "V100", "--nodes", "8", "--with-plan", str(plan))
 
 
 def test_slow_input_is_the_verdict() -> None:
     found = json.loads(ask("--gpu", "H100", "-b", "256", "--json", "--input-images-per-s", "1000"))
     assert found["bound_by"] == "input"
     assert found["images_per_s_per_gpu"] == pytest.approx(1000)
+    assert found["uncertainty"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,10 @@ def test_slow_input_is_the_verdict() -> None:
         (("--gpu", "H100", "--node-gbps", "-1"), "--node-gbps"),
         (("--gpu", "H100", "-b", "0"), "--batch-size"),
         (("--gpu", "H100", "--epochs", "0"), "--epochs"),
+        (("--gpu", "H100", "--epochs", "nan"), "--epochs"),
+        (("--gpu", "H100", "--model", "alexnet", "--image-size", "32"), "too small"),
+        (("--gpu", "H100", "--cluster", "c.toml", "--node-gbps", "9"), "cluster file tells"),
+        (("--gpu", "H100", "--with-plan", "p.toml", "--wire", "float16"), "itself"),
         (("--gpu", "H100", "--algorithm", "rign"), "did you mean 'ring'"),
         (("--gpu", "H100", "--wire", "fp8"), "--wire"),
         (("--profile", "nowhere.toml"), "cannot be read"),

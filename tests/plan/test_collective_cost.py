@@ -99,3 +99,12 @@ def test_a_launch_is_paid_once_a_message() -> None:
 def test_an_unknown_algorithm_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'ring'"):
         all_reduce_s("rign", flat(4), 1)
+
+
+def test_native_is_the_faster_of_rings_and_tree_over_all_links() -> None:
+    h, k, links = 8, 4, 2
+    beta = max(B, B2 / links)
+    ring = 2 * h * ((k - 1) * A + A2) + 2 * (h * k - 1) / (h * k) * M * beta + M * G
+    tree = 2 * (3 * A2 + (k - 1) * A) + 2 * M * beta + M * G
+    close(all_reduce_s("native", two_levels(h, k, links), M), min(ring, tree))
+    close(all_reduce_s("native", flat(8), M), float(all_reduce_s("ring", flat(8), M)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,20 @@ def test_the_plan_takes_what_was_fastest(tmp_path: Path) -> None:
         assert best_plan(work, place, 1, place.probed.algorithms).buffers[0].algorithm == name
 
 
-def test_more_nodes_cost_more(tmp_path: Path) -> None:
-    place = read_cluster(write(tmp_path / "t.toml"))
-    assert all_reduce_s("native", place.with_nodes(8), 2**20) > all_reduce_s("native", place, 2**20)
+def test_formulas_measured_are_formulas_elsewhere(tmp_path: Path) -> None:
+    """Medians that are the formulas' own must follow them to other nodes and links."""
+    sizes = [1024 * 4**n for n in range(8)]
+    bare = replace(read_cluster(write(tmp_path / "t.toml")), probed=None)
+    names = ("ring", "hierarchical", "torus2d", "tree")
+    rows = [
+        {"bytes": size, "median_s": {n: float(all_reduce_s(n, bare, size)) for n in names}}
+        for size in sizes
+    ]
+    probed = read_cluster(write(tmp_path / "t.toml", rows))
+    for nodes in (1, 2, 16, 1024):
+        for name in names:
+            wanted = all_reduce_s(name, bare.with_nodes(nodes), sizes)
+            assert all_reduce_s(name, probed.with_nodes(nodes), sizes) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: str = typer.Option("resnet50", help="Which model."),
+    model: str = typer.Option("", help="Which model; resnet50, or the profile's."),
     gpu: str = typer.Option("", help="An accelerator of the catalogue, such as H100."),
     profile: Path | None = typer.Option(
-        None, help="What paceline profile wrote, instead of --gpu."
+        None, help="What paceline profile wrote; --gpu then only tells the links inside a node."
     ),
-    nodes: int = typer.Option(1, help="Number of nodes."),
-    gpus_per_node: int = typer.Option(8, help="Ranks of a node."),
+    nodes: int | None = typer.Option(None, help="Nodes; 1, or as in the cluster file."),
+    gpus_per_node: int | None = typer.Option(None, help="Ranks of a node; 8."),
     batch_size: int = typer.Option(64, "--batch-size", "-b", help="Of one GPU."),
-    node_gbps: float = typer.Option(100.0, help="All links of a node together, Gb/s."),
-    latency_us: float = typer.Option(10.0, help="Start of a message between nodes."),
-    links: int = typer.Option(1, help="Links of a node."),
-    oversubscription: float = typer.Option(1.0, help="Of the switches between nodes."),
+    node_gbps: float | None = typer.Option(None, help="All links of a node, Gb/s; 100."),
+    latency_us: float | None = typer.Option(None, help="Start of a message between nodes; 10."),
+    links: int | None = typer.Option(None, help="Links of a node; 1."),
+    oversubscription: float | None = typer.Option(None, help="Between nodes; 1."),
     cluster: Path | None = typer.Option(None, help="What paceline tune wrote, instead of flags."),
     epochs: float = typer.Option(90.0, help="Epochs of the job."),
     dataset_size: int = typer.Option(1_281_167, help="Training images."),
-    image_size: int = typer.Option(224, help="Edge of the images in pixels."),
+    image_size: int | None = typer.Option(None, help="Edge of the images in pixels; 224."),
     input_images_per_s: float = typer.Option(0.0, help="What a rank's input delivers; 0: enough."),
     algorithm: list[str] = typer.Option([], help="Allowed all-reduces; may be repeated. All."),
     wire: str = typer.Option("auto", help="auto, float32, float16 or bfloat16."),
@@ -49,22 +49,28 @@ def plan(
     """Predict a job's speed and choose its fusion plan."""
     from paceline.plan.answer import Answer
     from paceline.plan.choose_plan import ALGORITHMS, best_plan
-    from paceline.plan.plan_file import PlanFile
     from paceline.plan.prediction import predict
     from paceline.plan.scaling import Question, advise, largest_ranks, scaling_curve
 
-    if epochs <= 0 or dataset_size < 1:
+    if not 0 < epochs < float("inf") or dataset_size < 1:
         raise ConfigError("--epochs, --dataset-size", (epochs, dataset_size), "must be above 0")
     work = _workload(model, gpu, profile, image_size, input_images_per_s)
-    place = _cluster(gpu, cluster, nodes, gpus_per_node, node_gbps, latency_us, links,
-                     oversubscription)  # fmt: skip
+    flags = {
+        "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
+        "links": links, "oversubscription": oversubscription,
+    }  # fmt: skip
+    place = _cluster(gpu, cluster, nodes, {k: v for k, v in flags.items() if v is not None})
     known = place.probed.algorithms if place.probed else ALGORITHMS
     question = Question(work, batch_size, tuple(algorithm) or known, wire)
-    chosen = (
-        best_plan(work, place, batch_size, question.algorithms, wire)
-        if with_plan is None
-        else PlanFile.read(with_plan).plan
-    )
+    if with_plan is None:
+        chosen = best_plan(work, place, batch_size, question.algorithms, wire)
+    elif algorithm or wire != "auto":
+        raise ConfigError(
+            "--with-plan", str(with_plan), "decides algorithms and wire itself",
+            "leave out --algorithm and --wire",
+        )  # fmt: skip
+    else:
+        chosen = _given_plan(with_plan, work, place)
     now = predict(work, place, chosen, batch_size)
     answer = Answer(
         work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
@@ -84,8 +90,17 @@ def plan(
     return 0
 
 
+def _given_plan(path: Path, work: Workload, place: Cluster) -> FusionPlan:
+    from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+
+    file = PlanFile.read(path)
+    model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
+    file.check(model, ClusterFacts(place.ranks, place.nodes), str(path))
+    return file.plan
+
+
 def _workload(
-    model: str, gpu: str, profile: Path | None, image_size: int, input_images_per_s: float
+    model: str, gpu: str, profile: Path | None, image_size: int | None, input_images_per_s: float
 ) -> Workload:
     from dataclasses import replace
 
@@ -94,18 +109,20 @@ def _workload(
     from paceline.plan.network import network
     from paceline.plan.workload import Affine, Workload
 
-    if (profile is None) == (not gpu):
+    if profile is None and not gpu:
         raise ConfigError(
-            "--gpu", gpu or None, "give either --gpu or --profile",
+            "--gpu", None, "give either --gpu or --profile",
             f"known GPUs are {', '.join(catalogue())}",
         )  # fmt: skip
     if input_images_per_s < 0:
         raise ConfigError("--input-images-per-s", input_images_per_s, "must be 0 or more")
     if profile is None:
-        work = analytic_workload(network(model, image_size), accelerator(gpu))
+        work = analytic_workload(network(model or "resnet50", image_size or 224), accelerator(gpu))
     else:
+        if image_size is not None:
+            raise ConfigError("--image-size", image_size, "a profile has its own", "leave it out")
         work = Workload.read(profile)
-        if work.model != model and model != "resnet50":
+        if model and work.model != model:
             raise ConfigError(
                 "--profile", str(profile), f"is of {work.model}, not of {model}",
                 f"profile {model}, or leave --model out",
@@ -113,20 +130,24 @@ def _workload(
     return replace(work, input=Affine(0.0, 1 / input_images_per_s)) if input_images_per_s else work
 
 
-def _cluster(
-    gpu: str, file: Path | None, nodes: int, gpus_per_node: int, node_gbps: float,
-    latency_us: float, links: int, oversubscription: float,
-) -> Cluster:  # fmt: skip
+def _cluster(gpu: str, file: Path | None, nodes: int | None, flags: dict[str, Any]) -> Cluster:
     from paceline.plan.accelerator import accelerator
     from paceline.plan.cluster_file import read_cluster
     from paceline.plan.gpu_cluster import gpu_cluster
 
     if file is not None:
-        return read_cluster(file)
-    return gpu_cluster(
-        accelerator(gpu or "H200"), nodes, gpus_per_node, node_gbps, latency_us, links,
-        oversubscription,
-    )  # fmt: skip
+        for name, value in flags.items():
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(flag, value, "the cluster file tells", "leave out one of them")
+        found = read_cluster(file)
+        return found if nodes is None else found.with_nodes(nodes)
+    values: dict[str, Any] = {"gpus_per_node": 8, "node_gbps": 100.0} | flags
+    if not gpu and values["gpus_per_node"] > 1:
+        raise ConfigError(
+            "--gpu", None, "the links inside a node are not known",
+            "name the GPU, or give --cluster, or --gpus-per-node 1",
+        )  # fmt: skip
+    return gpu_cluster(accelerator(gpu or "CPU"), 1 if nodes is None else nodes, **values)
 
 
 def _write_plan(

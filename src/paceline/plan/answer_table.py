@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.plan.answer import Answer
+from paceline.plan.scaling import MOST_RANKS
 
 Row = tuple[str, ...]
 # Buffers beyond these are told as a number.
@@ -24,9 +25,16 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
         ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
                  f"{duration(answer.train_s)} {sure}"),
-        ("ranks at 90 %", most + (" (the most asked for)" if answer.most_ranks == 65_536 else "")),
+        ("ranks at 90 %", most + _or_more(answer)),
         ("verdict", f"bound by {answer.bound_by}"),
     ]  # fmt: skip
+
+
+def _or_more(answer: Answer) -> str:
+    """More than 65,536 ranks are not looked at."""
+    step = answer.cluster.ranks_per_node
+    capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
+    return " or more" if capped else ""
 
 
 def _cluster_words(answer: Answer) -> str:

@@ -13,6 +13,7 @@ from paceline.plan.collective_cost import COSTS, all_reduce_s
 from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
 from paceline.plan.merged_gradient import merge_gradients
 from paceline.plan.optimal_plan import optimal_cuts
+from paceline.plan.straggler import RANK_SPREAD, slowest_of
 from paceline.plan.workload import Workload
 
 ALGORITHMS = tuple(COSTS)
@@ -20,11 +21,12 @@ ALGORITHMS = tuple(COSTS)
 
 def best_plan(
     workload: Workload, cluster: Cluster, batch: int, algorithms: Sequence[str] = ALGORITHMS,
-    wire: str = "auto",
+    wire: str = "auto", spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
     """Boundaries and algorithms that leave the least communication exposed."""
     cost = BufferCost(workload.gradients, cluster, algorithms, wire)
-    return _from_cuts(workload, cost, optimal_cuts(workload.ready_s(batch), cost.seconds), wire)
+    ready = _slowest_ready(workload, cluster, batch, spread)
+    return _from_cuts(workload, cost, optimal_cuts(ready, cost.seconds), wire)
 
 
 def merged_plan(
@@ -34,7 +36,8 @@ def merged_plan(
     cost = BufferCost(workload.gradients, cluster, (algorithm,), wire)
     sizes = [cost.bytes(i, i + 1) for i in range(len(workload.gradients))]
     start_up, byte_s = affine_cost(algorithm, cluster)
-    groups = merge_gradients(workload.ready_s(batch), sizes, start_up, byte_s)
+    ready = _slowest_ready(workload, cluster, batch, RANK_SPREAD)
+    groups = merge_gradients(ready, sizes, start_up, byte_s)
     return _from_cuts(workload, cost, [(group[0], group[-1] + 1) for group in groups], wire)
 
 
@@ -50,6 +53,12 @@ def threshold_plan(
             cuts.append((first, stop))
             first = stop
     return _from_cuts(workload, cost, cuts, wire)
+
+
+def _slowest_ready(workload: Workload, cluster: Cluster, batch: int, spread: float) -> list[float]:
+    """On the slowest rank, for which every exchange waits."""
+    slow = slowest_of(cluster.ranks, spread)
+    return [ready * slow for ready in workload.ready_s(batch)]
 
 
 def affine_cost(algorithm: str, cluster: Cluster) -> tuple[float, float]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.cost_fit import Place
 from paceline.plan.probed_table import ProbedTable
 
 
@@ -29,8 +28,8 @@ def read_cluster(path: Path) -> Cluster:
     points = _points(path, table.get("measured", []))
     if not points:
         return found
-    place = Place(found.nodes, found.ranks_per_node, found.between.beta_s)
-    return replace(found, probed=ProbedTable.of(place, points))
+    native = "ring" if table["cluster"].get("backend") == "gloo" else "native"
+    return replace(found, probed=ProbedTable.of(found, points, native))
 
 
 def _points(path: Path, rows: Any) -> dict[str, list[tuple[float, float]]]:

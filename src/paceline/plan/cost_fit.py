@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,8 @@ def _work(algorithm: str, place: Place, m: float) -> Floats:
         rounds = 2 * (k - 1) + 2 * (h - 1)
         messages, link, between = p * rounds, least, h * least
     elif algorithm == "halving_doubling":
-        rounds, messages, link, between = 2 * log, 2 * p * log, k * least, p * least
+        # Neighbours exchange the large halves first, so no more than the least crosses a link.
+        rounds, messages, link, between = 2 * log, 2 * p * log, least, h * least
     elif algorithm == "tree":
         crossings, busiest = _tree_crossings(h, k)
         rounds, messages, link, between = 2 * log, 2 * (p - 1), 2 * busiest * m, 2 * crossings * m
@@ -77,6 +79,7 @@ def _work(algorithm: str, place: Place, m: float) -> Floats:
     return np.array([1.0, rounds, messages, link * place.link_s, between, inside])
 
 
+@cache
 def _tree_crossings(nodes: int, ranks: int) -> tuple[int, int]:
     """Edges of the binomial tree between nodes, and those at the busiest node's link, one way."""
     arriving, leaving = [0] * nodes, [0] * nodes

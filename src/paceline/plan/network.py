@@ -71,7 +71,7 @@ class Tracer:
     ) -> None:  # fmt: skip
         padding = kernel // 2 if padding is None else padding
         read = self.map_elements
-        size = (self.size + 2 * padding - kernel) // stride + 1
+        size = self._shrunk(kernel, stride, padding)
         weights = out * (self.channels // groups) * kernel**2
         self.channels, self.size = out, size
         flops = 2.0 * weights * size**2
@@ -88,8 +88,14 @@ class Tracer:
 
     def pool(self, name: str, kernel: int, stride: int, padding: int) -> None:
         read = self.map_elements
-        self.size = (self.size + 2 * padding - kernel) // stride + 1
+        self.size = self._shrunk(kernel, stride, padding)
         self.layers.append(Layer(name, 0.0, read + self.map_elements))
+
+    def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
+        size = (self.size + 2 * padding - kernel) // stride + 1
+        if size < 1:
+            raise ConfigError("--image-size", None, "too small for this model", "224 is usual")
+        return size
 
     def spread(self, name: str, times: float) -> None:
         """Elementwise work over the whole map."""

@@ -19,6 +19,9 @@ from paceline.plan.plan_score import BufferScore, score_plan
 from paceline.plan.straggler import RANK_SPREAD, slowest_of
 from paceline.plan.workload import Workload
 
+# What an input delivers is told by hand, or measured elsewhere.
+_INPUT_SPREAD = 0.1
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -104,10 +107,13 @@ def _uncertainty(
     base = step(workload, cluster, spread)
     slower = 1 + workload.spread
     work = replace(
-        workload, forward=workload.forward.scaled(slower), backward=workload.backward.scaled(slower)
-    )
+        workload, forward=workload.forward.scaled(slower),
+        backward=workload.backward.scaled(slower), update_s=workload.update_s * slower,
+    )  # fmt: skip
+    fed = replace(workload, input=workload.input.scaled(1 + _INPUT_SPREAD))
     changes = [
         step(work, cluster, spread),
+        step(fed, cluster, spread),
         step(
             workload, _changed(cluster, lambda link, f: Link(link.alpha_s * f, link.beta_s)), spread
         ),
@@ -122,5 +128,6 @@ def _uncertainty(
 def _changed(cluster: Cluster, change: Callable[[Link, float], Link]) -> Cluster:
     factor = 1 + cluster.spread
     return replace(
-        cluster, intra=change(cluster.intra, factor), inter=change(cluster.inter, factor)
-    )
+        cluster, intra=change(cluster.intra, factor), inter=change(cluster.inter, factor),
+        launch_s=cluster.launch_s * factor,
+    )  # fmt: skip

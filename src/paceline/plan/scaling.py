@@ -57,7 +57,7 @@ def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9)
     while high <= most and keeps(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
-    while high - low > max(1, low // 32):
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low * cluster.ranks_per_node
