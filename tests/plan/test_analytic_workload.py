@@ -35,7 +35,7 @@ SEEN = [
 
 
 def test_measured_systems_of_many_nodes() -> None:
-    """None of these rows was used to set a constant."""
+    """No constant was fitted to these rows; they were known when the model was made."""
     away = []
     for name, nodes, gpus, batch, seen, links, gbps in SEEN:
         gpu = accelerator(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import NormalDist
 
 # GPUs of one type and lot differ by some percent in clock and temperature, and each in itself from
-# step to step. One number for all clusters, not fitted to any.
+# step to step. One round number for all clusters, chosen knowing the systems of the planner's record.
 RANK_SPREAD = 0.02
 
 
