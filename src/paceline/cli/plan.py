@@ -40,7 +40,9 @@ def plan(
     image_size: int | None = typer.Option(None, help="Edge of the images in pixels; 224."),
     input_images_per_s: float = typer.Option(0.0, help="What a rank's input delivers; 0: enough."),
     algorithm: list[str] = typer.Option([], help="Allowed all-reduces; may be repeated. All."),
-    wire: str = typer.Option("auto", help="auto, float32, float16 or bfloat16."),
+    wire: list[str] = typer.Option(
+        [], help="Allowed formats: auto (as held), fp32, fp16, bf16; may be repeated. auto."
+    ),
     with_plan: Path | None = typer.Option(None, help="Score this plan file instead of the best."),
     plan_out: Path | None = typer.Option(None, help="Write the plan, for comm.plan."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write a page with plots."),
@@ -51,6 +53,7 @@ def plan(
     from paceline.plan.choose_plan import ALGORITHMS, best_plan
     from paceline.plan.prediction import predict
     from paceline.plan.scaling import Question, advise, largest_ranks, scaling_curve
+    from paceline.plan.wire_format import wire_names
 
     if not 0 < epochs < float("inf") or dataset_size < 1:
         raise ConfigError("--epochs, --dataset-size", (epochs, dataset_size), "must be above 0")
@@ -61,10 +64,11 @@ def plan(
     }  # fmt: skip
     place = _cluster(gpu, cluster, nodes, {k: v for k, v in flags.items() if v is not None})
     known = place.probed.algorithms if place.probed else ALGORITHMS
-    question = Question(work, batch_size, tuple(algorithm) or known, wire)
+    wires = wire_names(wire or ("auto",))
+    question = Question(work, batch_size, tuple(algorithm) or known, wires)
     if with_plan is None:
-        chosen = best_plan(work, place, batch_size, question.algorithms, wire)
-    elif algorithm or wire != "auto":
+        chosen = best_plan(work, place, batch_size, question.algorithms, wires)
+    elif algorithm or wire:
         raise ConfigError(
             "--with-plan", str(with_plan), "decides algorithms and wire itself",
             "leave out --algorithm and --wire",

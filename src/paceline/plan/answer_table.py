@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.plan.answer import Answer
+from paceline.plan.plan_score import BufferScore
 from paceline.plan.scaling import MOST_RANKS
 
 Row = tuple[str, ...]
@@ -50,7 +51,7 @@ def buffer_rows(answer: Answer) -> list[Row]:
     now = answer.now
     rows: list[Row] = [
         (
-            str(number), str(score.tensors), f"{score.bytes / 2**20:.2f}", score.algorithm,
+            str(number), str(score.tensors), f"{score.bytes / 2**20:.2f}", _way(score),
             f"{1e3 * made.ready_s:.2f}", f"{1e3 * made.start_s:.2f}", f"{1e3 * made.end_s:.2f}",
         )
         for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1)
@@ -60,6 +61,11 @@ def buffer_rows(answer: Answer) -> list[Row]:
     half = _MOST_BUFFERS // 2
     gap = ("…", f"{len(rows) - 2 * half} more", "", "", "", "", "")
     return [*rows[:half], gap, *rows[-half:]]
+
+
+def _way(score: BufferScore) -> str:
+    """`ring`, or `ring, float16` where the buffer does not travel as it is held."""
+    return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
 
 
 def curve_rows(answer: Answer) -> list[Row]:

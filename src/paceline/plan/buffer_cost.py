@@ -1,8 +1,9 @@
-"""What a buffer costs: its messages, each by the cheapest algorithm that is allowed.
+"""What a buffer costs: its messages, each by the cheapest algorithm, in the cheapest format allowed.
 
-In: gradients in order of readiness, a cluster, algorithms and a wire format. Out: seconds for any run of
-neighbouring gradients, and the algorithms behind them. A buffer with gradients of two number formats
-travels as two messages.
+In: gradients in order of readiness, a cluster, algorithms and wire formats. Out: seconds for any run of
+neighbouring gradients, and the algorithms and the format behind them. A buffer with gradients of two
+number formats travels as two messages; the step's signals ride in the last buffer's fp32 message, or
+follow it as one more.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster
 from paceline.plan.collective_cost import COSTS, all_reduce_s
+from paceline.plan.wire_format import keeps_float32, signal_bytes, travelling, wire_names
 from paceline.plan.workload import Gradient
 
 Floats = npt.NDArray[np.float64]
-WIRES = ("auto", "float32", "float16", "bfloat16")
 
 
 class BufferCost:
@@ -26,42 +27,64 @@ class BufferCost:
 
     def __init__(
         self, gradients: Sequence[Gradient], cluster: Cluster, algorithms: Sequence[str],
-        wire: str = "auto",
+        wires: Sequence[str] = ("auto",),
     ) -> None:  # fmt: skip
-        if wire not in WIRES:
-            raise ConfigError("--wire", wire, "unknown", nearest(wire, WIRES))
         if not algorithms:
             raise ConfigError("--algorithm", None, "none given", f"use {', '.join(COSTS)}")
-        self.algorithms = tuple(algorithms)
-        self.cluster = cluster
-        half, full = _bytes(gradients, wire)
-        # How many bytes of each kind come before each gradient.
-        self._before = np.array([np.cumsum([0, *half]), np.cumsum([0, *full])], dtype=np.float64)
-        sizes = self._before[:, None, :] - self._before[:, :, None]
-        self._large, self._small = np.maximum(sizes[0], sizes[1]), np.minimum(sizes[0], sizes[1])
-        self.seconds: Floats = self._best(self._large) + self._best(self._small)
-
-    def _best(self, sizes: Floats) -> Floats:
-        times = np.stack([all_reduce_s(name, self.cluster, sizes) for name in self.algorithms])
-        best: Floats = times.min(axis=0)
-        return best
+        self.wires = wire_names(wires)
+        if not self.wires:
+            raise ConfigError("--wire", None, "none given", "use auto")
+        before = np.cumsum([[0, *(g.elements * g.half for g in gradients)],
+                            [0, *(g.elements * (not g.half) for g in gradients)]], axis=1)  # fmt: skip
+        half, full = before[:, None, :] - before[:, :, None]
+        tables = [_WireCost(half, full, wire, cluster, algorithms) for wire in self.wires]
+        self._by_wire = dict(zip(self.wires, tables, strict=True))
+        self.seconds: Floats = np.minimum.reduce([table.seconds for table in tables])
 
     def bytes(self, first: int, stop: int) -> int:
-        """What travels."""
-        return int(self._large[first, stop] + self._small[first, stop])
+        """What travels of the gradients in the most exact format."""
+        return int(self._by_wire[self.wires[0]].bytes[first, stop])
+
+    def of(self, wire: str, first: int, stop: int) -> float:
+        """Seconds in this format."""
+        return float(self._by_wire[wire].seconds[first, stop])
+
+    def names(self, wire: str, first: int, stop: int) -> tuple[str, str]:
+        """The algorithms of the largest message and of those beside it."""
+        return self._by_wire[wire].names(first, stop)
+
+
+class _WireCost:
+    """The tables of one format."""
+
+    def __init__(
+        self, half: npt.NDArray[np.int64], full: npt.NDArray[np.int64], wire: str,
+        cluster: Cluster, algorithms: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._cluster, self._algorithms = cluster, tuple(algorithms)
+        narrow, wide, cast = travelling(half, full, wire)
+        self.bytes: Floats = narrow + wide
+        # The last buffer's signals: within its fp32 message, or else beside.
+        signals = signal_bytes(len(half) - 1)
+        rides = (full[:, -1] > 0) & keeps_float32(wire)
+        wide[:, -1] += np.where(rides, signals, 0)
+        self._tail: Floats = np.where(rides, 0.0, float(signals))
+        self._large, self._small = np.maximum(narrow, wide), np.minimum(narrow, wide)
+        beside = self._times(self._small)
+        beside[:, :, -1] += self._times(self._tail)
+        bulk = self._times(self._large)
+        self.seconds: Floats = bulk.min(axis=0) + beside.min(axis=0) + cast * cluster.cast_s
+        if cluster.ranks == 1:
+            self.seconds[:] = 0.0
+
+    def _times(self, sizes: npt.ArrayLike) -> Floats:
+        """By every algorithm, in the first dimension."""
+        return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._algorithms])
 
     def names(self, first: int, stop: int) -> tuple[str, str]:
-        """The algorithms of the larger message and of the one beside it."""
-        return self._name(self._large[first, stop]), self._name(self._small[first, stop])
-
-    def _name(self, size: float) -> str:
-        times = [float(all_reduce_s(name, self.cluster, size)) for name in self.algorithms]
-        return self.algorithms[times.index(min(times))]
-
-
-def _bytes(gradients: Sequence[Gradient], wire: str) -> tuple[list[int], list[int]]:
-    """Bytes of each gradient in the 16-bit message and in the other."""
-    width = {"float32": 4, "float16": 2, "bfloat16": 2}.get(wire)
-    half = [g.elements * (width or 2) if g.half else 0 for g in gradients]
-    full = [0 if g.half else g.elements * (width or 4) for g in gradients]
-    return half, full
+        small = self._times(self._small[first, stop])
+        if stop == len(self._tail) - 1:
+            small = small + self._times(self._tail[first])
+        bulk = self._algorithms[int(self._times(self._large[first, stop]).argmin())]
+        beside = self._algorithms[int(small.argmin())] if small.any() else bulk
+        return bulk, beside

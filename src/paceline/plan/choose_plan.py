@@ -1,6 +1,7 @@
 """Plans for a workload on a cluster: the best one, and those that it is held against.
 
-In: workload, cluster, batch of a rank, the algorithms that may be used. Out: a `FusionPlan`.
+In: workload, cluster, batch of a rank, the algorithms and wire formats that may be used. Out: a
+`FusionPlan`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.collective_cost import COSTS, all_reduce_s
 from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
 from paceline.plan.merged_gradient import merge_gradients
-from paceline.plan.optimal_plan import optimal_cuts
+from paceline.plan.optimal_plan import Cut, exact_wires, optimal_cuts
 from paceline.plan.straggler import RANK_SPREAD, slowest_of
 from paceline.plan.workload import Workload
 
@@ -21,24 +22,27 @@ ALGORITHMS = tuple(COSTS)
 
 def best_plan(
     workload: Workload, cluster: Cluster, batch: int, algorithms: Sequence[str] = ALGORITHMS,
-    wire: str = "auto", spread: float = RANK_SPREAD,
+    wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
-    """Boundaries and algorithms that leave the least communication exposed."""
-    cost = BufferCost(workload.gradients, cluster, algorithms, wire)
+    """Boundaries, algorithms and formats that leave the least communication exposed; a buffer is
+    rounded to a format only where that ends the exchange sooner."""
+    cost = BufferCost(workload.gradients, cluster, algorithms, wires)
     ready = _slowest_ready(workload, cluster, batch, spread)
-    return _from_cuts(workload, cost, optimal_cuts(ready, cost.seconds), wire)
+    cuts = optimal_cuts(ready, cost.seconds)
+    return _from_cuts(workload, cost, cuts, exact_wires(cuts, ready, cost.wires, cost.of))
 
 
 def merged_plan(
     workload: Workload, cluster: Cluster, batch: int, algorithm: str = "ring", wire: str = "auto"
 ) -> FusionPlan:
     """By the merged-gradient rule, which knows one algorithm as a + b·m."""
-    cost = BufferCost(workload.gradients, cluster, (algorithm,), wire)
+    cost = BufferCost(workload.gradients, cluster, (algorithm,), (wire,))
     sizes = [cost.bytes(i, i + 1) for i in range(len(workload.gradients))]
     start_up, byte_s = affine_cost(algorithm, cluster)
     ready = _slowest_ready(workload, cluster, batch, RANK_SPREAD)
     groups = merge_gradients(ready, sizes, start_up, byte_s)
-    return _from_cuts(workload, cost, [(group[0], group[-1] + 1) for group in groups], wire)
+    cuts = [(group[0], group[-1] + 1) for group in groups]
+    return _from_cuts(workload, cost, cuts, cost.wires * len(cuts))
 
 
 def threshold_plan(
@@ -46,13 +50,13 @@ def threshold_plan(
     algorithms: Sequence[str] = ("native",), wire: str = "auto",
 ) -> FusionPlan:  # fmt: skip
     """A buffer is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
-    cost = BufferCost(workload.gradients, cluster, algorithms, wire)
+    cost = BufferCost(workload.gradients, cluster, algorithms, (wire,))
     cuts, first = [], 0
     for stop in range(1, len(workload.gradients) + 1):
         if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):
             cuts.append((first, stop))
             first = stop
-    return _from_cuts(workload, cost, cuts, wire)
+    return _from_cuts(workload, cost, cuts, cost.wires * len(cuts))
 
 
 def _slowest_ready(workload: Workload, cluster: Cluster, batch: int, spread: float) -> list[float]:
@@ -70,11 +74,11 @@ def affine_cost(algorithm: str, cluster: Cluster) -> tuple[float, float]:
 
 
 def _from_cuts(
-    workload: Workload, cost: BufferCost, cuts: Sequence[tuple[int, int]], wire: str
+    workload: Workload, cost: BufferCost, cuts: Sequence[Cut], wires: Sequence[str]
 ) -> FusionPlan:
     buffers = []
-    for first, stop in cuts:
+    for (first, stop), wire in zip(cuts, wires, strict=True):
         names = tuple(gradient.name for gradient in workload.gradients[first:stop])
-        algorithm, beside = cost.names(first, stop)
+        algorithm, beside = cost.names(wire, first, stop)
         buffers.append(FusionBuffer(names, algorithm, wire, "" if beside == algorithm else beside))
     return FusionPlan(tuple(buffers))

@@ -43,8 +43,9 @@ class ProbedCosts(Protocol):
 class Cluster:
     """`nodes` of `ranks_per_node`. `inter` is one link between nodes, of which each node has `links`;
     `oversubscription` divides their rate when all nodes talk at once. `gamma_s` is the time to add up a
-    byte, `launch_s` the time that every collective takes beside its messages. `spread` is the relative
-    standard error of start-ups and rates. `probed`, where there is one, knows better than the rest."""
+    byte, `launch_s` the time that every collective takes beside its messages, `cast_s` the time to bring
+    an element into another format for the wire, and back. `spread` is the relative standard error of
+    start-ups and rates. `probed`, where there is one, knows better than the rest."""
 
     nodes: int
     ranks_per_node: int
@@ -54,6 +55,7 @@ class Cluster:
     oversubscription: float = 1.0
     gamma_s: float = 0.0
     launch_s: float = 0.0
+    cast_s: float = 0.0
     spread: float = 0.3
     probed: ProbedCosts | None = None
 
@@ -77,7 +79,11 @@ class Cluster:
                 "--oversubscription", self.oversubscription, "must be at least 1",
                 "4 means that a quarter of the links' sum reaches the other nodes",
             )  # fmt: skip
-        for name, value in (("time to add a byte", self.gamma_s), ("launch time", self.launch_s)):
+        for name, value in (
+            ("time to add a byte", self.gamma_s),
+            ("launch time", self.launch_s),
+            ("time to cast an element", self.cast_s),
+        ):
             if not 0 <= value < math.inf:
                 raise ConfigError(name, value, "must be 0 or more")
 

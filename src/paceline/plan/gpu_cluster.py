@@ -18,6 +18,8 @@ INTRA_LATENCY_US = 3.0
 INTER_LATENCY_US = 10.0
 # Start of a collective: kernel launch and the ranks' handshake.
 LAUNCH_US = 20.0
+# A cast reads one format and writes the other, there and back: 2 · (4 + 2) bytes an element.
+CAST_BYTES = 12
 
 
 def gpu_cluster(
@@ -38,4 +40,5 @@ def gpu_cluster(
         links=links,
         oversubscription=oversubscription,
         launch_s=LAUNCH_US * 1e-6,
+        cast_s=CAST_BYTES / gpu.memory_bytes_per_s,
     )

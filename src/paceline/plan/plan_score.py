@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from paceline.plan.cluster import Cluster
 from paceline.plan.collective_cost import all_reduce_s
 from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
+from paceline.plan.wire_format import keeps_float32, signal_bytes, travelling
 from paceline.plan.workload import Gradient, Workload
-
-_WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,30 @@ def score_plan(
     gradients = {gradient.name: gradient for gradient in workload.gradients}
     plan.check(tuple(gradients))
     backward = workload.backward.at(batch)
+    last = plan.buffers[-1]
+    signals = signal_bytes(len(gradients))
     return [
-        _score(buffer, [gradients[name] for name in buffer.tensors], cluster, backward)
+        _score(
+            buffer, [gradients[name] for name in buffer.tensors], cluster, backward,
+            signals if buffer is last else 0,
+        )
         for buffer in plan.buffers
-    ]
+    ]  # fmt: skip
 
 
 def _score(
-    buffer: FusionBuffer, gradients: list[Gradient], cluster: Cluster, backward_s: float
-) -> BufferScore:
-    width = _WIDTH.get(buffer.wire)
-    sizes = [
-        sum(g.elements for g in gradients if g.half) * (width or 2),
-        sum(g.elements for g in gradients if not g.half) * (width or 4),
-    ]
-    cost = float(all_reduce_s(buffer.algorithm, cluster, max(sizes)))
-    cost += float(all_reduce_s(buffer.beside_algorithm, cluster, min(sizes)))
+    buffer: FusionBuffer, gradients: list[Gradient], cluster: Cluster, backward_s: float,
+    signals: int,
+) -> BufferScore:  # fmt: skip
+    full = sum(g.elements for g in gradients if not g.half)
+    half = sum(g.elements for g in gradients if g.half)
+    narrow, wide, cast = (int(count) for count in travelling(half, full, buffer.wire))
+    rides = signals if full and keeps_float32(buffer.wire) else 0
+    small, large = sorted((narrow, wide + rides))
+    cost = float(all_reduce_s(buffer.algorithm, cluster, large))
+    for beside in (small, signals - rides):
+        cost += float(all_reduce_s(buffer.beside_algorithm, cluster, beside))
+    if cluster.ranks > 1:
+        cost += cast * cluster.cast_s
     ready = max((g.ready for g in gradients), default=0.0) * backward_s
-    return BufferScore(len(gradients), sum(sizes), buffer.algorithm, buffer.wire, ready, cost)
+    return BufferScore(len(gradients), narrow + wide, buffer.algorithm, buffer.wire, ready, cost)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from paceline.plan.choose_plan import best_plan
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.prediction import Prediction, predict
+from paceline.plan.wire_format import keeps_float32
 from paceline.plan.workload import Affine, Workload
 
 MOST_RANKS = 65_536
+_HALF_WIRE = "gradients rounded to 16 bits for the wire (--wire fp16)"
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class Question:
     workload: Workload
     batch: int
     algorithms: tuple[str, ...]
-    wire: str = "auto"
+    wires: tuple[str, ...] = ("auto",)
 
     def answer(self, cluster: Cluster) -> Prediction:
-        plan = best_plan(self.workload, cluster, self.batch, self.algorithms, self.wire)
+        plan = best_plan(self.workload, cluster, self.batch, self.algorithms, self.wires)
         return predict(self.workload, cluster, plan, self.batch)
 
 
@@ -78,13 +80,15 @@ def advise(question: Question, cluster: Cluster, now: Prediction) -> list[Advice
         ("twice the bandwidth between nodes", lambda: question.answer(_links(cluster, 1.0, 0.5))),
         ("half the latency", lambda: question.answer(_links(cluster, 0.5, 1.0))),
         ("twice the batch a GPU", lambda: _double(question).answer(cluster)),
+        (_HALF_WIRE, lambda: _half(question).answer(cluster)),
         ("an input that keeps up", lambda: _fed(question).answer(cluster)),
         ("a GPU twice as fast", lambda: _fast(question).answer(cluster)),
     )
     found = [
         Advice(change, ask().images_per_s / now.images_per_s - 1)
         for change, ask in changes
-        if cluster.nodes > 1 or "nodes" not in change
+        if (cluster.nodes > 1 or "nodes" not in change)
+        and (change != _HALF_WIRE or _is_wide(question))
     ]
     return sorted(found, key=lambda advice: -advice.gain)
 
@@ -97,6 +101,16 @@ def _links(cluster: Cluster, alpha: float, beta: float) -> Cluster:
         intra=Link(intra.alpha_s * alpha, intra.beta_s),
         launch_s=cluster.launch_s * alpha,
     )
+
+
+def _half(question: Question) -> Question:
+    return replace(question, wires=(*question.wires, "float16"))
+
+
+def _is_wide(question: Question) -> bool:
+    """Most of what travels is held in 32 bits, and nothing narrower was allowed."""
+    full = sum(g.elements for g in question.workload.gradients if not g.half)
+    return 2 * full > question.workload.elements and all(map(keeps_float32, question.wires))
 
 
 def _double(question: Question) -> Question:

@@ -1,0 +1,107 @@
+"""A plan with several wire formats, as the planner makes it, run by the communication module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from comm.exchanges import CPU, joined
+from paceline.comm.create_carrier import create_carrier
+from paceline.comm.flat_gradients import flat_layouts, tensor_spec
+from paceline.comm.gradient_exchange import SIGNALS, GradientExchange, Signals
+from paceline.comm.messages import plan_messages
+from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.settings import CommSettings
+from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
+from paceline.plan.choose_plan import best_plan
+from paceline.plan.cluster import Cluster, Link
+from paceline.plan.plan_score import score_plan
+from paceline.plan.workload import Affine, Gradient, Workload
+from ranks import run_ranks
+
+WIDE = Cluster(2, 1, Link(0, 0), Link(1e-5, 1e-8), cast_s=1e-10)
+# Gradients of whole numbers up to 2048: fp16 holds them and their sum.
+LARGEST = 1024
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 16))
+    model[2].weight.data = model[2].weight.data.bfloat16()
+    return model
+
+
+def planned(model: nn.Module, *names: str) -> tuple[Workload, FusionPlan]:
+    named = list(reversed(list(model.named_parameters())))
+    gradients = tuple(
+        Gradient(name, p.numel(), p.dtype != torch.float32, (i + 1) / len(named))
+        for i, (name, p) in enumerate(named)
+    )
+    work = Workload("net", gradients, Affine(0, 1e-9), Affine(4e-3, 0), 0.0)
+    return work, best_plan(work, WIDE, 1, names, ("auto", "float16"))
+
+
+def write_plan(model: nn.Module, path: Path) -> None:
+    sizes = [(name, p.numel()) for name, p in model.named_parameters()]
+    plan = planned(model, "ring", "tree")[1]
+    PlanFile(plan, ModelFacts.of(sizes), ClusterFacts(2, 1)).write(path)
+
+
+def test_the_planner_counts_the_messages_that_are_sent() -> None:
+    model = net()
+    work, plan = planned(model, "ring")
+    assert {buffer.wire for buffer in plan.buffers} == {"auto", "float16"}
+    trained = dict(model.named_parameters())
+    layouts = flat_layouts([(name, trained[name]) for name in plan.tensors])
+    tail = len(SIGNALS) + len(plan.tensors)
+    # A start-up of 1 s and half a µs for a byte: the cost tells how many messages and bytes it is for.
+    place = Cluster(2, 1, Link(0, 0), Link(0, 0.5e-6), launch_s=1.0)
+    scores = score_plan(plan, work, place, 1)
+    for messages, score in zip(plan_messages(plan, layouts, tail), scores, strict=True):
+        assert int(score.cost_s) == len(messages)
+        sent = sum(message.wire_bytes for message in messages)
+        padding = 4 * 64 * score.tensors
+        assert 0 <= round(sent - 2e6 * (score.cost_s % 1)) <= padding
+
+
+def _exchanged(rank: int, path: str) -> tuple[list[torch.Tensor], float, list[str]]:
+    with joined() as group:
+        model = net()
+        settings = CommSettings(plan=path)
+        tensors = [tensor_spec(name, p) for name, p in model.named_parameters()]
+        plan = PlanChoice.read(settings, tensors, ClusterFacts(2, 1)).plan(())
+        carrier = create_carrier(group, settings, plan)
+        exchange = GradientExchange(model.named_parameters(), group, plan, carrier=carrier)
+        exchange.begin()
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = whole_numbers(parameter, rank, number)
+        exchange.gather()
+        exchange.reduce(torch.tensor(0.1), Signals())
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        formats = [message.wire for messages in exchange.messages for message in messages]
+        loss = float(exchange.tail[0])
+        carrier.close()
+    return found, loss, formats
+
+
+def whole_numbers(like: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+    limit = LARGEST if like.dtype == torch.float32 else 64
+    draw = torch.Generator(CPU).manual_seed(100 * rank + number)
+    return torch.randint(-limit, limit, like.shape, generator=draw).to(like.dtype)
+
+
+def test_it_runs_and_sums_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    write_plan(net(), path)
+    (first, loss, formats), (second, *_) = run_ranks(2, _exchanged, str(path))
+    assert {"auto", "float16", "float32"} >= set(formats) >= {"auto", "float16"}
+    for number, (ours, theirs, like) in enumerate(
+        zip(first, second, net().parameters(), strict=True)
+    ):
+        wanted = sum(whole_numbers(like, rank, number).float() for rank in range(2))
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours.float(), wanted)
+    # In fp16 the loss would have lost its digits.
+    assert abs(loss - 0.2) < 1e-7

@@ -1,0 +1,83 @@
+"""Messages played on shared cores and links, against what can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.plan.fair_flows import Flow, FlowLink, share
+from paceline.plan.rank_rounds import Message
+from paceline.plan.rank_scripts import scripts
+from paceline.plan.script_player import Place, Prices, play
+
+FREE = Prices(0.0, 0.0, 0.0, 0.0, 0.0)
+BETA = 1e-6
+MIB = 2**20
+
+
+def played(
+    name: str, nodes: int, ranks: int, size: int, prices: Prices = FREE, **place: float
+) -> float:
+    made = scripts(name, nodes, ranks, size)
+    return play(made, Place(nodes, ranks, BETA, **place), prices)  # type: ignore[arg-type]
+
+
+def test_links_alone_give_the_closed_forms() -> None:
+    size = 512 * 1024
+    for p in (2, 4, 8):
+        wanted = 2 * (p - 1) / p * size * BETA
+        for name in ("ring", "halving_doubling", "native"):
+            assert played(name, p, 1, size) == pytest.approx(wanted, rel=1e-3), name
+        assert played("hierarchical", p, 3, size) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_tree_waits_for_branches_that_share_a_link() -> None:
+    """3 → 2 beside 1 → 0, then 2 → 0; then 0 → 2 and 0 → 1 at half the rate each, and 2 → 3."""
+    assert played("tree", 4, 1, MIB) == pytest.approx(5 * MIB * BETA, rel=1e-6)
+    # Two segments: the second goes up while the first comes down.
+    assert played("tree", 2, 1, 2 * MIB) == pytest.approx(3 * MIB * BETA, rel=1e-6)
+
+
+def test_one_message_by_hand() -> None:
+    there = [[Message(True, 1, 1000, (0, 0))], [Message(False, 0, 1000, (0, 0))]]
+    prices = Prices(call_s=1.0, message_between_s=0.1, message_inside_s=7.0, byte_between_s=2e-7,
+                    byte_inside_s=0.0)  # fmt: skip
+    # Call and start on one core each, the bytes at the link's rate, the other end.
+    assert play(there, Place(2, 1, BETA), prices) == pytest.approx(1.0 + 0.1 + 4000 * BETA + 0.1)
+    # On one core the receiver's call comes second; by then the sender waits for the core.
+    assert play(there, Place(2, 1, BETA, cores=1), prices) == pytest.approx(2.204)
+    # Where cores are slower than the link, either end needs half of a byte's time.
+    slow = Prices(0, 0, 0, 4 * BETA, 0)
+    assert play(there, Place(2, 1, BETA), slow) == pytest.approx(4000 * 2 * BETA)
+    assert play(there, Place(2, 1, BETA, cores=1), slow) == pytest.approx(4000 * 4 * BETA)
+
+
+def test_a_rested_link_lets_a_burst_pass_and_regains_it() -> None:
+    there = [[Message(True, 1, 1000, (0, 0))], [Message(False, 0, 1000, (0, 0))]]
+    assert play(there, Place(2, 1, BETA, burst_bytes=4000), FREE) == pytest.approx(0, abs=1e-9)
+    assert play(there, Place(2, 1, BETA, burst_bytes=1000), FREE) == pytest.approx(3000 * BETA)
+    # A second message after a pause: the burst is there again.
+    twice = [script * 2 for script in there]
+    pause = Prices(0, 5000 * BETA, 0, 0, 0)
+    rested = play(twice, Place(2, 1, BETA, burst_bytes=4000), pause)
+    assert rested == pytest.approx(3 * 5000 * BETA)
+
+
+def test_cores_are_shared_by_all_ranks() -> None:
+    prices = Prices(call_s=1e-3, message_between_s=1e-4, message_inside_s=1e-4, byte_between_s=0,
+                    byte_inside_s=0)  # fmt: skip
+    two, four = (played("ring", 1, 8, 4096, prices, cores=cores) for cores in (2, 4))
+    ends = 8 * 2 * 14 * 1e-4
+    assert two == pytest.approx((8e-3 + ends) / 2, rel=0.1)
+    assert four == pytest.approx((8e-3 + ends) / 4, rel=0.1)
+
+
+def test_rates_are_fair() -> None:
+    out, into = FlowLink(10.0, 0.0), FlowLink(6.0, 0.0)
+    both, alone = Flow(1, 0.0, (out, into), None), Flow(1, 0.0, (out,), None)
+    beside = Flow(1, 0.0, (into,), None)
+    share([both, alone, beside], [out, into], 2)
+    assert [both.rate, beside.rate, alone.rate] == pytest.approx([3, 3, 7])
+    # Cores that can move 4 bytes a second between them.
+    busy = [Flow(1, 0.5, (out,), None), Flow(1, 0.5, (), None)]
+    share(busy, [out, into], 2)
+    assert [flow.rate for flow in busy] == pytest.approx([2, 2])
