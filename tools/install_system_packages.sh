@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs what pip cannot: mpirun (openmpi-bin), with which tests/launch starts ranks for real, and ip and
-# tc (iproute2), with which tests/cluster makes hosts. Names of packages as arguments: only these.
+# Installs what pip cannot: mpirun (openmpi-bin), with which tests/launch starts ranks for real, ip and tc
+# (iproute2), with which tests/cluster makes hosts, and a compiler with libjpeg-turbo's header (gcc,
+# libjpeg-dev), with which the region decoder is built. Names of packages as arguments: only these.
 # One line says what was done or why nothing was. It never fails: without them their tests are skipped.
 set -u
 
@@ -12,11 +13,17 @@ say() {
 # Folders of administration are not on everybody's path.
 PATH="$PATH:/usr/sbin:/sbin"
 missing=""
-for package in ${*:-openmpi-bin iproute2}; do
+for package in ${*:-openmpi-bin iproute2 gcc libjpeg-dev}; do
     case "$package" in
         openmpi-bin) program=mpirun ;;
         iproute2) program=tc ;;
+        libjpeg-dev) program=jpeglib.h ;;
         *) program=$package ;;
+    esac
+    case "$program" in
+        # A header: as a compiler would look for it, on Debian and elsewhere.
+        *.h) [ -n "$(find /usr/include /usr/local/include -maxdepth 2 -name "$program" 2>/dev/null)" ] &&
+            continue ;;
     esac
     command -v "$program" >/dev/null 2>&1 || missing="$missing $package"
 done

@@ -1,6 +1,6 @@
 """Prints the error of a sum over p ranks in each wire format against fp64, as a share of Σ|x|.
 
-    python wire_error_table.py > raw/wire-error.tsv
+python wire_error_table.py > raw/wire-error.tsv
 """
 
 from paceline.comm.algorithms.names import ALGORITHMS

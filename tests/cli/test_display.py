@@ -83,6 +83,19 @@ def test_the_live_line_is_whole_on_a_terminal_of_80_columns() -> None:
     assert "…" not in output.getvalue()
 
 
+def test_a_step_that_waits_for_its_input_says_for_what() -> None:
+    causes = {"read": 0.01, "decode": 0.03}
+    waiting = StepEvent(1, 0.5, 1.0, 0.1, 100.0, 0.1, 0.04, False, 1.0, 0.0, 0.04, causes)
+    hardly = StepEvent(2, 1.0, 1.0, 0.1, 100.0, 0.1, 0.0, False, 1.0, 0.0, 0.004, {"read": 0.004})
+    output = io.StringIO()
+    display = PlainDisplay(Console(file=output), 1)
+    for event in (START, waiting, hardly):
+        display.on_event(event)
+    first, second = output.getvalue().splitlines()[-2:]
+    assert first.endswith("100 images/s input: decode")
+    assert second.endswith("100 images/s")
+
+
 def test_a_terminal_gets_the_live_display() -> None:
     assert isinstance(create_display(Console(file=io.StringIO()), 1), PlainDisplay)
     live = create_display(Console(file=io.StringIO(), force_terminal=True), 1)

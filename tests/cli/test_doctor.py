@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.doctor import check_data, check_devices, check_disk, check_rendezvous, doctor
+from paceline.cli.doctor import (
+    check_data,
+    check_decoder,
+    check_devices,
+    check_disk,
+    check_rendezvous,
+    doctor,
+)
+from paceline.data.region.library import VARIABLE
 
 LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -27,7 +35,7 @@ def test_this_machine_is_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str
         code = doctor(data_dir="", output=tmp_path)
     shown = capsys.readouterr().out
     assert code == 0, shown
-    for word in ("torch", "gloo", "cpu", "rendezvous", "12000 images", "disk"):
+    for word in ("torch", "gloo", "cpu", "region decoder", "rendezvous", "12000 images", "disk"):
         assert word in shown
 
 
@@ -99,6 +107,16 @@ def test_a_full_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_device_row_says_ok_or_what_to_do() -> None:
     for finding in check_devices():
         assert finding.ok or finding.remedy
+
+
+def test_a_missing_decoder_is_no_problem_but_has_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "none.so"))
+    (found,) = check_decoder()
+    assert found.ok
+    assert "Pillow decodes: the library does not load" in found.found
+    assert VARIABLE in found.remedy
 
 
 def test_a_problem_makes_the_exit_code_1(tmp_path: Path) -> None:

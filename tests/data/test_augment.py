@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from paceline.data.augment import EvalTransform, TrainTransform, random_box
+from paceline.data.augmentation.augment import EvalTransform, TrainTransform, random_box
 from paceline.data.randomness import uniform
 from paceline.data.settings import DataSettings
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from paceline.data.augment import random_box
-from paceline.data.augment_numbers import AugmentNumbers, random_boxes
+from paceline.data.augmentation.augment import random_box
+from paceline.data.augmentation.augment_numbers import AugmentNumbers, random_boxes
 from paceline.data.randomness import uniform
 from paceline.data.settings import DataSettings
 

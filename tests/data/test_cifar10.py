@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.cifar10 import Cifar10, find_layout
 from paceline.data.settings import DataSettings
-from paceline.data.source import ArraySource, open_source
+from paceline.data.sources.cifar10 import Cifar10, find_layout
+from paceline.data.sources.source import ArraySource, open_source
 
 FORMS = ["bin", "png", "py"]
 

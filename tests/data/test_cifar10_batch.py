@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.cifar10_batch import read_binary, read_labels, read_pickle, read_sheet
+from paceline.data.sources.cifar10_batch import read_binary, read_labels, read_pickle, read_sheet
 
 
 def test_planes_become_pixels(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.class_list import numbered_classes, read_classes
+from paceline.data.sources.class_list import numbered_classes, read_classes
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.create_loader import create_eval_loader, create_train_loader
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.loader_protocol import EvalBatches, TrainBatches
-from paceline.data.pixel_form import UnequalSizesError
-from paceline.data.resident_loader import ResidentEvalLoader, ResidentTrainLoader
+from paceline.data.on_device.pixel_form import UnequalSizesError
+from paceline.data.on_device.resident_loader import ResidentEvalLoader, ResidentTrainLoader
 from paceline.data.settings import DataSettings
 
 Make = Callable[..., DataSettings]

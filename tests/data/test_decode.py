@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from paceline.data.decode import CorruptImage, decode
+from paceline.data.decoding.decode import CorruptImage, decode
 
 Encode = Callable[..., bytes]
 RED, BLUE = (250, 10, 20), (20, 30, 240)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data import device_augment as module
-from paceline.data.augment import TrainTransform
-from paceline.data.augment_numbers import AugmentNumbers
-from paceline.data.device_augment import DeviceAugment
+from paceline.data.augmentation.augment import TrainTransform
+from paceline.data.augmentation.augment_numbers import AugmentNumbers
+from paceline.data.on_device import device_augment as module
+from paceline.data.on_device.device_augment import DeviceAugment
+from paceline.data.on_device.resident_set import ResidentSet
 from paceline.data.randomness import uniform
-from paceline.data.resident_set import ResidentSet
 from paceline.data.settings import DataSettings
 
 Make = Callable[..., DataSettings]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data.augment import _RESAMPLING, random_box
-from paceline.data.device_resample import resample
+from paceline.data.augmentation.augment import RESAMPLING, random_box
+from paceline.data.on_device.device_resample import resample
 from paceline.data.randomness import uniform
 
 SAMPLES = 40
@@ -25,7 +25,7 @@ def crops(
     want = np.empty((SAMPLES, size, size, channels), dtype=np.uint8)
     for i, (pixels, box) in enumerate(zip(images, boxes, strict=True)):
         image = Image.fromarray(pixels if channels == 3 else pixels[..., 0])
-        image = image.resize((size, size), _RESAMPLING[interpolation], box=box)
+        image = image.resize((size, size), RESAMPLING[interpolation], box=box)
         want[i] = np.asarray(image).reshape(size, size, channels)[:, :: -1 if i % 2 else 1]
     got = resample(
         torch.from_numpy(images),
@@ -46,6 +46,7 @@ def crops(
         (64, 64, 1, 20),  # mostly shrunk
         (50, 33, 3, 31),
         (8, 8, 1, 8),
+        (33, 90, 3, 20),  # rows first, from Pillow 13 on
     ],
 )
 def test_as_pillow_does(

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from paceline.data.settings import DataSettings
-from paceline.data.source import EMBEDDED, open_source
-from paceline.data.tar_shards import TarShards
+from paceline.data.sources.source import EMBEDDED, open_source
+from paceline.data.sources.tar_shards import TarShards
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_embedded_data.py"
 ORIGINALS = Path("/usr/share/datasets/fashion-mnist")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.decode import decode
-from paceline.data.image_folder import ImageFolder, class_directories
+from paceline.data.decoding.decode import decode
+from paceline.data.sources.image_folder import ImageFolder, class_directories
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import SampleOrder
 from paceline.data.settings import DataSettings
-from paceline.data.source import open_source
+from paceline.data.sources.source import open_source
 
 Make = Callable[..., DataSettings]
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
@@ -304,3 +304,32 @@ def test_more_ranks_than_samples(memory_source: Any, small_settings: Make) -> No
 def test_ranks_that_do_not_exist(memory_source: Any, small_settings: Make) -> None:
     with pytest.raises(ValueError, match="rank 2 of 2"):
         EvalLoader(memory_source(2), small_settings(), rank=2, world_size=2, batch_size=8)
+
+
+def test_what_the_loaders_say_of_themselves(memory_source: Any, small_settings: Make) -> None:
+    """The decoder where it was a choice, and the remark."""
+    source, plan = memory_source(8), BatchPlan(8, 1, 4, 4, 1)
+    pillow = small_settings(workers=2, decoder="pillow")
+    with TrainLoader(source, plan, pillow, seed=0, rank=0, remark="not resident") as loader:
+        assert loader.describe() == "2 threads (Pillow decodes; not resident)"
+    with EvalLoader(source, pillow, rank=0, world_size=1, batch_size=8) as passes:
+        assert passes.describe() == "2 threads (Pillow decodes)"
+    with TrainLoader(source, plan, small_settings(workers=2), seed=0, rank=0) as loader:
+        assert loader.describe() == "2 threads"
+
+
+def test_batches_do_not_depend_on_the_decoder(tiny_imagenet: Path) -> None:
+    batches = []
+    for decoder in ("pillow", "auto"):
+        chosen = DataSettings(
+            dir=str(tiny_imagenet), image_size=48, eval_resize=56, workers=2, decoder=decoder
+        )
+        source = open_source(chosen, "val")
+        plan = BatchPlan(len(source), 1, 200, 200, 1)
+        with TrainLoader(source, plan, chosen, seed=1, rank=0) as loader:
+            train = next(loader)
+        with EvalLoader(source, chosen, rank=0, world_size=5, batch_size=250) as passes:
+            (evaluation,) = passes
+        batches.append([train, evaluation])
+        source.close()
+    assert_equal(*batches)

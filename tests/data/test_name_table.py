@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.name_table import NameTable
+from paceline.data.sources.name_table import NameTable
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12)))

@@ -99,3 +99,22 @@ def test_empty_channels_and_either_memory_order() -> None:
     assert planar.is_contiguous()
     with pytest.raises(ValueError, match="channels_out = 2 for 3 channels"):
         Normalizer((0.5,), (0.25,), 3, channels_out=2)
+
+
+def test_whole_lines_at_a_time_give_the_numbers_of_the_plain_operators() -> None:
+    """Also where images are cut from a larger tensor, which has no lines of its own."""
+    normalize = Normalizer(*IMAGENET, 3)
+    large = torch.randint(0, 256, (5, 150, 64, 3), dtype=torch.uint8)
+    for images in (large, large[:, 3:70, 5:49]):
+        pixels = images.permute(0, 3, 1, 2).to(torch.float32)
+        expected = pixels.mul(normalize._scale).add(normalize._shift)
+        got = normalize(images, "cpu")
+        assert torch.equal(got, expected)
+        assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_result_in_use_is_never_written_to_again() -> None:
+    normalize = Normalizer((0.0,), (1.0,), 1)
+    kept = [normalize(torch.full((2, 4, 4, 1), n, dtype=torch.uint8), "cpu") for n in range(9)]
+    for number, result in enumerate(kept):
+        torch.testing.assert_close(result, torch.full_like(result, number / 255))

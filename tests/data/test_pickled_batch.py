@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.pickled_batch import read_pickled_batch
+from paceline.data.sources.pickled_batch import read_pickled_batch
 
 
 def test_a_batch_of_python_2(small_cifar: Any, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.cifar10 import Cifar10
-from paceline.data.pixel_form import PixelForm, UnequalSizesError
+from paceline.data.on_device.pixel_form import PixelForm, UnequalSizesError
 from paceline.data.settings import DataSettings
+from paceline.data.sources.cifar10 import Cifar10
 
 Make = Callable[..., DataSettings]
 

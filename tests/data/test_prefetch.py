@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import DataError
+from paceline.data.cause_clock import CauseClock
 from paceline.data.prefetch import Check, Job, Prefetcher, Stopped, cut
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
@@ -128,3 +129,23 @@ def test_cuts_by_hand() -> None:
     assert cut(20, 4) == [(0, 8), (8, 16), (16, 20)]
     assert cut(64, 2) == [(0, 32), (32, 64)]
     assert len(cut(256, 1)) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_job_took_is_told_with_its_result(workers: int) -> None:
+    clock = CauseClock()
+
+    def chunk(number: int) -> Callable[[Check], int]:
+        def run(check: Check) -> int:
+            clock.add("read", 1.0)
+            clock.add("decode", number)
+            return number
+
+        return run
+
+    jobs = iter([Job([chunk(1), chunk(2)], sum), Job([chunk(5)], sum)])
+    with Prefetcher(jobs, workers, 2, clock) as prefetcher:
+        assert next(prefetcher) == 3
+        assert prefetcher.spent == {"read": 2.0, "decode": 3.0}
+        assert next(prefetcher) == 5
+        assert prefetcher.spent == {"read": 1.0, "decode": 5.0}

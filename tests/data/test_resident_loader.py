@@ -15,11 +15,11 @@ from paceline.core.errors import DataError
 from paceline.data.batch import Batch
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
-from paceline.data.pixel_form import PixelForm
-from paceline.data.resident_loader import ResidentEvalLoader, ResidentTrainLoader
-from paceline.data.resident_set import ResidentSet, resident_set
+from paceline.data.on_device.pixel_form import PixelForm
+from paceline.data.on_device.resident_loader import ResidentEvalLoader, ResidentTrainLoader
+from paceline.data.on_device.resident_set import ResidentSet, resident_set
 from paceline.data.settings import DataSettings
-from paceline.data.source import open_source
+from paceline.data.sources.source import open_source
 
 Make = Callable[..., DataSettings]
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")

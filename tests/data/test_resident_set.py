@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from paceline.core.errors import DataError
-from paceline.data import resident_set as module
-from paceline.data.cifar10 import Cifar10
-from paceline.data.pixel_form import PixelForm
-from paceline.data.resident_set import resident_set
+from paceline.data.on_device import resident_set as module
+from paceline.data.on_device.pixel_form import PixelForm
+from paceline.data.on_device.resident_set import resident_set
+from paceline.data.sources.cifar10 import Cifar10
 
 CPU = torch.device("cpu")
 FORM, SHAPE = PixelForm(1, 8, 8, "bilinear"), (8, 8, 1)

@@ -21,7 +21,7 @@ def test_unknown_names_fail_as_usual() -> None:
         paceline.data.Loader  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["settings", "source", "sample_reader", "batch_plan"])
+@pytest.mark.parametrize("module", ["settings", "sources.source", "sample_reader", "batch_plan"])
 def test_torch_is_not_imported(module: str) -> None:
     code = f"import sys, paceline.data.{module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

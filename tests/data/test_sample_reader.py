@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.augment import TrainTransform
+from paceline.data.augmentation.augment import EvalTransform, TrainTransform
 from paceline.data.corrupt import CorruptLog, CorruptSample
+from paceline.data.decoding.preparer import PillowPreparer
 from paceline.data.order import SampleOrder
 from paceline.data.randomness import uniform
 from paceline.data.sample_reader import SampleReader
@@ -21,7 +22,8 @@ def read_stream(
     source: Any, chosen: DataSettings, start: int, count: int, seed: int = 0, share: float = 0.3
 ) -> tuple[np.ndarray, np.ndarray, list[CorruptSample]]:
     log = CorruptLog(len(source), share)
-    reader = SampleReader(source, TrainTransform(chosen), chosen.channels, log)
+    prepare = PillowPreparer(TrainTransform(chosen), chosen.channels)
+    reader = SampleReader(source, prepare, log)
     images = np.zeros((count, 8, 8, 1), dtype=np.uint8)
     labels = np.zeros(count, dtype=np.int64)
     order = SampleOrder(len(source), seed)
@@ -103,3 +105,25 @@ def test_a_failing_disk_is_no_corrupt_sample(memory_source: Any, small_settings:
     source.failure = DataError("disk gone")
     with pytest.raises(DataError, match="disk gone"):
         read_stream(source, small_settings(), 0, 2)
+
+
+class Causes:
+    def __init__(self) -> None:
+        self.added: list[str] = []
+
+    def add(self, cause: str, seconds: float) -> None:
+        assert seconds > 0
+        self.added.append(cause)
+
+
+def test_what_the_time_goes_into(memory_source: Any, small_settings: Make) -> None:
+    """A sample that is known to be corrupt costs nothing."""
+    chosen, clock = small_settings(), Causes()
+    prepare = PillowPreparer(EvalTransform(chosen), chosen.channels)
+    reader = SampleReader(memory_source(3, {1}), prepare, CorruptLog(3, 0.5), clock)
+    images, labels = np.zeros((3, 8, 8, 1), np.uint8), np.zeros(3, np.int64)
+    for _ in range(2):
+        unfilled = reader.fill_indices(np.arange(3), images, labels, lambda: None)
+        assert [row for row, _ in unfilled] == [1]
+    good = ["read", "decode", "augment"]
+    assert clock.added == [*good, "read", *good, *good, *good]

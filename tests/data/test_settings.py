@@ -36,6 +36,7 @@ from paceline.data.settings import DataSettings
         ("workers", -1),
         ("prefetch_batches", 0),
         ("resident", "yes"),
+        ("decoder", "libjpeg"),
         ("resident_max_mib", -1),
         ("max_corrupt_share", 1.0),
         ("max_corrupt_share", -0.1),

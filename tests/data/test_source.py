@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.image_folder import ImageFolder
 from paceline.data.settings import DataSettings
-from paceline.data.source import open_source
-from paceline.data.synthetic import SyntheticImages
-from paceline.data.tar_shards import TarShards
+from paceline.data.sources.image_folder import ImageFolder
+from paceline.data.sources.source import open_source
+from paceline.data.sources.synthetic import SyntheticImages
+from paceline.data.sources.tar_shards import TarShards
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 Samples = Callable[..., list[tuple[str, bytes]]]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.data.synthetic import SyntheticImages
+from paceline.data.sources.synthetic import SyntheticImages
 
 
 def test_shape_labels_and_determinism() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.tar_index import ShardIndex, scan_shard
+from paceline.data.sources.tar_index import ShardIndex, scan_shard
 
 PATH = Path("data/train-0007.tar")
 

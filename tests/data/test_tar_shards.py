@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data import tar_shards
-from paceline.data.decode import decode
+from paceline.data.decoding.decode import decode
 from paceline.data.settings import DataSettings
-from paceline.data.source import open_source
-from paceline.data.tar_shards import TarShards
+from paceline.data.sources import tar_shards
+from paceline.data.sources.source import open_source
+from paceline.data.sources.tar_shards import TarShards
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 Samples = Callable[..., list[tuple[str, bytes]]]

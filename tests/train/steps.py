@@ -20,7 +20,7 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import TrainLoader
 from paceline.data.normalize import Normalizer
 from paceline.data.settings import DataSettings
-from paceline.data.source import open_source
+from paceline.data.sources.source import open_source
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.loss_scale import LossScale

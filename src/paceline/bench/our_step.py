@@ -56,6 +56,9 @@ class SyntheticBatches:
     def describe(self) -> str:
         return "synthetic, on the device"
 
+    def remark(self) -> str:
+        return ""
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

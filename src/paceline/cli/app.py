@@ -18,6 +18,8 @@ from paceline.cli import (
     doctor,
     evaluate,
     export,
+    inspect,
+    pack,
     plan,
     profile,
     report,
@@ -45,6 +47,8 @@ app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)
 app.command("profile")(profile.profile)
+app.command("pack")(pack.pack_data)
+app.command("inspect")(inspect.inspect_data)
 app.add_typer(bench.bench, name="bench")
 
 

@@ -13,12 +13,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli import bench_ranks
+from paceline.cli import bench_input, bench_ranks
 from paceline.core.errors import ConfigError
 
 bench = typer.Typer(help="Measure against peers.", no_args_is_help=True)
 bench.command("allreduce")(bench_ranks.allreduce)
 bench.command("exchange")(bench_ranks.exchange)
+bench.command("input")(bench_input.bench_input)
 
 
 @bench.command("step")
@@ -61,7 +62,7 @@ def step(
     results = measure_rows(choose_rows(rows, common), row_limit_s, together, tell)
     found = ratios(results)
     if as_json:
-        report = {"settings": common, "rows": results, "ratios": found, **_environment(device)}
+        report = {"settings": common, "rows": results, "ratios": found, **environment(device)}
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
         for r in results:
@@ -103,7 +104,7 @@ def optimizer(
     place = torch.device(chosen_device(device))
     found = measure_all(model, place, amp_dtype=amp_dtype, repeats=repeats, warm_up=5)
     if as_json:
-        sys.stdout.write(json.dumps({**found, **_environment(device)}, indent=1) + "\n")
+        sys.stdout.write(json.dumps({**found, **environment(device)}, indent=1) + "\n")
         return 0
     console = Console()
     table = Table("update", "ms", "p10–p90", "what")
@@ -128,7 +129,7 @@ def chosen_device(name: str) -> str:
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _environment(device: str) -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     import torch
 
     from paceline.train.machine import hardware, versions

@@ -31,6 +31,8 @@ from paceline.core.events import (
 
 # The rate shown is the median of this many steps: one slow step does not make it jump.
 _RATE_STEPS = 20
+# A step that stands still for its input longer than this share of its time says why.
+_NOTABLE_STALL = 0.05
 
 
 def create_display(console: Console, log_interval: int) -> Observer:
@@ -133,5 +135,13 @@ def describe(event: StepEvent, rates: deque[float]) -> str:
     skipped = " SKIPPED (gradient not finite)" if event.skipped else ""
     return (
         f"epoch {event.epoch:.2f} loss {event.loss:.4f} lr {event.lr:.4g} "
-        f"{statistics.median(rates):,.0f} images/s{skipped}"
+        f"{statistics.median(rates):,.0f} images/s{_stall(event)}{skipped}"
     )
+
+
+def _stall(event: StepEvent) -> str:
+    """` input: decode` where the step stood still for its batch, and what making that took longest."""
+    causes = event.input_stall_causes
+    if not causes or event.input_stall_s <= _NOTABLE_STALL * event.step_s:
+        return ""
+    return f" input: {max(causes, key=lambda cause: causes[cause])}"

@@ -1,7 +1,7 @@
 """`paceline doctor`: is this machine ready, and if not, what to do.
 
 In: the environment. Out: a row for each thing a run needs, ok or problem with its remedy; exit code 1
-where there is a problem. Nothing is changed.
+where there is a problem. Nothing is changed, but that the region decoder is built as a run would do it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def doctor(
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         check_versions,
         check_devices,
+        check_decoder,
         check_rendezvous,
         lambda: check_data(data_dir),
         lambda: check_disk(output),
@@ -102,6 +103,17 @@ def check_devices() -> Iterator[Finding]:
     yield Finding(
         "gloo", "there" if gloo else "missing", gloo, "" if gloo else "install torch with Gloo"
     )
+
+
+def check_decoder() -> Iterator[Finding]:
+    """No problem where it is missing: Pillow gives the same pixels, later."""
+    from paceline.data.region.library import RegionUnavailableError, region_library
+
+    try:
+        yield Finding("region decoder", f"there, {region_library().version}")
+    except RegionUnavailableError as error:
+        found = f"none, Pillow decodes: {error.cause}"
+        yield Finding("region decoder", found, True, f"for speed: {error.remedy}")
 
 
 def check_rendezvous() -> Iterator[Finding]:
@@ -165,7 +177,7 @@ def _port_to_host(where: str, address: str, port: int) -> Finding:
 
 def check_data(data_dir: str) -> Iterator[Finding]:
     from paceline.data.settings import DataSettings
-    from paceline.data.source import open_source
+    from paceline.data.sources.source import open_source
 
     settings = DataSettings(dir=data_dir, source="auto" if data_dir else "embedded")
     for split in ("train", "val"):

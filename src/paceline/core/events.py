@@ -60,6 +60,10 @@ class StepEvent(Event):
     loss_scale: float = 1.0
     # Of this rank: the wait for the exchange after its own backward pass.
     exposed_comm_s: float = 0.0
+    # Of this rank: how long the device, or on a CPU the step, stood still for want of a batch, and
+    # what of it each cause (read, decode, augment, copy) brought about.
+    input_stall_s: float = 0.0
+    input_stall_causes: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.data.normalize import Normalizer
     from paceline.data.order import SampleOrder
     from paceline.data.settings import DataSettings
-    from paceline.data.source import Source, open_source
+    from paceline.data.sources.source import Source, open_source
 
 _HOMES = {
     "Batch": "batch",
@@ -30,12 +30,12 @@ _HOMES = {
     "EvalLoader": "loader",
     "Normalizer": "normalize",
     "SampleOrder": "order",
-    "Source": "source",
+    "Source": "sources.source_protocol",
     "TrainBatches": "loader_protocol",
     "TrainLoader": "loader",
     "create_eval_loader": "create_loader",
     "create_train_loader": "create_loader",
-    "open_source": "source",
+    "open_source": "sources.source",
 }
 
 __all__ = [

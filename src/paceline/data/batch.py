@@ -6,25 +6,32 @@ device, and the corrupt samples met for the first time on the way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from paceline.data.corrupt import CorruptSample
+from paceline.data.on_device.reused_memory import ReusedMemory
+
+# Pageable images only: torch itself keeps pinned memory for the next batch. As many as a loader may have
+# ready, and some.
+_IMAGES = ReusedMemory(16)
 
 __all__ = ["Batch", "BatchBuffer", "CorruptSample"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`images` is uint8, samples × height × width × channels; `labels` is int64."""
+    """`images` is uint8, samples × height × width × channels; `labels` is int64. `spent`: what making it
+    took, in seconds by cause, over all threads."""
 
     images: torch.Tensor
     labels: torch.Tensor
     corrupt: tuple[CorruptSample, ...] = ()
+    spent: Mapping[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -35,7 +42,10 @@ class BatchBuffer:
 
     def __init__(self, samples: int, image_size: int, channels: int, pin_memory: bool) -> None:
         shape = (samples, image_size, image_size, channels)
-        self._images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin_memory)
+        if pin_memory:
+            self._images = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        else:
+            self._images = _IMAGES.take(shape, torch.uint8)
         self._labels = torch.empty(samples, dtype=torch.int64, pin_memory=pin_memory)
         self.images: npt.NDArray[np.uint8] = self._images.numpy()
         self.labels: npt.NDArray[np.int64] = self._labels.numpy()

@@ -1,7 +1,7 @@
-"""Which loader serves a split: a resident set on the device, or threads on the host.
+"""Which loader serves a split: a resident set, the GPU's own decoder, or threads on the host.
 
-In: a source, `data.resident` and the training device. Out: the loader, whose `describe` says what was
-chosen and, where that is not what was hoped for, why.
+In: a source, `data.resident`, `data.decoder` and the training device. Out: the loader, whose `describe`
+says what was chosen and, where that is not what was hoped for, why.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.data.augmentation.augment_extras import extra_draws
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
-from paceline.data.pixel_form import PixelForm, UnequalSizesError
-from paceline.data.resident_loader import ResidentEvalLoader, ResidentTrainLoader
-from paceline.data.resident_set import ResidentSet, mib, resident_set
+from paceline.data.on_device.batch_decoder import DEVICE_DECODERS
+from paceline.data.on_device.copied_ahead import CopiedAhead
+from paceline.data.on_device.device_loader import DeviceEvalLoader, DeviceTrainLoader
+from paceline.data.on_device.pixel_form import PixelForm, UnequalSizesError
+from paceline.data.on_device.resident_loader import ResidentEvalLoader, ResidentTrainLoader
+from paceline.data.on_device.resident_set import ResidentSet, mib, resident_set
 from paceline.data.settings import DataSettings
-from paceline.data.source import Source
+from paceline.data.sources.source import Source
+from paceline.data.sources.source_protocol import shard_sizes, with_remark
 
 
 def create_train_loader(
@@ -27,15 +32,25 @@ def create_train_loader(
     rank: int,
     first_step: int,
     device: torch.device,
-) -> TrainLoader | ResidentTrainLoader:
-    """DataError where decoding the set meets failing storage; ConfigError where `data.resident` = on
-    cannot be done."""
-    chosen = _choose(source, PixelForm.for_training(settings), settings, device)
+) -> TrainLoader | ResidentTrainLoader | DeviceTrainLoader | CopiedAhead:
+    """DataError where decoding the set meets failing storage; ConfigError where `data.resident` = on, or
+    `data.decoder`, cannot be done."""
+    chosen = _choose_for_training(source, settings, device)
     if isinstance(chosen, ResidentSet):
         return ResidentTrainLoader(
-            chosen, plan, settings, seed=seed, rank=rank, first_step=first_step
+            chosen,
+            plan,
+            settings,
+            seed=seed,
+            rank=rank,
+            first_step=first_step,
+            groups=shard_sizes(source),
         )
-    return TrainLoader(
+    if settings.decoder in DEVICE_DECODERS:
+        return DeviceTrainLoader(
+            source, plan, settings, seed=seed, rank=rank, first_step=first_step, device=device
+        )
+    loader = TrainLoader(
         source,
         plan,
         settings,
@@ -43,8 +58,9 @@ def create_train_loader(
         rank=rank,
         first_step=first_step,
         pin_memory=device.type == "cuda",
-        remark=chosen,
+        remark=with_remark(chosen, source),
     )
+    return CopiedAhead(loader, device) if device.type == "cuda" else loader
 
 
 def create_eval_loader(
@@ -55,12 +71,16 @@ def create_eval_loader(
     world_size: int,
     batch_size: int,
     device: torch.device,
-) -> EvalLoader | ResidentEvalLoader:
+) -> EvalLoader | ResidentEvalLoader | DeviceEvalLoader:
     """Fails as `create_train_loader` does."""
     chosen = _choose(source, PixelForm.for_evaluation(settings), settings, device)
     if isinstance(chosen, ResidentSet):
         return ResidentEvalLoader(
             chosen, settings, rank=rank, world_size=world_size, batch_size=batch_size
+        )
+    if settings.decoder in DEVICE_DECODERS:
+        return DeviceEvalLoader(
+            source, settings, rank=rank, world_size=world_size, batch_size=batch_size, device=device
         )
     return EvalLoader(
         source,
@@ -69,8 +89,25 @@ def create_eval_loader(
         world_size=world_size,
         batch_size=batch_size,
         pin_memory=device.type == "cuda",
-        remark=chosen,
+        remark=with_remark(chosen, source),
     )
+
+
+def _choose_for_training(
+    source: Source, settings: DataSettings, device: torch.device
+) -> ResidentSet | str:
+    """Extras are done by Pillow, on the host: a resident set has no place for them."""
+    if not extra_draws(settings):
+        return _choose(source, PixelForm.for_training(settings), settings, device)
+    if settings.resident == "on":
+        raise ConfigError(
+            "data.resident",
+            "on",
+            "data.color_jitter and data.randaugment are done on the host",
+            "set data.resident = 'off', or leave these at 0",
+        )
+    asked = settings.resident == "auto" and device.type == "cuda"
+    return "not resident: data.color_jitter and data.randaugment are the host's" if asked else ""
 
 
 def _choose(

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from paceline.data.augment import EvalTransform, TrainTransform
+from paceline.data.augmentation.augment import EvalTransform, TrainTransform
 from paceline.data.batch import Batch, BatchBuffer
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.corrupt import CorruptSample
+from paceline.data.decoding.create_preparer import create_preparer
 from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled
 from paceline.data.prefetch import Job, cut
 from paceline.data.randomness import Int64
 from paceline.data.sample_reader import SampleReader
 from paceline.data.settings import DataSettings
-from paceline.data.source import Source
+from paceline.data.sources.source import Source
+from paceline.data.sources.source_protocol import shard_sizes
 from paceline.data.train_stream import TrainJob, TrainStream
 
 
@@ -47,10 +49,12 @@ class TrainLoader(TrainStream):
             rank=rank,
             first_step=first_step,
             workers=settings.workers,
+            groups=shard_sizes(source),
         )
         self._pin_memory = pin_memory
         self._remark = remark
-        self._reader = SampleReader(source, TrainTransform(settings), settings.channels, self._log)
+        self._prepare = create_preparer(source, TrainTransform(settings), settings)
+        self._reader = SampleReader(source, self._prepare, self._log, self._clock)
 
     def _job(self, start: int, stop: int) -> TrainJob:
         settings = self._settings
@@ -71,7 +75,7 @@ class TrainLoader(TrainStream):
         return buffer.batch(self._log.report(sample for part in parts for sample in part))
 
     def describe(self) -> str:
-        return _threads(self._settings.workers, self._remark)
+        return _said(self._settings.workers, self._prepare.describe(), self._remark)
 
 
 class EvalLoader(EvalPasses):
@@ -98,7 +102,8 @@ class EvalLoader(EvalPasses):
         )
         self._pin_memory = pin_memory
         self._remark = remark
-        self._reader = SampleReader(source, EvalTransform(settings), settings.channels, self._log)
+        self._prepare = create_preparer(source, EvalTransform(settings), settings)
+        self._reader = SampleReader(source, self._prepare, self._log)
 
     def _job(self, indices: Int64) -> EvalJob:
         settings = self._settings
@@ -125,9 +130,10 @@ class EvalLoader(EvalPasses):
         return buffer.batch(corrupt, [row for row, _ in unfilled])
 
     def describe(self) -> str:
-        return _threads(self._settings.workers, self._remark)
+        return _said(self._settings.workers, self._prepare.describe(), self._remark)
 
 
-def _threads(workers: int, remark: str) -> str:
+def _said(workers: int, *remarks: str) -> str:
     text = f"{workers} thread{'' if workers == 1 else 's'}" if workers else "no threads"
-    return f"{text} ({remark})" if remark else text
+    said = "; ".join(filter(None, remarks))
+    return f"{text} ({said})" if said else text

@@ -43,6 +43,9 @@ class TrainBatches(_Loader, Protocol):
 
     def __next__(self) -> Batch: ...
 
+    def remark(self) -> str:
+        """What a person should know at the end of the run; empty where there is nothing."""
+
 
 @runtime_checkable
 class EvalBatches(_Loader, Protocol):

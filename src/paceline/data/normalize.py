@@ -14,6 +14,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from paceline.data.on_device.reused_memory import ReusedMemory
+
+# Values that fit into a core's own cache, so that three passes over them cost one over memory.
+_CHUNK = 64 * 1024
+# Results that may be alive at once: of the batch in hand, and of those that a consumer keeps.
+_KEPT_RESULTS = 4
+
 
 class Normalizer:
     """One multiplication and one addition a pixel, in float32, with constants kept on each device.
@@ -50,6 +57,7 @@ class Normalizer:
         if self._extra < 0:
             raise ValueError(f"channels_out = {channels_out} for {channels} channels")
         self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory = ReusedMemory(_KEPT_RESULTS)
 
     def __call__(self, images: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """Queues the copy without waiting where `images` is pinned."""
@@ -60,11 +68,30 @@ class Normalizer:
 
             result = normalized(images, scale, shift, self.dtype, self._extra)
             return result.contiguous(memory_format=self._format)
+        if self._in_chunks(images):
+            return self._chunked(images).contiguous(memory_format=self._format)
         pixels = images.permute(0, 3, 1, 2)
         result = pixels.to(torch.float32).mul_(scale).add_(shift).to(self.dtype)
         if self._extra:
             result = F.pad(result, (0, 0, 0, 0, 0, self._extra))
         return result.contiguous(memory_format=self._format)
+
+    def _in_chunks(self, images: torch.Tensor) -> bool:
+        """On the host, in single precision: what a compiler sees must stay plain operators."""
+        plain = self.dtype == torch.float32 and not self._extra and images.device.type == "cpu"
+        return plain and images.is_contiguous() and not torch.compiler.is_compiling()
+
+    def _chunked(self, images: torch.Tensor) -> torch.Tensor:
+        """The same numbers as below, several times as fast: whole lines of pixels at a time, in cache,
+        into memory that is there already."""
+        samples, height, width, channels = images.shape
+        scale, shift = (c.view(1, -1).repeat(1, width) for c in (self._scale, self._shift))
+        result = self._memory.take((samples * height, width * channels), torch.float32)
+        lines = images.view(samples * height, width * channels)
+        step = max(1, _CHUNK // (width * channels))
+        for start in range(0, len(lines), step):
+            result[start : start + step].copy_(lines[start : start + step]).mul_(scale).add_(shift)
+        return result.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
     def prepare(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
         """The constants on `device`: copied at the first call, which a graph cannot record."""

@@ -13,9 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from paceline.data.cause_clock import CauseClock, added
+
 Result = TypeVar("Result")
 Part = TypeVar("Part")
 Check = Callable[[], None]
+_Timed = tuple[Part, dict[str, float]]
 # Below this a chunk costs more to hand out than it saves; above it, one thread keeps others waiting.
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 8, 64
 
@@ -38,11 +41,20 @@ class Job(Generic[Part, Result]):
 class Prefetcher(Generic[Part, Result]):
     """With 0 workers the consumer does each job when it asks for it."""
 
-    def __init__(self, jobs: Iterator[Job[Part, Result]], workers: int, depth: int) -> None:
-        """`depth` jobs at most are under way or done and waiting."""
+    def __init__(
+        self,
+        jobs: Iterator[Job[Part, Result]],
+        workers: int,
+        depth: int,
+        clock: CauseClock | None = None,
+    ) -> None:
+        """`depth` jobs at most are under way or done and waiting. Chunks may tell `clock` what their time
+        goes into; `spent` is then that of the job whose result came last."""
+        self._clock = clock or CauseClock()
+        self.spent: dict[str, float] = {}
         self._jobs = jobs
         self._depth = depth
-        self._waiting: deque[tuple[Job[Part, Result], list[Future[Part]]]] = deque()
+        self._waiting: deque[tuple[Job[Part, Result], list[Future[_Timed[Part]]]]] = deque()
         self._stopping = threading.Event()
         self._pool = (
             ThreadPoolExecutor(workers, thread_name_prefix="paceline-data") if workers else None
@@ -56,14 +68,14 @@ class Prefetcher(Generic[Part, Result]):
         try:
             if self._pool is None:
                 job = next(self._jobs)
-                return job.finish([chunk(self._check) for chunk in job.chunks])
+                return self._finish(job, [self._run(chunk) for chunk in job.chunks])
             self._fill(self._pool)
             if not self._waiting:
                 raise StopIteration
             job, futures = self._waiting.popleft()
             parts = [future.result() for future in futures]
             self._fill(self._pool)
-            return job.finish(parts)
+            return self._finish(job, parts)
         except StopIteration:
             self._shut_down()
             raise
@@ -84,9 +96,15 @@ class Prefetcher(Generic[Part, Result]):
                 return
             self._waiting.append((job, [pool.submit(self._run, chunk) for chunk in job.chunks]))
 
-    def _run(self, chunk: Callable[[Check], Part]) -> Part:
+    def _run(self, chunk: Callable[[Check], Part]) -> _Timed[Part]:
         self._check()
-        return chunk(self._check)
+        self._clock.take()  # what a chunk that failed left behind
+        part = chunk(self._check)
+        return part, self._clock.take()
+
+    def _finish(self, job: Job[Part, Result], parts: list[_Timed[Part]]) -> Result:
+        self.spent = added(*(spent for _, spent in parts))
+        return job.finish([part for part, _ in parts])
 
     def _check(self) -> None:
         if self._stopping.is_set():

@@ -23,6 +23,9 @@ _MASK = (1 << 64) - 1
 ORDER_STREAM = 1
 AUGMENT_STREAM = 2
 SYNTHETIC_STREAM = 3
+PACK_STREAM = 4
+SHARD_ORDER_STREAM = 5
+RUN_ORDER_STREAM = 6
 
 
 def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:

@@ -1,34 +1,37 @@
 """`SampleReader`: from a sample's index to its pixels, and what happens to a corrupt one.
 
-In: a source, a transform and the order of the stream. Out: rows of a batch filled in place, and the
+In: a source, a preparer and the order of the stream. Out: rows of a batch filled in place, and the
 corrupt samples met. What lies in a row is a function of its position alone, however the rows are shared
 out among threads.
 """
 
 from __future__ import annotations
 
-from PIL import Image
+from collections.abc import Sequence
+from itertools import count
+from time import perf_counter
 
-from paceline.data.augment import Pixels, Transform
+from paceline.data.augmentation.augment import Pixels
 from paceline.data.corrupt import CorruptLog, CorruptSample
-from paceline.data.decode import CorruptImage, decode
+from paceline.data.decoding.decode import CorruptImage
+from paceline.data.decoding.preparer import Clock, Preparer
 from paceline.data.order import SampleOrder
 from paceline.data.prefetch import Check
 from paceline.data.randomness import Int64, uniform
-from paceline.data.source import Source
+from paceline.data.sources.source import Source
 from paceline.data.successor import successor
 
 
 class SampleReader:
-    """Used by many threads at once; the log is all they share."""
+    """Used by many threads at once; the log is all they share. `clock` is told what time goes into."""
 
     def __init__(
-        self, source: Source, transform: Transform, channels: int, log: CorruptLog
+        self, source: Source, prepare: Preparer, log: CorruptLog, clock: Clock | None = None
     ) -> None:
         self._source = source
-        self._transform = transform
-        self._channels = channels
+        self._prepare = prepare
         self._log = log
+        self._clock = clock
 
     def fill_stream(
         self,
@@ -41,23 +44,32 @@ class SampleReader:
         """Positions from `start` on, as many as there are rows. A corrupt sample gives its row to
         its successor in the stream, augmented as at the successor's own place."""
         epochs, indices = order.at(start, start + len(labels))
-        rows = uniform(order.seed, epochs, indices, self._transform.draws).tolist()
+        rows = uniform(order.seed, epochs, indices, self._prepare.draws).tolist()
         labels[...] = self._source.labels[indices]
         met: list[CorruptSample] = []
         for i, index in enumerate(indices.tolist()):
             check()
-            loaded = self._load(index)
-            if isinstance(loaded, CorruptSample):
-                passed, image, epochs, indices = successor(
-                    order, start + i, loaded, self._load, self._log
-                )
+            corrupt = self._fill(index, rows[i], images[i])
+            if corrupt is not None:
+                passed, taken = self._fill_from_successor(order, start + i, corrupt, images[i])
                 met += passed
-                rows[i] = uniform(order.seed, epochs, indices, self._transform.draws)[0].tolist()
-                labels[i] = self._source.labels[indices[0]]
-            else:
-                image = loaded
-            self._transform(image, rows[i], images[i])
+                labels[i] = self._source.labels[taken]
         return met
+
+    def _fill_from_successor(
+        self, order: SampleOrder, position: int, first: CorruptSample, out: Pixels
+    ) -> tuple[list[CorruptSample], int]:
+        """The corrupt samples passed over, and the index of the one that took their place."""
+        positions = count(position + 1)
+
+        def load(index: int) -> int | CorruptSample:
+            place = next(positions)
+            row = uniform(order.seed, *order.at(place, place + 1), self._prepare.draws)[0].tolist()
+            corrupt = self._fill(index, row, out)
+            return index if corrupt is None else corrupt
+
+        passed, taken, _, _ = successor(order, position, first, load, self._log)
+        return passed, taken
 
     def fill_indices(
         self, indices: Int64, images: Pixels, labels: Int64, check: Check
@@ -67,20 +79,24 @@ class SampleReader:
         unfilled = []
         for i, index in enumerate(indices.tolist()):
             check()
-            loaded = self._load(index)
-            if isinstance(loaded, CorruptSample):
-                unfilled.append((i, loaded))
-            else:
-                self._transform(loaded, (), images[i])
+            corrupt = self._fill(index, (), images[i])
+            if corrupt is not None:
+                unfilled.append((i, corrupt))
         return unfilled
 
-    def _load(self, index: int) -> Image.Image | CorruptSample:
+    def _fill(self, index: int, row: Sequence[float], out: Pixels) -> CorruptSample | None:
+        """None once `out` is filled."""
         known = self._log.known(index)
         if known is not None:
             return known
+        start = perf_counter()
+        data = self._source.read(index)
+        if self._clock is not None:
+            self._clock.add("read", perf_counter() - start)
         try:
-            return decode(self._source.read(index), self._channels)
+            self._prepare(data, row, out, self._clock)
         except CorruptImage as error:
             sample = CorruptSample(index, self._source.name(index), str(error))
             self._log.add(sample)
             return sample
+        return None

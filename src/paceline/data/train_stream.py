@@ -7,13 +7,15 @@ made ahead of their use. A stream from step s on gives what one from the beginni
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Self
 
 from paceline.data.batch import Batch
 from paceline.data.batch_plan import BatchPlan
+from paceline.data.cause_clock import CauseClock
 from paceline.data.corrupt import CorruptLog, CorruptSample
-from paceline.data.order import SampleOrder
+from paceline.data.order import SampleOrder, shard_groups
 from paceline.data.prefetch import Job, Prefetcher
 from paceline.data.settings import DataSettings
 
@@ -34,6 +36,7 @@ class TrainStream(ABC):
         rank: int,
         first_step: int,
         workers: int,
+        groups: Sequence[int] | None = None,
     ) -> None:
         if plan.samples != samples:
             raise ValueError(f"a plan for {plan.samples} samples, a source of {samples}")
@@ -41,9 +44,10 @@ class TrainStream(ABC):
         self._settings = settings
         self._rank = rank
         self._first_step = first_step
-        self._order = SampleOrder(samples, seed)
+        self._order = SampleOrder(samples, seed, groups=shard_groups(settings, groups))
         self._log = CorruptLog(samples, settings.max_corrupt_share)
-        self._prefetcher = Prefetcher(self._jobs(), workers, settings.prefetch_batches)
+        self._clock = CauseClock()
+        self._prefetcher = Prefetcher(self._jobs(), workers, settings.prefetch_batches, self._clock)
 
     def _jobs(self) -> Iterator[TrainJob]:
         for step in range(self._first_step, self._plan.total_steps):
@@ -58,6 +62,10 @@ class TrainStream(ABC):
     def describe(self) -> str:
         """How the batches are made, for display."""
 
+    def remark(self) -> str:
+        """What a person should know at the end of the run; empty where there is nothing."""
+        return ""
+
     @property
     def corrupt(self) -> tuple[CorruptSample, ...]:
         """All corrupt samples reported so far, in the order of the stream."""
@@ -67,7 +75,8 @@ class TrainStream(ABC):
         return self
 
     def __next__(self) -> Batch:
-        return next(self._prefetcher)
+        batch = next(self._prefetcher)
+        return replace(batch, spent=self._prefetcher.spent)
 
     def close(self) -> None:
         """Stops the threads, also in the middle; the source stays open."""

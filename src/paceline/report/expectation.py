@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 from paceline.plan.expected import Expected
 from paceline.plan.plan_file import PlanFile
+from paceline.report.input_stall import InputStall
 from paceline.report.run_files import RunFiles, finite
 from paceline.report.series import median
 from paceline.report.straggler import ExposedWaits
@@ -54,7 +55,11 @@ def bound_by(run: RunFiles) -> str | None:
         return None
     if found.straggler:
         return f"straggler {found.straggler}"
-    parts = {"input": found.data_s, "exposed communication": found.exposed_s}
+    stall = InputStall.of(run)
+    # Stalls come in bursts, which a median over steps would hide; older records have a median only.
+    input_s = stall.share * found.step_s if stall.steps else found.data_s
+    cause = f" ({stall.main_cause})" if stall.main_cause else ""
+    parts = {f"input{cause}": input_s, "exposed communication": found.exposed_s}
     name, seconds = max(parts.items(), key=lambda part: part[1])
     if seconds < _NOTABLE * found.step_s:
         return "compute"

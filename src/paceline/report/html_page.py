@@ -13,6 +13,7 @@ from paceline.report import incident_tables, tables
 from paceline.report.expectation import expectation_table
 from paceline.report.html_document import document, figures, remarks, section
 from paceline.report.html_table import html_pairs, html_table
+from paceline.report.input_stall import stall_table
 from paceline.report.outcome import Outcome
 from paceline.report.quantities import moment, shown
 from paceline.report.run_charts import run_charts
@@ -40,6 +41,7 @@ def _parts(run: RunFiles) -> list[str]:
         html_pairs([row for row in results if row[0] not in _LARGE], "facts"),
         figures(run_charts(run)),
         section("Predicted and measured", [expectation_table(run)]),
+        section("Waiting for the input", [stall_table(run)]),
         section("Evaluations", [tables.epoch_table(run)]),
         section(
             "Incidents",

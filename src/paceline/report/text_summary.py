@@ -7,6 +7,7 @@ characters; how they are set is the command line's business.
 from __future__ import annotations
 
 from paceline.report.expectation import bound_by, expectation_table
+from paceline.report.input_stall import InputStall
 from paceline.report.outcome import Outcome
 from paceline.report.quantities import count, duration, many, percent, rate
 from paceline.report.run_files import RunFiles
@@ -17,6 +18,8 @@ def summary_rows(run: RunFiles) -> list[tuple[str, str]]:
     """The result table, with the recipe's name on top."""
     rows = [("run", Outcome.of(run).name), *result_rows(run)]
     verdict = bound_by(run)
+    stall = InputStall.of(run)
+    rows += [("waiting for the input", stall.describe())] if stall.steps else []
     rows += [("bound by", verdict)] if verdict else []
     for part, predicted, measured, apart in expectation_table(run).rows:
         rows.append((f"{part}, predicted", f"{predicted} ms; measured {measured} ms ({apart})"))

@@ -22,7 +22,7 @@ from paceline.core.topology import Topology
 from paceline.data.corrupt import allowed_corrupt
 from paceline.data.create_loader import create_eval_loader
 from paceline.data.normalize import Normalizer
-from paceline.data.source import Source, open_source
+from paceline.data.sources.source import Source, open_source
 from paceline.models.registry import create_model
 from paceline.precision.policy import allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, PacelineError
-from paceline.data.source import Source, open_source
+from paceline.data.sources.source import Source, open_source
 from paceline.train.checkpoint import Checkpoint, read_file
 from paceline.train.machine import versions
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, choose_run_folder

@@ -86,6 +86,9 @@ class TrainingLoop:
         if self._saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
+        remark = t.step.loader.remark()
+        if remark:
+            t.emit(NoteEvent(remark))
         t.group.settle("end", t.step.fault)
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
@@ -161,6 +164,8 @@ class TrainingLoop:
                 skipped=outcome.skipped,
                 loss_scale=outcome.loss_scale,
                 exposed_comm_s=outcome.exposed_comm_s,
+                input_stall_s=sum(outcome.stall.values()),
+                input_stall_causes=outcome.stall,
             )
         )
         if t.is_main and self._trust_is_due(progress.step):

@@ -19,6 +19,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import JsonlWriter, Observer
 from paceline.core.topology import Topology
+from paceline.data.sources.source_protocol import source_counters
 from paceline.report.write import write_report
 from paceline.train.atomic_file import write_atomically
 from paceline.train.full_weights import full_state, master_weights
@@ -149,6 +150,7 @@ def _summary(training: Training, result: RunResult, weights: str) -> dict[str, A
         "skipped_steps": progress.skipped_steps,
         "corrupt_samples": progress.corrupt_samples,
         "corrupt_val_samples": progress.corrupt_val_samples,
+        "input_counters": source_counters(training.source),
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
         "seed": config.run.seed,

@@ -23,7 +23,9 @@ from paceline.train.checkpoint_shelf import CheckpointShelf
 LOCAL_SETTINGS = frozenset(
     {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
     | {"run.trace", "run.trace_steps"}
-    | {"data.workers", "data.prefetch_batches", "checkpoint.keep"}
+    | {"data.workers", "data.prefetch_batches", "data.read_retries", "checkpoint.keep"}
+    # A cache changes no batch.
+    | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
 )
 ROOT = Path("runs")
 

@@ -28,6 +28,7 @@ from paceline.data.normalize import Normalizer
 from paceline.precision.loss_scale import LossScale
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.input_wait import InputWait
 from paceline.train.memory import memory_error
 from paceline.train.micro_step import MicroStep
 from paceline.train.seeds import seed_micro_batch
@@ -55,6 +56,8 @@ class StepOutcome:
     data_s: float
     # How long this rank waited for the exchange after its own backward pass.
     exposed_comm_s: float
+    # How long it stood still for want of a batch, by cause.
+    stall: dict[str, float]
 
 
 @dataclass
@@ -67,6 +70,7 @@ class _Launched:
     started: float
     data_s: float
     exposed: Callable[[], float]
+    stall: Callable[[], dict[str, float]]
 
 
 @dataclass
@@ -114,6 +118,7 @@ class TrainStep:
         first, last = self.plan.step_range(step)
         micro_batches = self.plan.micro_batches(step, self.group.rank)
         self.exchange.begin(step)
+        wait = InputWait(self.policy.device)
         self.batch_norm.remember()
         self.micro.begin(last - first)
         try:
@@ -124,8 +129,9 @@ class TrainStep:
                     abandoned = self._given_up = True
                     break
                 waiting = time.perf_counter()
-                with self.spans.span("data", host=True):
+                with self.spans.span("data", host=True), wait:
                     batch = next(self.loader)
+                wait.put_down_to(batch.spent)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
                 seed_micro_batch(self.seed, step, self.group.rank + turn * self.group.world_size)
@@ -153,7 +159,15 @@ class TrainStep:
         row, ready = self._send_row()
         self._under_way.append(
             _Launched(
-                step, rate, row, ready, tuple(corrupt), started, data_s, self.exchange.exposed
+                step,
+                rate,
+                row,
+                ready,
+                tuple(corrupt),
+                started,
+                data_s,
+                self.exchange.exposed,
+                wait.stall,
             )
         )
 
@@ -204,6 +218,7 @@ class TrainStep:
             step_s=ended - launched.started,
             data_s=launched.data_s,
             exposed_comm_s=launched.exposed(),
+            stall=launched.stall(),
         )
 
     def _asked_to_stop(self) -> bool:

@@ -21,7 +21,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.create_loader import create_train_loader
-from paceline.data.source import Source
+from paceline.data.sources.source_protocol import Source, source_kind
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
 from paceline.optim.schedule import LrSchedule
@@ -170,7 +170,7 @@ def _assemble(
         "backend": group.backend,
         "launcher": group.topology.launcher,
         "threads": threads,
-        "data": f"{type(source).__name__}, {len(source):,} training and "
+        "data": f"{source_kind(source)}, {len(source):,} training and "
         f"{len(inputs.validation):,} validation images, {len(source.classes)} classes",
         "input": loader.describe(),
         "model": _describe_model(config, model),

@@ -1,0 +1,120 @@
+"""What people feed a training with: torch's DataLoader over Pillow, and the webdataset library.
+
+In: an `InputRow`. Out: its batches on the device. Workers are processes that live through the whole
+measurement, with one torch thread each; they decode, augment, normalise and collate. Epochs never end,
+so no peer pays for starting one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from paceline.bench.input_row import InputRow, InputStream
+from paceline.bench.input_transforms import peer_transform
+from paceline.core.errors import DataError
+from paceline.data.sources.source import Source, open_source
+
+_PREFETCH = 2
+_SHUFFLE_BUFFER = 1000
+
+
+class Delivered:
+    """A loader's batches, brought to the device in the form that models take there."""
+
+    def __init__(self, batches: Iterator[Any], row: InputRow) -> None:
+        self.stored = _PREFETCH * row.workers
+        self._batches = batches
+        self._row = row
+
+    def __next__(self) -> torch.Tensor:
+        images: torch.Tensor = next(self._batches)[0]
+        if self._row.device == "cpu":
+            return images
+        images = images.to(self._row.device, non_blocking=True)
+        return images.to(self._row.dtype, memory_format=torch.channels_last)
+
+
+class PillowImages(Dataset[tuple[torch.Tensor, int]]):
+    """An ImageFolder, but for where the bytes lie: read by position, no file is opened."""
+
+    def __init__(self, source: Source, row: InputRow) -> None:
+        self._source = source
+        self._transform = peer_transform(row.settings, row.split)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        data = self._source.read(index)
+        assert isinstance(data, bytes)
+        return self._transform(data), int(self._source.labels[index])
+
+
+class EndlessOrder(Sampler[int]):
+    """Epoch after epoch, shuffled for training."""
+
+    def __init__(self, count: int, shuffle: bool, seed: int) -> None:
+        self._count, self._shuffle = count, shuffle
+        self._random = random.Random(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self._count))
+        while True:
+            if self._shuffle:
+                self._random.shuffle(order)
+            yield from order
+
+
+@contextmanager
+def open_dataloader(row: InputRow) -> Iterator[InputStream]:
+    source = open_source(row.settings, row.split)
+    try:
+        if not isinstance(source.read(0), bytes):
+            raise DataError(
+                f"{row.settings.dir}: holds pixels, not encoded images",
+                "measure JPEGs: tar shards or class folders",
+            )
+        loader = DataLoader(
+            PillowImages(source, row), batch_size=row.batch_size,
+            sampler=EndlessOrder(len(source), row.split == "train", row.seed),
+            num_workers=row.workers, prefetch_factor=_PREFETCH, persistent_workers=True,
+            pin_memory=row.device == "cuda", multiprocessing_context="fork",
+        )  # fmt: skip
+        yield Delivered(iter(loader), row)
+    finally:
+        source.close()
+
+
+def no_webdataset(directory: str, split: str) -> str | None:
+    """Why there can be no row of webdataset; None where there can."""
+    if importlib.util.find_spec("webdataset") is None:
+        return "the library is not installed (pip install webdataset, or paceline[bench])"
+    if not list(Path(directory).glob(f"{split}-*.tar")):
+        return f"no {split}-*.tar in {directory}"
+    return None
+
+
+@contextmanager
+def open_webdataset(row: InputRow) -> Iterator[InputStream]:
+    """Shards drawn with replacement, its way to let workers outnumber shards; batched in the worker."""
+    import webdataset
+
+    shards = sorted(str(path) for path in Path(row.settings.dir).glob(f"{row.split}-*.tar"))
+    images = webdataset.WebDataset(shards, resampled=True, shardshuffle=False)
+    if row.split == "train":
+        images = images.shuffle(_SHUFFLE_BUFFER)
+    images = (
+        images.to_tuple("jpg;jpeg;png;webp", "cls")
+        .map_tuple(peer_transform(row.settings, row.split), int)
+        .batched(row.batch_size, collation_fn=default_collate, partial=False)
+    )
+    loader = webdataset.WebLoader(
+        images, batch_size=None, num_workers=row.workers, prefetch_factor=_PREFETCH,
+        persistent_workers=True, pin_memory=row.device == "cuda", multiprocessing_context="fork",
+    )  # fmt: skip
+    yield Delivered(iter(loader), row)

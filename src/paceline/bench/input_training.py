@@ -1,0 +1,112 @@
+"""Training from real images against training from synthetic ones, in the same process.
+
+In: a model and an `InputRow`. Out: images/s of the very step that training runs, with its batches from
+the pipeline and with batches that lie on the device. One step serves both, turn by turn: compiled,
+recorded and warmed up once. Times are sums, not medians of steps: a stall counts in full.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from paceline.bench.input_ours import create_train_loader_of
+from paceline.bench.input_row import InputRow
+from paceline.bench.input_source import open_repeated
+from paceline.bench.input_table import Tell
+from paceline.bench.our_step import SyntheticBatches, build
+from paceline.bench.step_row import StepRow
+from paceline.bench.timing import steady_times
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import RunError
+from paceline.core.topology import Topology
+from paceline.data.cause_clock import added
+from paceline.models.settings import check_model_name
+from paceline.train.step import TrainStep
+
+# Steps before the clock runs in each turn, beyond those whose batches lay ready.
+_SETTLE = 8
+
+
+def measure_training(
+    model: str, row: InputRow, *, rounds: int, steps: int, warm_up: int, tell: Tell
+) -> dict[str, Any]:
+    """`steps` are timed in each round, of each input; `warm_up` come before the first round."""
+    settings = replace(row.settings, workers=row.workers)
+    row = replace(row, settings=settings, split="train")
+    stored = settings.prefetch_batches + _SETTLE
+    total = warm_up + 2 * rounds * (steps + 2 * stored + 8)
+    device = torch.device(row.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    check_model_name(model)
+    source = open_repeated(settings, "train")
+    step_row = StepRow(
+        "training", "ours", model, row.batch_size, settings.image_size, len(source.classes),
+        row.device, total, 1, {},
+    )  # fmt: skip
+    try:
+        with (
+            Group(Topology(), RunConfig().comm, device) as group,
+            create_train_loader_of(row, source) as real,
+        ):
+            step, words = build(step_row, group)
+            synthetic = SyntheticBatches(step_row, device)
+            turns = _Turns(step, row.batch_size)
+            step.loader = synthetic
+            turns.rate(warm_up, 1)
+            rates: dict[str, list[float]] = {"synthetic": [], "input": []}
+            stalls: dict[str, dict[str, float]] = {}
+            for turn in range(rounds):
+                for name in ("synthetic", "input") if turn % 2 else ("input", "synthetic"):
+                    step.loader = synthetic if name == "synthetic" else real
+                    turns.stall, turns.steps = {}, 0
+                    rates[name].append(turns.rate(steps, stored))
+                    stalls[name] = {c: s / turns.steps for c, s in turns.stall.items()}
+                    tell(f"round {turn + 1}: training, {name}: {rates[name][-1]:,.0f} images/s")
+            described = real.describe()
+    finally:
+        source.close()
+    return {
+        "model": model, "batch_size": row.batch_size, "input": described, "what": words,
+        "synthetic_images_per_s": statistics.median(rates["synthetic"]),
+        "input_images_per_s": statistics.median(rates["input"]),
+        "share": statistics.median(
+            a / b for a, b in zip(rates["input"], rates["synthetic"], strict=True)
+        ),
+        "input_stall_s_of_a_step": stalls["input"],
+        "rounds": rates,
+    }  # fmt: skip
+
+
+class _Turns:
+    """Runs a `TrainStep` on; step numbers go up from turn to turn."""
+
+    def __init__(self, step: TrainStep, batch: int) -> None:
+        self._step, self._batch = step, batch
+        self._numbers = count()
+        self.steps = 0
+        self.stall: dict[str, float] = {}
+
+    def rate(self, steps: int, warm_up: int) -> float:
+        """Images/s over `steps` steps, after `warm_up` others."""
+        times = steady_times(
+            self._launch, self._collect, lag=self._step.lag, repeats=steps, warm_up=warm_up
+        )
+        return self._batch * len(times.seconds) / sum(times.seconds)
+
+    def _launch(self, _: int) -> None:
+        self._step.launch(next(self._numbers), 0.1)
+
+    def _collect(self) -> None:
+        outcome = self._step.collect()
+        self.steps += 1
+        self.stall = added(self.stall, outcome.stall)
+        if not math.isfinite(outcome.loss):
+            raise RunError(f"the loss is {outcome.loss} at step {outcome.number}")

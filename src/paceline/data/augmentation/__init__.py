@@ -1,0 +1,1 @@
+"""From an image to the square that the model takes."""

@@ -1,0 +1,1 @@
+"""Samples kept for later epochs."""

@@ -1,0 +1,1 @@
+"""`paceline inspect`: what a data set holds, and whether it is whole."""

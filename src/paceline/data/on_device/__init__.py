@@ -1,0 +1,1 @@
+"""Images that live, are decoded or are augmented on the training device."""

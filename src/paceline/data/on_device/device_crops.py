@@ -1,0 +1,159 @@
+"""`DeviceCrops`: samples decoded and cropped on the GPU, a chunk at a time.
+
+In: sample indices and their rows of uniform numbers. Out: the squares that the model takes, in uint8 on
+the GPU, all there. Boxes and flips are those of the host's way; files that the GPU's decoder cannot take
+go the host's way into the same chunk, and are counted. Neither does this wait for the training's stream,
+nor that one for this.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from paceline.data.augmentation.augment import Pixels, SquareTransform
+from paceline.data.cause_clock import CauseClock
+from paceline.data.on_device.batch_decoder import BatchDecoder, Decoded
+from paceline.data.on_device.jpeg_facts import jpeg_size
+from paceline.data.prefetch import Check
+from paceline.data.sources.source import Source
+
+# Fills the given row of the chunk on the host, into the one square given.
+HostWay = Callable[[int, Pixels], None]
+
+
+class DeviceCrops:
+    """Used by many threads at once, each with a stream of its own."""
+
+    def __init__(
+        self,
+        source: Source,
+        transform: SquareTransform,
+        decoder: BatchDecoder,
+        device: torch.device,
+        cutout: int,
+        clock: CauseClock,
+    ) -> None:
+        self._source = source
+        self._transform = transform
+        self._decoder = decoder
+        self._device = device
+        self._cutout = cutout
+        self._clock = clock
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self.by_host = 0
+
+    def __call__(
+        self,
+        indices: Sequence[int],
+        rows: Sequence[Sequence[float]],
+        host_way: HostWay,
+        check: Check,
+    ) -> torch.Tensor:
+        """`rows` has one for each index, empty where the transform takes none."""
+        began = perf_counter()
+        places, files, sizes = self._read(indices, check)
+        self._clock.add("read", perf_counter() - began)
+        with self._own_stream() as stream:
+            began = perf_counter()
+            decoded = self._decoder(files) if files else Decoded([], None)
+            self._clock.add("decode", perf_counter() - began)
+            try:
+                out, table, missing = self._filled(indices, rows, places, sizes, decoded.images)
+                for row in missing:
+                    check()
+                    square = np.empty(out.shape[1:], dtype=np.uint8)
+                    host_way(row, square)
+                    out[row].copy_(torch.from_numpy(square))
+            finally:
+                # Before the memory of what was decoded goes: the decoder, on a stream of its own, would
+                # write into it while the crops still read it.
+                began = perf_counter()
+                _finish(stream)
+                self._clock.add("augment", perf_counter() - began)
+            del decoded, table
+        if missing:
+            with self._lock:
+                self.by_host += len(missing)
+        return out
+
+    def _read(
+        self, indices: Sequence[int], check: Check
+    ) -> tuple[list[int], list[bytes], list[tuple[int, int]]]:
+        """Rows, files and sizes of those samples that the GPU takes."""
+        places, files, sizes = [], [], []
+        for row, index in enumerate(indices):
+            check()
+            data = self._source.read(index)
+            size = jpeg_size(data) if isinstance(data, bytes) else None
+            if size is not None and isinstance(data, bytes):
+                places.append(row)
+                files.append(data)
+                sizes.append(size)
+        return places, files, sizes
+
+    def _filled(
+        self,
+        indices: Sequence[int],
+        rows: Sequence[Sequence[float]],
+        places: list[int],
+        sizes: list[tuple[int, int]],
+        images: list[torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """The chunk, what its kernel reads from, and its rows that are still to be filled."""
+        from paceline.data.on_device import crop_kernel as kernel
+
+        began = perf_counter()
+        transform, size = self._transform, self._transform.size
+        out = torch.empty((len(indices), size, size, 3), dtype=torch.uint8, device=self._device)
+        here, boxes = kernel.new_table(len(places))
+        missing, count = set(range(len(indices))), 0
+        for place, (width, height), image in zip(places, sizes, images, strict=True):
+            # The kernel reads wherever the table says: a decoder that saw another size is not believed.
+            if image is None or image.numel() != 3 * width * height:
+                continue
+            row = rows[place]
+            flips, hole = int(transform.flips(row)), self._hole(row)
+            here[count, :7] = (image.data_ptr(), height, width, flips, place, *hole)
+            boxes[count, kernel.BOX :] = transform.box(width, height, row)
+            missing.discard(place)
+            count += 1
+        table = torch.from_numpy(here[:count]).to(self._device)
+        kernel.crop_into(out, table, hole=self._cutout, interleaved=self._decoder.interleaved)
+        self._clock.add("augment", perf_counter() - began)
+        return out, table, sorted(missing)
+
+    def _hole(self, row: Sequence[float]) -> tuple[int, int]:
+        """Top and left, as `TrainTransform` has them."""
+        if not self._cutout:
+            return 0, 0
+        top, left = (int(number * self._transform.size) - self._cutout // 2 for number in row[-2:])
+        return top, left
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
+        """This thread's stream. On a CPU, where tests interpret the kernel, there is none."""
+        if self._device.type != "cuda":
+            yield None
+            return
+        with torch.cuda.device(self._device):
+            if not hasattr(self._local, "stream"):
+                # Its few kernels go between those of the training, not behind them.
+                stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+                self._local.stream = stream
+            with torch.cuda.stream(self._local.stream):
+                yield self._local.stream
+
+
+def _finish(stream: torch.cuda.Stream | None) -> None:
+    """Sleeps until the stream is done, where waiting would by default keep a core busy."""
+    if stream is not None:
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(stream)
+        done.synchronize()

@@ -1,0 +1,1 @@
+"""`paceline pack`: any source as tar shards."""

@@ -1,0 +1,128 @@
+"""`PackManifest`: what has been packed so far, in `pack.json` beside the shards.
+
+In: options, sources and finished shards. Out: the file, replaced whole after each shard, by which a
+pack goes on where it ended, refuses to mix two packs, and is checked by `paceline inspect`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import features
+
+from paceline.core.errors import DataError
+from paceline.data.corrupt import CorruptSample
+from paceline.data.written_file import write_file
+
+FILE_NAME = "pack.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PackedShard:
+    """`stop` is the place in the pack's order where the next shard begins."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+    stop: int
+
+
+@dataclass
+class PackedSplit:
+    """`source` is the identity of what is packed; `stop` counts the corrupt samples too."""
+
+    source: str
+    samples: int
+    shards: list[PackedShard] = field(default_factory=list)
+    corrupt: list[CorruptSample] = field(default_factory=list)
+    copied: int = 0
+    complete: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.shards[-1].stop if self.shards else 0
+
+    @property
+    def packed(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+
+class PackManifest:
+    """Every change of what it says goes to disk by `save`, or not at all."""
+
+    def __init__(self, directory: Path, options: Mapping[str, object]) -> None:
+        self._path = directory / FILE_NAME
+        self.options = dict(options)
+        self.encoders = encoder_versions()
+        self.splits: dict[str, PackedSplit] = {}
+
+    @classmethod
+    def read(cls, directory: Path) -> PackManifest | None:
+        """The manifest of `directory`, None where there is none; one that is damaged fails."""
+        path = directory / FILE_NAME
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["version"] != _VERSION:
+                raise DataError(
+                    f"{path}: version {content['version']!r}, this Paceline reads {_VERSION}",
+                    "pack into another directory",
+                )
+            manifest = cls(directory, content["options"])
+            manifest.encoders = content["encoders"]
+            manifest.splits = {name: _split(t) for name, t in content["splits"].items()}
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})", "check it") from None
+        except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"{path}: is no manifest of a pack ({type(error).__name__}: {error})",
+                "restore it, or pack into an empty directory",
+            ) from None
+        return manifest
+
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """DataError names the first option in which this pack differs from one that goes on."""
+        found = self.options | {f"version of {k}": v for k, v in self.encoders.items()}
+        wanted = dict(options) | {f"version of {k}": v for k, v in encoder_versions().items()}
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                raise DataError(
+                    f"{self._path.parent}: was packed with {name} = {found.get(name)!r}, "
+                    f"not {wanted.get(name)!r}",
+                    "repeat the first command to go on, or pack into another directory",
+                )
+
+    def save(self) -> None:
+        content = {
+            "version": _VERSION,
+            "options": self.options,
+            "encoders": self.encoders,
+            "splits": {name: asdict(split) for name, split in self.splits.items()},
+        }
+        write_file(self._path, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def encoder_versions() -> dict[str, str]:
+    """What besides the options decides about the bytes."""
+    versions = {name: features.version(name) for name in ("pil", "jpg", "zlib", "webp")}
+    return {name: str(version) for name, version in versions.items()}
+
+
+def _split(table: dict[str, Any]) -> PackedSplit:
+    shards = [PackedShard(**shard) for shard in table["shards"]]
+    for shard in shards:
+        # The name becomes a path: it may not lead out of the directory.
+        if os.path.basename(shard.name) != shard.name or shard.name in ("", ".", ".."):  # noqa: PTH119
+            raise ValueError(f"shard {shard.name!r}")
+    corrupt = [CorruptSample(**sample) for sample in table["corrupt"]]
+    return PackedSplit(**{**table, "shards": shards, "corrupt": corrupt})

@@ -1,0 +1,166 @@
+/* A box of a JPEG as a square of pixels: only the rows and columns that the box needs are decoded.
+
+   In: a whole file, a box in its pixels, the result's size. Out: size x size x channels bytes, the very ones
+   that Pillow gives for decoding all, converting, resizing with the box, and flipping. No global state: a
+   `region` belongs to one thread at a time. Nothing is printed, and no damage ends the process. */
+#include <limits.h>
+#include <stdlib.h>
+
+#include "state.h"
+
+#ifndef LIBJPEG_TURBO_VERSION
+#error "the region decoder needs libjpeg-turbo"
+#endif
+
+enum { MARGIN = 8 };          /* upsampling of chroma looks one sample further: two pixels at most */
+enum { KEPT_BYTES = 1 << 24 }; /* memory above this goes back after each image */
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+const char *region_version(void) { return "libjpeg-turbo " TEXT(LIBJPEG_TURBO_VERSION); }
+
+static void stop(j_common_ptr jpeg) { longjmp(((region *)jpeg)->complain, 1); }
+
+/* A warning is damage too: Pillow shall judge it. */
+static void stop_at_warning(j_common_ptr jpeg, int level) {
+    if (level < 0)
+        stop(jpeg);
+}
+
+static void say_nothing(j_common_ptr jpeg) { (void)jpeg; }
+
+/* Fails where the libjpeg that was loaded is another one than was compiled for. */
+static int create_works(region *self) {
+    if (setjmp(self->complain))
+        return 0;
+    jpeg_create_decompress(&self->jpeg);
+    jpeg_destroy_decompress(&self->jpeg);
+    return 1;
+}
+
+region *region_open(void) {
+    region *self = calloc(1, sizeof *self);
+    if (!self)
+        return NULL;
+    self->jpeg.err = jpeg_std_error(&self->errors);
+    self->errors.error_exit = stop;
+    self->errors.emit_message = stop_at_warning;
+    self->errors.output_message = say_nothing;
+    if (create_works(self))
+        return self;
+    free(self);
+    return NULL;
+}
+
+void region_close(region *self) {
+    if (!self)
+        return;
+    free_weights(&self->across);
+    free_weights(&self->down);
+    release(&self->decoded);
+    release(&self->between);
+    release(&self->lines);
+    free(self);
+}
+
+int region_size(const uint8_t *data, size_t length, int32_t *width, int32_t *height) {
+    jpeg_header header;
+    int outcome = read_jpeg_header(data, length, &header);
+    *width = header.width;
+    *height = header.height;
+    return outcome;
+}
+
+/* Smoothing of coefficients that no scan brought differs between versions of libjpeg. */
+static int lacks_coefficients(j_decompress_ptr jpeg) {
+    for (int c = 0; jpeg->progressive_mode && c < jpeg->num_components; c++)
+        for (int i = 0; i < DCTSIZE2; i++)
+            if (jpeg->coef_bits[c][i] != 0)
+                return 1;
+    return 0;
+}
+
+/* From here on libjpeg may jump. */
+static int start(region *self, const jpeg_header *header, const uint8_t *data, size_t length,
+                 work *w) {
+    j_decompress_ptr jpeg = &self->jpeg;
+    jpeg_mem_src(jpeg, data, (unsigned long)length);
+    jpeg_read_header(jpeg, TRUE);
+    J_COLOR_SPACE space = jpeg->jpeg_color_space;
+    if (space != JCS_GRAYSCALE && space != JCS_YCbCr && space != JCS_RGB)
+        return REGION_NOT_OURS;
+    if ((int)jpeg->image_width != header->width || (int)jpeg->image_height != header->height)
+        return REGION_NOT_OURS;
+    jpeg->out_color_space = w->decoded_bands == 1 ? JCS_GRAYSCALE : JCS_EXT_RGBX;
+    jpeg_start_decompress(jpeg);
+    if (lacks_coefficients(jpeg) || jpeg->output_components != w->decoded_bands)
+        return REGION_NOT_OURS;
+    int left = self->across.first - MARGIN, right = self->across.end + MARGIN;
+    left = left < 0 ? 0 : left;
+    right = right > header->width ? header->width : right;
+    JDIMENSION offset = (JDIMENSION)left, width = (JDIMENSION)(right - left);
+    if (width < jpeg->output_width)
+        jpeg_crop_scanline(jpeg, &offset, &width);
+    w->first_column = (int)offset;
+    w->columns = (int)width;
+    JDIMENSION above = (JDIMENSION)self->down.first;
+    if (above && jpeg_skip_scanlines(jpeg, above) != above)
+        return REGION_DAMAGED;
+    return REGION_DONE;
+}
+
+static int decode(region *self, const jpeg_header *header, const uint8_t *data, size_t length,
+                  work *w, uint8_t *out) {
+    if (setjmp(self->complain))
+        return REGION_DAMAGED;
+    /* A new one for each file: tables of one file would serve for those that the next one lacks. */
+    jpeg_create_decompress(&self->jpeg);
+    int outcome = start(self, header, data, length, w);
+    if (outcome != REGION_DONE)
+        return outcome;
+    for (int i = 0; i < self->across.size; i++)
+        self->across.start[i] -= w->first_column;
+    w->rows = self->down.end - self->down.first;
+    w->row_bytes = ((size_t)w->columns + 2 * (size_t)self->across.pairs) * (size_t)w->decoded_bands;
+    w->row_bytes = (w->row_bytes + 63) / 64 * 64;
+    return w->down_first ? down_then_across(self, w, out) : across_then_down(self, w, out);
+}
+
+static void give_back(region *self) {
+    jpeg_destroy_decompress(&self->jpeg);
+    buffer *buffers[] = {&self->decoded, &self->between, &self->lines};
+    for (int i = 0; i < 3; i++)
+        if (buffers[i]->capacity > KEPT_BYTES)
+            release(buffers[i]);
+    if (self->across.capacity > KEPT_BYTES)
+        free_weights(&self->across);
+    if (self->down.capacity > KEPT_BYTES)
+        free_weights(&self->down);
+}
+
+int region_prepare(region *self, const uint8_t *data, size_t length, float left, float top,
+                   float right, float bottom, int flip, int size, int filter,
+                   int down_first, int channels, uint8_t *out) {
+    jpeg_header header;
+    if (!self || (channels != 1 && channels != 3) || size < 1 || size > JPEG_MAX_DIMENSION)
+        return REGION_BAD_ARGUMENT;
+    if (length > ULONG_MAX || read_jpeg_header(data, length, &header) != REGION_DONE)
+        return REGION_NOT_OURS;
+    /* libjpeg itself reads progressive files to their end. */
+    if (!header.progressive && !ends_in_eoi(&header, data, length))
+        return REGION_DAMAGED;
+    int outcome = make_weights(&self->across, header.width, left, right, size, filter);
+    if (outcome == REGION_DONE)
+        outcome = make_weights(&self->down, header.height, top, bottom, size, filter);
+    if (outcome == REGION_DONE) {
+        if (flip)
+            mirror_weights(&self->across);
+        work w = {.size = size, .channels = channels, .down_first = down_first};
+        w.decoded_bands = header.components == 1 ? 1 : 4;
+        w.bands = channels == 1 ? 1 : w.decoded_bands;
+        outcome = decode(self, &header, data, length, &w, out);
+    }
+    give_back(self);
+    return outcome;
+}

@@ -1,0 +1,142 @@
+"""`RegionLibrary`: the C library of the region decoder, called without the interpreter's lock.
+
+In: PACELINE_JPEG_REGION_LIBRARY, or nothing: then a library is built. Out: functions that fill pixels, or
+RegionUnavailableError with the reason. A library that does not give this Pillow's very pixels counts
+as none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from pathlib import Path
+
+from paceline.core.errors import PacelineError
+from paceline.data.augmentation.augment import Box, Pixels
+from paceline.data.region.agreement import disagreement
+from paceline.data.region.build import BuildError, cached_library
+from paceline.data.region.pass_order import down_first
+from paceline.data.settings import INTERPOLATIONS
+
+VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"
+_FILTERS = {name: number for number, name in enumerate(INTERPOLATIONS)}
+# Pillow 12 turns to other passes for images that are taller than this many times their width.
+_TALLEST = 100
+
+
+class RegionUnavailableError(PacelineError):
+    """There is no region decoder here; cause and remedy."""
+
+
+class RegionLibrary:
+    """Used by many threads at once; each has a decoder of its own."""
+
+    def __init__(self, path: Path) -> None:
+        """OSError where it cannot be loaded, AttributeError where it is another library."""
+        # Local symbols: Pillow brings a libjpeg too, and neither may call into the other.
+        library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+        # Reading a header takes less time than giving the interpreter's lock away.
+        self._size = ctypes.PyDLL(str(path)).region_size
+        self._size.argtypes = [ctypes.c_char_p, ctypes.c_size_t, *[ctypes.c_void_p] * 2]
+        self._prepare = library.region_prepare
+        self._prepare.argtypes = [
+            ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
+            *[ctypes.c_float] * 4, *[ctypes.c_int] * 5, ctypes.c_void_p,
+        ]  # fmt: skip
+        library.region_version.restype = ctypes.c_char_p
+        self.version = str(library.region_version().decode())
+        self._library = library
+        self._local = threading.local()
+        self._decoder()
+
+    def size(self, data: bytes) -> tuple[int, int] | None:
+        """Width and height of a JPEG that this library may take; None for everything else."""
+        width, height = ctypes.c_int32(), ctypes.c_int32()
+        if self._size(data, len(data), ctypes.byref(width), ctypes.byref(height)):
+            return None
+        if height.value > _TALLEST * width.value:
+            return None
+        return width.value, height.value
+
+    def prepare(
+        self,
+        data: bytes,
+        shape: tuple[int, int],
+        box: Box,
+        flip: bool,
+        interpolation: str,
+        out: Pixels,
+    ) -> bool:
+        """Fills `out` with `box` of the image, whose `size` is `shape`. False where the file is not as
+        it should be; then there may be anything in `out`."""
+        rows, columns, channels = out.shape
+        if rows != columns or not out.flags.c_contiguous or not out.flags.writeable:
+            raise ValueError(f"a contiguous square is filled, not {out.shape}")
+        turned = down_first(*shape, rows)
+        address = out.__array_interface__["data"][0]
+        outcome: int = self._prepare(
+            self._decoder(), data, len(data), *box,
+            flip, rows, _FILTERS[interpolation], turned, channels, address,
+        )  # fmt: skip
+        return outcome == 0
+
+    def _decoder(self) -> int:
+        held: _Decoder | None = getattr(self._local, "decoder", None)
+        if held is None:
+            held = self._local.decoder = _Decoder(self._library)
+        return held.handle
+
+
+class _Decoder:
+    """One thread's memory in the library, given back with the thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.region_open.restype = ctypes.c_void_p
+        handle = library.region_open()
+        if not handle:
+            raise OSError("its libjpeg is another one than it was built for")
+        self.handle = int(handle)
+        self._close = library.region_close
+        self._close.argtypes = [ctypes.c_void_p]
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", 0):
+            self._close(handle)
+
+
+@functools.cache
+def _found(named: str) -> RegionLibrary | RegionUnavailableError:
+    try:
+        library = _load_named(named) if named else _load_built()
+    except BuildError as error:
+        return RegionUnavailableError(error.cause, error.remedy)
+    except (OSError, AttributeError) as error:
+        remedy = f"check {VARIABLE}" if named else "mend the installation of libjpeg-turbo"
+        return RegionUnavailableError(f"the library does not load ({error})", remedy)
+    if why := disagreement(library):
+        return RegionUnavailableError(why, "tell the developers; data.decoder = 'pillow' is right")
+    return library
+
+
+def _load_named(named: str) -> RegionLibrary:
+    if not Path(named).is_file():
+        raise OSError(f"{named}: no such file")
+    return RegionLibrary(Path(named).absolute())
+
+
+def _load_built() -> RegionLibrary:
+    try:
+        return RegionLibrary(cached_library())
+    except (OSError, AttributeError):
+        # Built for a libjpeg that has gone since: once more, with the one that is here.
+        return RegionLibrary(cached_library(rebuild=True))
+
+
+def region_library() -> RegionLibrary:
+    """The library of this machine, built if need be; RegionUnavailableError with the reason."""
+    found = _found(os.environ.get(VARIABLE, ""))
+    if isinstance(found, RegionUnavailableError):
+        raise found
+    return found

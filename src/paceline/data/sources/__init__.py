@@ -1,0 +1,1 @@
+"""Labelled images by index, whatever they are stored in."""

@@ -1,0 +1,154 @@
+"""The content of one shard, read by position.
+
+In: a shard, and the stamp it had when it was indexed. Out: stretches of its bytes, to any number of
+threads at once. A shard that vanished, was cut, or was replaced by another since then is a `DataError`:
+its samples would be other images than their labels say.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Protocol
+
+from paceline.core.errors import DataError
+from paceline.data.sources.retry import Retry
+from paceline.data.sources.shard_stamp import ShardStamp
+
+# A replacement by rename leaves an open descriptor with the old file; who looks at the name sees it.
+_LOOK_EVERY_S = 1.0
+
+
+class ShardContent(Protocol):
+    def read(self, offset: int, size: int) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class ShardFile:
+    """Reads by position, so that threads share one descriptor without a lock around the read."""
+
+    def __init__(self, path: Path, stamp: ShardStamp, retry: Retry, keep_open: bool) -> None:
+        self._path = path
+        self._stamp = stamp
+        self._retry = retry
+        self._keep_open = keep_open
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+        # Descriptors given up after an error: another thread may be reading through one.
+        self._retired: list[int] = []
+        self._looked_s = 0.0
+
+    def read(self, offset: int, size: int) -> bytes:
+        try:
+            data = self._retry.call(lambda: self._read(offset, size))
+        except OSError as error:
+            raise unreadable(self._path, error) from None
+        if len(data) < size:
+            raise DataError(
+                f"{self._path}: ends at byte {offset + len(data)}, but was longer at the start",
+                "do not change shards under a run; copy the shard anew and resume",
+            )
+        return data
+
+    def _read(self, offset: int, size: int) -> bytes:
+        if not self._keep_open:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return self._checked(descriptor, offset, size)
+            finally:
+                os.close(descriptor)
+        descriptor = self._opened()
+        try:
+            self._look_at_name(descriptor)
+            return self._checked(descriptor, offset, size)
+        except OSError:
+            self._retire(descriptor)
+            raise
+
+    def _checked(self, descriptor: int, offset: int, size: int) -> bytes:
+        data = _pread(descriptor, offset, size)
+        found = os.fstat(descriptor)
+        # One that is cut short of these bytes has a better message than "changed".
+        if len(data) == size and not self._stamp.fits(found):
+            raise self._changed()
+        return data
+
+    def _look_at_name(self, descriptor: int) -> None:
+        now = time.monotonic()
+        if now - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now
+        found = self._path.stat()
+        if not self._stamp.fits(found) and found.st_ino != os.fstat(descriptor).st_ino:
+            raise self._changed()
+
+    def _changed(self) -> DataError:
+        return DataError(
+            f"{self._path}: has changed since the start, or was replaced by another",
+            "do not change shards under a run; put the shard back and resume",
+        )
+
+    def _opened(self) -> int:
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptor
+
+    def _retire(self, descriptor: int) -> None:
+        """A stale handle of a network file system never gets well: the next try opens anew."""
+        with self._lock:
+            if self._descriptor == descriptor:
+                self._descriptor = None
+                self._retired.append(descriptor)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._descriptor is not None:
+                self._retired.append(self._descriptor)
+                self._descriptor = None
+            for descriptor in self._retired:
+                os.close(descriptor)
+            self._retired.clear()
+
+
+class UnpackedShard:
+    """A compressed shard, in memory."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.data = gzip.decompress(path.read_bytes())
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(
+                f"{path}: not a readable gzip file ({error})", "copy or build the shard anew"
+            ) from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.data[offset : offset + size]
+
+    def close(self) -> None:
+        self.data = b""
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path}: cannot be read ({error.strerror or error})",
+        "check that the data directory is still there and mounted, and its permissions",
+    )
+
+
+def _pread(descriptor: int, offset: int, size: int) -> bytes:
+    """Reads on until all is there or the file ends: one call may return less."""
+    data = os.pread(descriptor, size, offset)
+    while len(data) < size:
+        more = os.pread(descriptor, size - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data

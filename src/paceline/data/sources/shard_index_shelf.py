@@ -1,0 +1,137 @@
+"""`IndexShelf`: the indexes of a split's shards, kept on disk, built once.
+
+In: plain shards. Out: an index each: read from `SHARD.tar.index` beside it or, where that place is
+read-only, from the user's cache; scanned where there is none that fits. Of all processes of a host that
+start at once one scans and writes while the others wait. A set so small that a scan takes no time is
+scanned every time, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.core.errors import DataError
+from paceline.data.file_lock import file_lock
+from paceline.data.sources.retry import Retry
+from paceline.data.sources.shard_file import unreadable
+from paceline.data.sources.shard_index_file import (
+    SUFFIX,
+    UnfitIndexError,
+    index_path,
+    read_index,
+    write_index,
+)
+from paceline.data.sources.shard_stamp import ShardStamp
+from paceline.data.sources.tar_index import ShardIndex, scan_shard
+
+# A sample takes at least four blocks of 512 bytes, a scan 50 µs: below this it takes a second or two.
+_KEPT_FROM_BYTES = 64 << 20
+_LOCK_FILE = ".paceline-index.lock"
+
+
+class IndexShelf:
+    """`notes` tell what was built anew and why, and what could not be kept."""
+
+    def __init__(self, retry: Retry) -> None:
+        self._retry = retry
+        self.notes: list[str] = []
+        self._misfits: dict[Path, str] = {}
+
+    def take(self, paths: Sequence[Path]) -> list[tuple[ShardStamp, ShardIndex]]:
+        """In the order of `paths`. DataError: a shard that is damaged, wrong, or unreadable."""
+        stamps = [self._stamp(path) for path in paths]
+        found = {p: self._find(p, s) for p, s in zip(paths, stamps, strict=True)}
+        missing = [p for p in paths if found[p] is None]
+        if missing:
+            keep = sum(s.size for s in stamps) >= _KEPT_FROM_BYTES or bool(self._misfits)
+            known = dict(zip(paths, stamps, strict=True))
+            if keep:
+                self._build_once(missing, known, found)
+            else:
+                found |= {path: self._scan(path) for path in missing}
+        indexes = [found[path] for path in paths]
+        return [(s, i) for s, i in zip(stamps, indexes, strict=True) if i is not None]
+
+    def _stamp(self, path: Path) -> ShardStamp:
+        try:
+            return self._retry.call(lambda: ShardStamp.of(path))
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+    def _find(self, path: Path, stamp: ShardStamp) -> ShardIndex | None:
+        for place in (index_path(path), _cached(path)):
+            try:
+                index = read_index(place, stamp)
+            except UnfitIndexError as error:
+                self._misfits[path] = str(error)
+                continue
+            if index is not None:
+                self._misfits.pop(path, None)
+                return index
+        return None
+
+    def _build_once(
+        self,
+        missing: list[Path],
+        stamps: dict[Path, ShardStamp],
+        found: dict[Path, ShardIndex | None],
+    ) -> None:
+        with file_lock(_lock_path(missing[0].parent)):
+            for path in missing:
+                # Whoever held the lock before may have built it.
+                index = self._find(path, stamps[path])
+                if index is None:
+                    index = self._scan(path)
+                    self._keep(path, index, stamps[path])
+                found[path] = index
+        for path, reason in sorted(self._misfits.items()):
+            self.notes.append(f"index of {path.name} {reason}: built anew")
+
+    def _scan(self, path: Path) -> ShardIndex:
+        def scan() -> ShardIndex:
+            with path.open("rb") as content:
+                return scan_shard(path, content)
+
+        try:
+            return self._retry.call(scan)
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+    def _keep(self, path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
+        if self._stamp(path) != stamp:
+            return  # it is being written to; reading it will say so
+        for place in (index_path(path), _cached(path)):
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_index(place, index, stamp)
+            except (DataError, OSError):
+                continue
+            return
+        self.notes.append(f"index of {path.name} cannot be kept: no place to write to")
+
+
+def _cached(path: Path) -> Path:
+    """In the user's cache, under a name that the shard's whole path decides."""
+    whole = str(path.resolve()).encode("utf-8", "surrogateescape")
+    return _cache_directory() / (hashlib.sha256(whole).hexdigest()[:32] + SUFFIX)
+
+
+def _cache_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(home or Path("~/.cache").expanduser()) / "paceline" / "index"
+
+
+def _lock_path(directory: Path) -> Path:
+    """Beside the shards, or in the user's cache where nothing can be written there."""
+    beside = directory / _LOCK_FILE
+    if os.access(directory, os.W_OK):
+        return beside
+    place = _cached(beside)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return beside  # no lock then: each process scans for itself, and all find the same
+    return place.with_suffix(".lock")

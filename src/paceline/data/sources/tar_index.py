@@ -1,0 +1,117 @@
+"""The index of one tar shard: where its samples lie.
+
+In: a shard in the WebDataset layout, `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
+index in ASCII; the key ends at the first dot of the file name; other members are passed over. Out:
+name, offset, size and label of each image. Whatever would lose samples silently fails instead.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from paceline.core.errors import DataError
+from paceline.data.randomness import Int64
+from paceline.data.sources.name_table import NameTable
+from paceline.data.sources.retry import TRANSIENT
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+_LABEL_EXTENSION = "cls"
+_LABEL_BYTES = 32
+_BLOCK = tarfile.BLOCKSIZE
+_REBUILD = "copy or build the shard anew"
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The images of one shard, in the order in which they lie there."""
+
+    names: NameTable
+    offsets: Int64
+    sizes: Int64
+    labels: Int64
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
+    """Indexes the uncompressed tar in `content`; `path` is for messages."""
+    images: dict[str, tuple[str, int, int]] = {}
+    labels: dict[str, int] = {}
+    for member in tar_members(path, content):
+        folder, _, file_name = member.name.rpartition("/")
+        stem, _, extension = file_name.partition(".")
+        extension = extension.lower()
+        # Hidden files, such as the `._name` twins that macOS puts into archives, have no stem.
+        if not stem or extension not in (*IMAGE_EXTENSIONS, _LABEL_EXTENSION):
+            continue
+        key = f"{folder}/{stem}" if folder else stem
+        if key in (labels if extension == _LABEL_EXTENSION else images):
+            raise DataError(f"{path}: sample {key!r} is there twice ({member.name})", _REBUILD)
+        if extension == _LABEL_EXTENSION:
+            labels[key] = _label(path, key, content, member)
+        else:
+            images[key] = (member.name, member.offset_data, member.size)
+    for key in images.keys() ^ labels.keys():
+        there, missing = ("an image", "label") if key in images else ("a label", "image")
+        raise DataError(
+            f"{path}: sample {key!r} has {there} but no {missing}",
+            f"each {'/'.join(IMAGE_EXTENSIONS)} needs a .cls of the same name; {_REBUILD}",
+        )
+    return ShardIndex(
+        names=NameTable(name for name, _, _ in images.values()),
+        offsets=np.array([offset for _, offset, _ in images.values()], dtype=np.int64),
+        sizes=np.array([size for _, _, size in images.values()], dtype=np.int64),
+        labels=np.array([labels[key] for key in images], dtype=np.int64),
+    )
+
+
+def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """The regular files of the archive, which must be whole to its end marker. OSError: storage that
+    fails for the moment."""
+    end = 0
+    try:
+        with tarfile.open(fileobj=content, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                # tarfile keeps every member it met: gigabytes for a shard of millions.
+                archive.members = []  # type: ignore[attr-defined]
+                if not (member.isfile() or member.isdir()) or member.issparse():
+                    raise DataError(
+                        f"{path}: {member.name!r} is a link, device or sparse file",
+                        "shards hold plain files only; " + _REBUILD,
+                    )
+                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                if member.isfile():
+                    yield member
+            # tarfile takes a cut or a damaged header for the end; only zeros are the end.
+            content.seek(end)
+            tail = content.read(_BLOCK)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno in TRANSIENT:
+            raise  # the shard may be whole; whoever scans it may try again
+        raise DataError(f"{path}: not a readable tar shard ({error})", _REBUILD) from None
+    if len(tail) < _BLOCK:
+        raise DataError(f"{path}: truncated, no end marker at byte {end}", _REBUILD)
+    if any(tail):
+        raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
+
+
+def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> int:
+    content.seek(member.offset_data)
+    raw = content.read(min(member.size, _LABEL_BYTES))
+    if len(raw) < min(member.size, _LABEL_BYTES):
+        raise DataError(f"{path}: truncated within the label of sample {key!r}", _REBUILD)
+    text = raw.strip()
+    # Eighteen digits fit 64 bits; more can be no class index either way.
+    if not text.isdigit() or len(text) > 18 or member.size > _LABEL_BYTES:
+        raise DataError(
+            f"{path}: the label of sample {key!r} is {text.decode('ascii', 'replace')!r}",
+            "a .cls file holds one class index, 0 or more, in digits",
+        )
+    return int(text)

@@ -1,0 +1,142 @@
+"""`TarShards`: a data set in tar shards.
+
+In: the shards of one split, `.tar` or `.tar.gz`, and the classes where they are known. Out: encoded
+images by index, read by any number of threads at once. A plain shard is read where it lies; a
+compressed one is unpacked into memory, for small sets such as the embedded one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from paceline.core.errors import DataError
+from paceline.data.randomness import Int64
+from paceline.data.sources.class_list import FILE_NAME, numbered_classes
+from paceline.data.sources.retry import Retry
+from paceline.data.sources.shard_file import ShardContent, ShardFile, UnpackedShard, unreadable
+from paceline.data.sources.shard_index_shelf import IndexShelf
+from paceline.data.sources.tar_index import ShardIndex, scan_shard
+
+SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+# A process may usually hold 1024 descriptors; shards beyond these are opened for each read.
+_DESCRIPTORS_KEPT = 256
+_COMPRESSED_LIMIT_BYTES = 4 << 30
+
+
+class TarShards:
+    """Samples in the order of the shards' names, then in the order inside each shard."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        classes: Sequence[str] | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        """Finds or makes the index of every shard; one that is damaged or wrongly labelled fails
+        by name."""
+        self._paths = sorted(paths)
+        self.retry = retry or Retry(0)
+        self._shelf = IndexShelf(self.retry)
+        self._contents: list[ShardContent] = []
+        self._indexes: list[ShardIndex] = []
+        self._digest = hashlib.sha256()
+        _check_compressed(self._paths)
+        self._open()
+        lengths = [len(index) for index in self._indexes]
+        self._first: list[int] = np.cumsum([0, *lengths]).tolist()
+        if not self._first[-1]:
+            raise DataError(
+                f"{self._paths[0] if self._paths else 'no shard'}: no image in any of "
+                f"{len(self._paths)} shards",
+                "samples are key.jpg (jpeg, png, webp) and key.cls, no other dot in the key",
+            )
+        self.labels: Int64 = np.concatenate([index.labels for index in self._indexes])
+        highest = int(self.labels.max())
+        self.classes: Sequence[str] = numbered_classes(highest + 1) if classes is None else classes
+        if highest >= len(self.classes):
+            self._reject_label(int(np.argmax(self.labels >= len(self.classes))))
+
+    def _open(self) -> None:
+        plain = [path for path in self._paths if not _is_compressed(path)]
+        indexed = dict(zip(plain, self._shelf.take(plain), strict=True))
+        for path in self._paths:
+            if path in indexed:
+                stamp, index = indexed[path]
+                keep_open = len(self._contents) < _DESCRIPTORS_KEPT
+                self._contents.append(ShardFile(path, stamp, self.retry, keep_open))
+                self._indexes.append(index)
+                told = f"{path.name}\0{stamp.size}\0{stamp.mtime_ns}\0".encode() + stamp.probe
+            else:
+                unpacked = UnpackedShard(path)
+                self._contents.append(unpacked)
+                self._indexes.append(scan_shard(path, io.BytesIO(unpacked.data)))
+                told = hashlib.sha256(unpacked.data).digest()
+            self._digest.update(told)
+
+    def _reject_label(self, i: int) -> None:
+        raise DataError(
+            f"{self.name(i)}: label {self.labels[i]} is outside the {len(self.classes)} classes",
+            f"mend the .cls file, or name the class in {FILE_NAME}",
+        )
+
+    @property
+    def groups(self) -> list[int]:
+        """Samples of each shard, in their order."""
+        return [len(index) for index in self._indexes]
+
+    @property
+    def remark(self) -> str:
+        """What was done about the indexes, if anything is to be told."""
+        notes = self._shelf.notes
+        return f"{notes[0]}{f' and {len(notes) - 1} more' if notes[1:] else ''}" if notes else ""
+
+    def identity(self) -> bytes:
+        """Changes with every shard that is changed."""
+        return self._digest.digest()
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def _locate(self, i: int) -> tuple[int, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        shard = bisect.bisect_right(self._first, i) - 1
+        return shard, i - self._first[shard]
+
+    def read(self, i: int) -> bytes:
+        """The encoded image; DataError where the shard itself can no longer be read."""
+        shard, place = self._locate(i)
+        index = self._indexes[shard]
+        return self._contents[shard].read(int(index.offsets[place]), int(index.sizes[place]))
+
+    def name(self, i: int) -> str:
+        shard, place = self._locate(i)
+        return f"{self._paths[shard].name}:{self._indexes[shard].names[place]}"
+
+    def close(self) -> None:
+        """Gives the descriptors back; no read may be in progress."""
+        for content in self._contents:
+            content.close()
+
+
+def _check_compressed(paths: Sequence[Path]) -> None:
+    try:
+        total = sum(path.stat().st_size for path in paths if _is_compressed(path))
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from None
+    if total > _COMPRESSED_LIMIT_BYTES:
+        raise DataError(
+            f"{paths[0].parent}: {total / 2**30:.1f} GiB of compressed shards, which each rank "
+            f"would hold in memory (limit {_COMPRESSED_LIMIT_BYTES >> 30} GiB)",
+            "decompress them with gunzip; plain .tar shards are read where they lie",
+        )
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.name.endswith("gz")

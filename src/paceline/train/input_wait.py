@@ -1,0 +1,61 @@
+"""`InputWait`: how long a step stood still for want of its batches, and why.
+
+In: the moments before and after each batch is handed over. Out: seconds by cause. On a GPU the host waits
+for a batch while the device is still busy with the step before: only what the device itself stood
+still counts, taken between events on its own clock. What it stood still longer than the host waited,
+it waited for the batch's copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.data.cause_clock import added, shared_out
+
+
+class InputWait:
+    """One a step. A context manager around the wait for each batch; `stall` once the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._before: Any = None
+        self._started = 0.0
+        self._host_s = 0.0
+        self._waits: list[tuple[float, Mapping[str, float], Any, Any]] = []
+        self._events: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> None:
+        self._before = self._mark()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *details: object) -> None:
+        self._host_s = time.perf_counter() - self._started
+        self._events = (self._before, self._mark())
+
+    def put_down_to(self, spent: Mapping[str, float]) -> None:
+        """What making the batch just waited for took."""
+        self._waits.append((self._host_s, spent, *self._events))
+
+    def stall(self) -> dict[str, float]:
+        """Seconds by cause. On a GPU the step's work must be done."""
+        return added(*(_causes(*wait) for wait in self._waits))
+
+    def _mark(self) -> Any:
+        """An event behind all that was queued so far, which may include the wait for a copy."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _causes(host_s: float, spent: Mapping[str, float], before: Any, after: Any) -> dict[str, float]:
+    if before is None:
+        return shared_out(host_s, spent)
+    idle_s = before.elapsed_time(after) / 1e3
+    stall = shared_out(min(idle_s, host_s), spent)
+    return added(stall, {"copy": idle_s - host_s}) if idle_s > host_s else stall

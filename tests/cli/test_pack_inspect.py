@@ -1,0 +1,112 @@
+"""`paceline pack` and `paceline inspect`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cli_runs import Call
+from data_sets import write_folders, write_shards
+from paceline.data.sources.tar_index import scan_shard
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "imagenet200"
+
+
+def test_from_folders_to_shards_and_back(call: Call, tmp_path: Path) -> None:
+    write_folders(tmp_path / "in")
+    done = call(
+        "pack", "in", "out", "--short-side", "16", "--shard-samples", "20", "--workers", "2"
+    )
+    assert done.code == 0, done
+    assert "images in" in done.out
+    assert (tmp_path / "out" / "train-00000.tar").is_file()
+    found = call("inspect", "out", "--all", "--json", "--sheet", "sheet.png")
+    assert found.code == 0
+    told = json.loads(found.out)
+    assert told["problems"] == []
+    assert set(told["splits"]) == {"train", "val"}
+    assert (tmp_path / "sheet.png").is_file()
+    again = call("pack", "in", "out", "--short-side", "16", "--shard-samples", "20")
+    assert again.code == 0
+    other = call("pack", "in", "out", "--short-side", "8", "--shard-samples", "20")
+    assert other.code == 1
+    assert other.err.count("\n") == 1
+    assert "was packed with short_side = 16, not 8" in other.err
+
+
+def test_inspect_finds_what_is_wrong(call: Call, tmp_path: Path) -> None:
+    write_shards(tmp_path / "set")
+    assert call("inspect", "set").out.endswith("no problem found\n")
+    shard = next((tmp_path / "set").glob("train-*.tar"))
+    os.truncate(shard, 3000)
+    done = call("inspect", "set")
+    assert done.code == 1
+    assert f"problem: set/{shard.name}: truncated" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["in"], "SRC DST = 'in': --source auto takes SRC and DST"),
+        (["in", "out", "--source", "embedded"], "--source embedded takes DST alone"),
+        (["in", "in"], "DST = 'in': is the source itself"),
+        (["absent", "out"], "absent: no such directory"),
+        (["in", "out", "--quality", "200"], "--quality = 200: must be 1 to 100"),
+        (["in", "out", "--split", "test"], "--split = 'test': unknown"),
+        (["in", "out", "--source", "tars"], "data.source = 'tars': unknown"),
+    ],
+)
+def test_mistakes_are_one_line(call: Call, tmp_path: Path, arguments: list[str], line: str) -> None:
+    write_folders(tmp_path / "in")
+    done = call("pack", *arguments)
+    assert done.code in (1, 2)
+    assert line in done.err
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_control_c(tmp_path: Path) -> None:
+    """A real signal to a real process: one line, nothing half-written under a final name."""
+    command = [sys.executable, "-m", "paceline", "pack", "--source", "embedded", "out",
+               "--shard-samples", "300", "--workers", "1"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    while process.poll() is None and not (tmp_path / "out" / "train-00002.tar").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "interrupted: finished shards are kept; the same command goes on\n"
+    assert not list((tmp_path / "out").glob(".*.part"))
+    shards = sorted((tmp_path / "out").glob("*.tar"))
+    told = json.loads((tmp_path / "out" / "pack.json").read_text())
+    kept = [shard["name"] for shard in told["splits"]["train"]["shards"]]
+    # The signal may come between a shard's last byte and the manifest; such a shard is packed anew.
+    assert [path.name for path in shards][: len(kept)] == kept
+    assert len(shards) - len(kept) <= 1
+    for path in shards:
+        with path.open("rb") as content:
+            assert len(scan_shard(path, content)) == 300
+
+
+def test_real_photographs(call: Call, tmp_path: Path) -> None:
+    if not SHARED.is_dir():
+        pytest.skip("imagenet200 is not here: ../shared/data is absent")
+    done = call("pack", str(SHARED), "out", "--short-side", "256", "--quality", "90")
+    assert done.code == 0
+    told = json.loads(call("inspect", "out", "--all", "--json").out)
+    facts = told["splits"]["train"]
+    assert told["problems"] == []
+    assert facts["samples"] == 200
+    assert facts["modes"] == {"RGB": 197, "L": 3}
+    assert 20_000 < facts["mean_bytes"] < 32_000

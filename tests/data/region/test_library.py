@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.region import library as loading
+from paceline.data.region.build import BuildError, cached_library
+from paceline.data.region.library import (
+    VARIABLE,
+    RegionLibrary,
+    RegionUnavailableError,
+    region_library,
+)
+
+
+@pytest.fixture
+def _anew() -> Iterator[None]:
+    """Forgets what was found, before and after."""
+    loading._found.cache_clear()
+    yield
+    loading._found.cache_clear()
+
+
+def jpeg(width: int, height: int, **options: object) -> bytes:
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "JPEG", **options)
+    return stream.getvalue()
+
+
+def test_sizes(library: RegionLibrary) -> None:
+    assert library.size(jpeg(40, 30)) == (40, 30)
+    assert library.size(jpeg(40, 30)[:100]) is None
+    assert library.size(b"") is None
+    assert library.size(b"\xff\xd8\xff") is None
+    assert library.size(jpeg(2, 201)) is None  # Pillow 12 resizes such strips in its own way
+
+
+@pytest.mark.parametrize("orientation", [1, 2, 8, 9])
+def test_turned_images_are_not_taken(library: RegionLibrary, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    exif[0x010F] = "a camera"
+    assert (library.size(jpeg(20, 10, exif=exif)) is not None) == (orientation == 1)
+
+
+def test_metadata_that_may_turn_the_image(library: RegionLibrary) -> None:
+    """What XMP says counts where Exif says nothing."""
+    xmp = b'<x tiff:Orientation="6"/>'
+    assert library.size(jpeg(20, 10, xmp=b"<x/>")) is not None
+    assert library.size(jpeg(20, 10, xmp=xmp)) is None
+    exif = Image.Exif()
+    exif[0x0112] = 1
+    assert library.size(jpeg(20, 10, xmp=xmp, exif=exif)) is not None
+
+
+@pytest.mark.parametrize("shape", [(8, 9, 3), (8, 8, 2)])
+def test_results_that_are_no_square(library: RegionLibrary, shape: tuple[int, ...]) -> None:
+    data, out = jpeg(20, 10), np.zeros(shape, dtype=np.uint8)
+    if shape[0] != shape[1]:
+        with pytest.raises(ValueError, match="contiguous square"):
+            library.prepare(data, (20, 10), (0, 0, 20, 10), False, "bilinear", out)
+    else:
+        assert not library.prepare(data, (20, 10), (0, 0, 20, 10), False, "bilinear", out)
+    assert not out.any()
+
+
+def test_memory_that_is_not_contiguous(library: RegionLibrary) -> None:
+    out = np.zeros((8, 16, 3), dtype=np.uint8)[:, ::2]
+    with pytest.raises(ValueError, match="contiguous square"):
+        library.prepare(jpeg(20, 10), (20, 10), (0, 0, 20, 10), False, "bilinear", out)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [(0, 0, 21, 10), (-1, 0, 20, 10), (5, 0, 5, 10), (9, 0, 5, 10), (0, float("nan"), 20, 10)],
+)
+def test_boxes_outside_of_the_image(library: RegionLibrary, box: tuple[float, ...]) -> None:
+    out = np.zeros((8, 8, 3), dtype=np.uint8)
+    assert not library.prepare(jpeg(20, 10), (20, 10), box, False, "bilinear", out)  # type: ignore[arg-type]
+
+
+def test_threads_do_not_meet(library: RegionLibrary) -> None:
+    files = [jpeg(30 + i, 90 - i) for i in range(24)]
+
+    def prepared(data: bytes) -> np.ndarray:
+        out = np.zeros((33, 33, 3), dtype=np.uint8)
+        shape = library.size(data)
+        assert shape is not None
+        assert library.prepare(data, shape, (1.5, 2.5, 20.25, 30), True, "lanczos", out)
+        return out
+
+    want = [prepared(data) for data in files]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(10):
+            for got, expected in zip(pool.map(prepared, files), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+def test_a_thread_gives_its_memory_back(
+    library: RegionLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    monkeypatch.setattr(
+        loading._Decoder, "__del__", lambda self: closed.append(self._close(self.handle))
+    )
+    thread = threading.Thread(target=library._decoder)
+    thread.start()
+    thread.join()
+    assert len(closed) == 1
+
+
+@pytest.mark.usefixtures("_anew")
+def test_a_library_by_name(
+    library: RegionLibrary, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(cached_library()))
+    monkeypatch.setattr(loading, "cached_library", lambda **_: pytest.fail("built all the same"))
+    assert region_library().version == library.version
+
+
+def unavailable() -> RegionUnavailableError:
+    with pytest.raises(RegionUnavailableError) as caught:
+        region_library()
+    return caught.value
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize("content", [None, b"no library"])
+def test_a_name_that_is_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    path = tmp_path / "x.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv(VARIABLE, str(path))
+    error = unavailable()
+    assert error.cause.startswith(f"the library does not load ({path}")
+    assert error.remedy == f"check {VARIABLE}"
+
+
+@pytest.mark.usefixtures("_anew")
+def test_one_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> Path:
+        raise BuildError("no C compiler", "install one")
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(loading, "cached_library", refuse)
+    assert str(unavailable()) == "no C compiler; install one"
+
+
+@pytest.mark.usefixtures("_anew")
+def test_one_that_no_longer_loads_is_built_again(
+    library: RegionLibrary, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, asked = cached_library(), []
+    (tmp_path / "old.so").write_bytes(good.read_bytes()[:500])
+
+    def choose(*, rebuild: bool = False) -> Path:
+        asked.append(rebuild)
+        return good if rebuild else tmp_path / "old.so"
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(loading, "cached_library", choose)
+    assert region_library().version == library.version
+    assert asked == [False, True]
+
+
+@pytest.mark.usefixtures("_anew")
+def test_one_whose_pixels_differ_is_none(
+    library: RegionLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "disagreement", lambda _: "its pixels differ")
+    assert unavailable().cause == "its pixels differ"

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.augmentation.augment import FitTransform
+from paceline.data.decoding.decode import CorruptImage
+from paceline.data.decoding.preparer import PillowPreparer
+from paceline.data.region.library import RegionLibrary
+from paceline.data.region.preparer import RegionPreparer
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+FIT = FitTransform(8, 8, "bilinear")
+
+
+class Causes:
+    def __init__(self) -> None:
+        self.added: list[str] = []
+
+    def add(self, cause: str, seconds: float) -> None:
+        assert seconds > 0
+        self.added.append(cause)
+
+
+def encoded(kind: str, mode: str = "RGB") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(stream, kind)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "causes"),
+    [
+        (encoded("JPEG"), ["decode"]),
+        (encoded("JPEG", "CMYK"), ["decode", "augment"]),
+        (encoded("PNG"), ["decode", "augment"]),
+        (encoded("WEBP"), ["decode", "augment"]),
+        (PIXELS, ["decode", "augment"]),
+    ],
+)
+def test_whatever_is_stored(
+    library: RegionLibrary, data: bytes | np.ndarray, causes: list[str]
+) -> None:
+    """JPEGs by the library, all else by Pillow, with equal pixels."""
+    clock, got, want = Causes(), np.zeros((8, 8, 3), np.uint8), np.zeros((8, 8, 3), np.uint8)
+    RegionPreparer(FIT, 3, library)(data, (), got, clock)
+    PillowPreparer(FIT, 3)(data, (), want)
+    np.testing.assert_array_equal(got, want)
+    assert got.any()
+    assert clock.added == causes
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", encoded("JPEG")[:-9]])
+def test_corrupt_files_have_pillow_s_reason(library: RegionLibrary, data: bytes) -> None:
+    out = np.zeros((8, 8, 3), np.uint8)
+    with pytest.raises(CorruptImage) as pillow:
+        PillowPreparer(FIT, 3)(data, (), out)
+    with pytest.raises(CorruptImage) as region:
+        RegionPreparer(FIT, 3, library)(data, (), out)
+    assert str(region.value) == str(pillow.value)
+
+
+def test_description(library: RegionLibrary) -> None:
+    said = RegionPreparer(FIT, 3, library).describe()
+    assert said == f"region decoder, {library.version}"

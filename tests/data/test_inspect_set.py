@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.core.errors import DataError
+from paceline.data.inspection.contact_sheet import contact_sheet
+from paceline.data.inspection.inspect_set import inspect_set
+from paceline.data.inspection.inspect_split import inspect_split
+from paceline.data.packing.pack import pack
+from paceline.data.packing.pack_options import PackOptions
+from paceline.data.sources.shard_index_file import index_path, write_index
+from paceline.data.sources.shard_stamp import ShardStamp
+from paceline.data.sources.tar_index import scan_shard
+
+
+@pytest.fixture
+def packed(tmp_path: Path, memory_source: type) -> Path:
+    pack({"train": memory_source(20)}, tmp_path / "set", PackOptions(shard_samples=7))
+    return tmp_path / "set"
+
+
+def problems(directory: Path, **options: object) -> list[str]:
+    return inspect_set(str(directory), **options).problems  # type: ignore[arg-type]
+
+
+def test_nothing_wrong(packed: Path) -> None:
+    report = inspect_set(str(packed), look_at=None, workers=2)
+    assert report.problems == []
+    facts = report.table()["splits"]["train"]  # type: ignore[index]
+    assert facts["samples"] == facts["classes"] == facts["looked_at"] == 20
+    assert facts["samples_per_class"] == {"min": 1, "median": 1.0, "max": 1}
+    assert facts["formats"] == {"PNG": 20}
+    assert facts["modes"] == {"L": 20}
+    assert facts["width"] == facts["height"] == {"min": 8, "median": 8.0, "max": 8}
+    assert facts["bytes_are"] == "counted"
+
+
+def test_a_flipped_bit(packed: Path) -> None:
+    path = packed / "train-00001.tar"
+    content = bytearray(path.read_bytes())
+    content[530] ^= 1  # inside of an image
+    path.write_bytes(content)
+    assert any("train-00001.tar: SHA-256" in line for line in problems(packed))
+    assert not any("SHA-256" in line for line in problems(packed, checksums=False))
+
+
+def test_a_cut_shard_is_named_whatever_else_is_there(packed: Path) -> None:
+    os.truncate(packed / "train-00001.tar", 3000)
+    found = problems(packed)
+    assert any("train-00001.tar: not a readable tar shard" in line for line in found)
+    assert any("train-00001.tar: SHA-256" in line for line in found)
+
+
+def test_missing_and_surplus_shards(packed: Path) -> None:
+    (packed / "train-00001.tar").rename(packed / "train-00009.tar")
+    found = problems(packed)
+    assert any("train-00001.tar: is missing, the manifest has it" in line for line in found)
+    assert any("train-00009.tar: is not in the manifest" in line for line in found)
+
+
+def test_an_index_that_lies(packed: Path) -> None:
+    path = packed / "train-00000.tar"
+    with (packed / "train-00001.tar").open("rb") as content:
+        index = scan_shard(path, content)
+    write_index(index_path(path), index, ShardStamp.of(path))
+    assert any(
+        "train-00000.tar.index: says otherwise than its shard" in p for p in problems(packed)
+    )
+    os.utime(path, (1, 1))  # a stale one is never used, and no problem
+    assert problems(packed) == []
+
+
+def test_a_pack_that_was_interrupted(tmp_path: Path, memory_source: type) -> None:
+    def stop(split: str, done: int, corrupt: int) -> None:
+        if done == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack({"train": memory_source(20)}, tmp_path, PackOptions(shard_samples=7), on_sample=stop)
+    assert any("train is packed up to 7 of 20 samples" in line for line in problems(tmp_path))
+
+
+def test_corrupt_images_in_any_source(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (30, 20)).save(tmp_path / "train" / name / "1.jpg")
+    (tmp_path / "train" / "a" / "2.jpg").write_bytes(b"")
+    (tmp_path / "train" / "a" / "3.jpg").write_bytes(b"GIF89a, but no more")
+    found = problems(tmp_path)
+    assert any("a/2.jpg (empty file)" in line for line in found)
+    assert any("a/3.jpg (" in line for line in found)
+    assert len(found) == 2
+
+
+def test_sampling_is_the_same_every_time(memory_source: type) -> None:
+    source = memory_source(500)
+    assert inspect_split(source, 40, 0).looked_at == 40
+    first, source.reads = sorted(source.reads), []
+    inspect_split(source, 40, 3)
+    assert sorted(source.reads) == first
+    assert len(set(first)) == 40
+    assert inspect_split(source, 10_000, 2).looked_at == 500
+
+
+def test_no_data_at_all(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        inspect_set(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("count", [1, 7, 23])
+def test_contact_sheet(memory_source: type, count: int) -> None:
+    source = memory_source(count, corrupt={0})
+    source.classes = ["猫" * 30] * count
+    with Image.open(io.BytesIO(contact_sheet(source, 100))) as sheet:
+        pixels = np.asarray(sheet)
+        assert sheet.width == min(count, 10) * 116 + 4
+        assert sheet.height == -(-count // 10) * 132 + 4
+    assert pixels[60, 60].tolist() == [200, 30, 30]  # the corrupt one is red
+    if count > 1:
+        assert pixels[60, 116 + 60].tolist() == [1, 1, 1]
+
+
+def test_the_sheet_is_written(packed: Path, tmp_path: Path) -> None:
+    inspect_set(str(packed), sheet=(tmp_path / "sheet.png", 5))
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.width == 5 * 116 + 4

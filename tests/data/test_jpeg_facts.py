@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.data.on_device.jpeg_facts import jpeg_size
+
+
+def jpeg(mode: str = "RGB", size: tuple[int, int] = (21, 13), **options: Any) -> bytes:
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(stream, "JPEG", **options)
+    return stream.getvalue()
+
+
+def exif(orientation: int) -> bytes:
+    data = Image.Exif()
+    data[0x0112] = orientation
+    return data.tobytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "L"},
+        {"progressive": True},
+        {"subsampling": "4:4:4"},
+        {"optimize": True, "comment": b"words"},
+        {"exif": exif(1)},
+        {"size": (1, 1)},
+        {"restart_marker_blocks": 2},
+    ],
+)
+def test_what_the_device_takes(options: dict[str, Any]) -> None:
+    assert jpeg_size(jpeg(**options)) == options.get("size", (21, 13))
+    assert jpeg_size(jpeg(**options) + b"\0" * 8) is not None
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_what_exif_turns_goes_through_the_host(orientation: int) -> None:
+    assert jpeg_size(jpeg(exif=exif(orientation))) is None
+
+
+def test_so_does_everything_unusual() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(stream, "PNG")
+    whole = jpeg()
+    frame = whole.index(b"\xff\xc0")
+    lossless = whole[: frame + 1] + b"\xc3" + whole[frame + 2 :]
+    arithmetic = whole[: frame + 1] + b"\xc9" + whole[frame + 2 :]
+    deep = whole[: frame + 4] + b"\x0c" + whole[frame + 5 :]
+    huge = whole[: frame + 5] + b"\xff\xff\xff\xff" + whole[frame + 9 :]
+    xmp = whole[:2] + b"\xff\xe1\x00\x2chttp://ns.adobe.com/xap tiff:Orientation=3 ..." + whole[2:]
+    for data in (
+        b"", b"\xff\xd8", stream.getvalue(), jpeg("CMYK"), jpeg(keep_rgb=True), whole[:-40],
+        whole[: frame + 3] + b"\xff\xd9", lossless, arithmetic, deep, huge, xmp,
+    ):  # fmt: skip
+        assert jpeg_size(data) is None
+
+
+def test_any_bytes_are_answered() -> None:
+    draw, whole = np.random.default_rng(2), jpeg(exif=exif(1))
+    answers = set()
+    for _ in range(3000):
+        damaged = bytearray(whole)
+        for place in draw.integers(2, 300, 3):
+            damaged[place] = draw.integers(256)
+        answers.add(jpeg_size(bytes(damaged)) is None)
+    assert answers == {True, False}

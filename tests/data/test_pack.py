@@ -1,0 +1,260 @@
+"""Packing as a whole: what lies there afterwards, and after every way in which it can end early."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import DataError
+from paceline.data.file_lock import file_lock
+from paceline.data.packing import pack_shard, pack_split
+from paceline.data.packing.pack import pack
+from paceline.data.packing.pack_manifest import PackManifest
+from paceline.data.packing.pack_options import PackOptions
+from paceline.data.settings import DataSettings
+from paceline.data.sources.source import open_source
+
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
+SHORT = PackOptions(shard_samples=7)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.suffix == ".tar"}
+
+
+def opened(directory: Path, split: str = "train"):
+    return open_source(DataSettings(dir=str(directory)), split)  # type: ignore[arg-type]
+
+
+def test_every_sample_arrives(tmp_path: Path, memory_source: type) -> None:
+    source = memory_source(30)
+    manifest = pack({"train": source}, tmp_path, SHORT, workers=2)
+    assert sorted(contents(tmp_path)) == [f"train-{i:05d}.tar" for i in range(5)]
+    record = manifest.splits["train"]
+    assert (record.packed, record.copied, record.complete) == (30, 30, True)
+    packed = opened(tmp_path)
+    assert sorted(packed.labels.tolist()) == list(range(30))
+    assert packed.labels.tolist() != list(range(30))  # shuffled
+    assert packed.classes == source.classes
+    for i in range(30):
+        assert packed.read(i) == source._images[packed.labels[i]]
+    packed.close()
+
+
+def test_any_reader_of_tars_understands_them(tmp_path: Path, memory_source: type) -> None:
+    pack({"train": memory_source(5)}, tmp_path, PackOptions(shuffle=False))
+    with tarfile.open(tmp_path / "train-00000.tar") as tar:
+        members = tar.getmembers()
+        assert [m.name for m in members[:4]] == [
+            "00000000.png", "00000000.cls", "00000001.png", "00000001.cls",
+        ]  # fmt: skip
+        assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
+        label = tar.extractfile(members[3])
+        assert label is not None
+        assert label.read() == b"1"
+
+
+def test_threads_change_nothing(tmp_path: Path, memory_source: type) -> None:
+    made = []
+    for workers in (0, 1, 5):
+        directory = tmp_path / str(workers)
+        pack({"train": memory_source(40, {3, 17})}, directory,
+             PackOptions(shard_samples=9, max_corrupt_share=0.1), workers=workers)  # fmt: skip
+        made.append(contents(directory))
+    assert made[0] == made[1] == made[2]
+
+
+def test_the_manifest_tells_the_checksums(tmp_path: Path, memory_source: type) -> None:
+    pack({"train": memory_source(20)}, tmp_path, SHORT)
+    told = json.loads((tmp_path / "pack.json").read_text())
+    for shard in told["splits"]["train"]["shards"]:
+        content = (tmp_path / shard["name"]).read_bytes()
+        assert shard["sha256"] == hashlib.sha256(content).hexdigest()
+        assert shard["bytes"] == len(content)
+    assert told["options"]["shard_samples"] == 7
+
+
+def test_a_shard_ends_at_its_size(tmp_path: Path, memory_source: type, monkeypatch) -> None:
+    source = memory_source(3, size=8)
+    source.read = lambda i: np.random.default_rng(i).integers(0, 256, (600, 400, 3), np.uint8)
+    pack({"train": source}, tmp_path, PackOptions(shard_mib=1))
+    assert [s.samples for s in PackManifest.read(tmp_path).splits["train"].shards] == [2, 1]
+
+
+class Interrupt:
+    """Ends a pack at its n-th sample."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error = at, error
+
+    def __call__(self, split: str, done: int, corrupt: int) -> None:
+        if done == self.at:
+            raise self.error
+
+
+@pytest.mark.parametrize("at", [1, 7, 10, 21, 30])
+def test_an_interrupted_pack_goes_on(tmp_path: Path, memory_source: type, at: int) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    sources = {"train": memory_source(30, {5}), "val": memory_source(30)}
+    options = PackOptions(shard_samples=7, max_corrupt_share=0.1)
+    shards = pack(sources, whole, options).splits["train"].shards
+    with pytest.raises(KeyboardInterrupt):
+        pack(sources, parts, options, workers=2, on_sample=Interrupt(at, KeyboardInterrupt()))
+    finished = contents(parts)
+    assert sorted(finished) == [shard.name for shard in shards if shard.stop < at]
+    assert all(content == contents(whole)[name] for name, content in finished.items())
+    assert not list(parts.glob(".*.part"))
+    times = {name: (parts / name).stat().st_mtime_ns for name in finished}
+    pack(sources, parts, options, workers=2)
+    assert contents(parts) == contents(whole)
+    assert (parts / "pack.json").read_bytes() == (whole / "pack.json").read_bytes()
+    assert {name: (parts / name).stat().st_mtime_ns for name in finished} == times
+
+
+def test_what_a_killed_pack_left_is_swept(tmp_path: Path, memory_source: type) -> None:
+    pack({"train": memory_source(5)}, tmp_path, SHORT)
+    (tmp_path / ".train-00001.tar.77.part").write_bytes(b"half")
+    pack({"train": memory_source(5)}, tmp_path, SHORT)
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_other_options_or_data_are_refused(tmp_path: Path, memory_source: type) -> None:
+    pack({"train": memory_source(20)}, tmp_path, SHORT)
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match="was packed with quality = 90, not 80; repeat"):
+        pack({"train": memory_source(20)}, tmp_path, PackOptions(shard_samples=7, quality=80))
+    with pytest.raises(
+        DataError, match=r"train split was packed from other data \(20 samples, now"
+    ):
+        pack({"train": memory_source(21)}, tmp_path, SHORT)
+    with pytest.raises(DataError, match="classes.json: names other classes"):
+        pack({"val": memory_source(3)}, tmp_path, SHORT)
+    assert contents(tmp_path) == before
+
+
+def test_a_split_can_be_added(tmp_path: Path, memory_source: type) -> None:
+    pack({"train": memory_source(20)}, tmp_path, SHORT)
+    manifest = pack({"val": memory_source(20)}, tmp_path, SHORT)
+    assert set(manifest.splits) == {"train", "val"}
+    assert len(opened(tmp_path, "val")) == 20
+
+
+def test_a_finished_shard_that_was_touched_is_noticed(tmp_path: Path, memory_source: type) -> None:
+    pack({"train": memory_source(20)}, tmp_path, SHORT)
+    os.truncate(tmp_path / "train-00001.tar", 100)
+    with pytest.raises(DataError, match="train-00001.tar: has 100 bytes, not"):
+        pack({"train": memory_source(20)}, tmp_path, SHORT)
+    (tmp_path / "train-00001.tar").unlink()
+    with pytest.raises(DataError, match="train-00001.tar: is missing"):
+        pack({"train": memory_source(20)}, tmp_path, SHORT)
+
+
+def test_only_our_own_directory(tmp_path: Path, memory_source: type) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(DataError, match=r"is not empty \(thesis.tex is there\)"):
+        pack({"train": memory_source(3)}, tmp_path, SHORT)
+    with pytest.raises(DataError, match="is a file, not a directory"):
+        pack({"train": memory_source(3)}, tmp_path / "thesis.tex", SHORT)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_two_packs_at_once(tmp_path: Path, memory_source: type) -> None:
+    with file_lock(tmp_path / ".pack.lock") as held:
+        assert held
+        with pytest.raises(DataError, match="another pack is writing there"):
+            pack({"train": memory_source(3)}, tmp_path, SHORT)
+
+
+def test_corrupt_images_are_named_and_left_out(tmp_path: Path, memory_source: type) -> None:
+    source = memory_source(30, {4, 9})
+    manifest = pack({"train": source}, tmp_path, PackOptions(max_corrupt_share=0.1))
+    record = manifest.splits["train"]
+    assert record.packed == 28
+    assert sorted((s.index, s.name) for s in record.corrupt) == [(4, "memory:4"), (9, "memory:9")]
+    assert "not a JPEG" in record.corrupt[0].reason
+    assert sorted(opened(tmp_path).labels.tolist()) == sorted(set(range(30)) - {4, 9})
+
+
+def test_too_many_corrupt_images(tmp_path: Path, memory_source: type) -> None:
+    with pytest.raises(DataError, match=r"2 corrupt of 30 images in train \(allowed: 1\)"):
+        pack({"train": memory_source(30, {4, 9})}, tmp_path, PackOptions())
+    with pytest.raises(DataError, match=r"train: no image that can be decoded"):
+        pack({"train": memory_source(1, {0})}, tmp_path / "one", PackOptions())
+    assert not contents(tmp_path / "one")
+
+
+def test_corrupt_images_at_the_very_end_make_no_shard(tmp_path: Path, memory_source: type) -> None:
+    options = PackOptions(shard_samples=3, shuffle=False, max_corrupt_share=0.4)
+    manifest = pack({"train": memory_source(5, {3, 4})}, tmp_path, options)
+    assert list(contents(tmp_path)) == ["train-00000.tar"]
+    assert len(manifest.splits["train"].corrupt) == 2
+    assert pack({"train": memory_source(5, {3, 4})}, tmp_path, options).splits["train"].complete
+
+
+def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
+    written = []
+
+    class FullDisk(pack_shard.ShardWriter):
+        def _write(self, content: bytes) -> None:
+            written.append(len(content))
+            if sum(written) > 25_000:
+                raise OSError(28, "No space left on device")
+            super()._write(content)
+
+    monkeypatch.setattr(pack_split, "ShardWriter", FullDisk)
+    with pytest.raises(
+        DataError, match=r"train-00001.tar: cannot be written \(No space left .*free"
+    ):
+        pack({"train": memory_source(20)}, tmp_path, SHORT, workers=1)
+    assert list(contents(tmp_path)) == ["train-00000.tar"]
+    assert not list(tmp_path.glob(".*.part"))
+    monkeypatch.undo()
+    assert pack({"train": memory_source(20)}, tmp_path, SHORT).splits["train"].packed == 20
+
+
+def test_a_disk_that_does_not_keep_what_it_was_given(
+    tmp_path: Path, memory_source: type, monkeypatch
+) -> None:
+    monkeypatch.setattr(pack_shard, "file_digest", lambda file: "0" * 64)
+    with pytest.raises(DataError, match="train-00000.tar: reads back other than it was written"):
+        pack({"train": memory_source(20)}, tmp_path, SHORT)
+    assert not contents(tmp_path)
+
+
+def test_a_damaged_manifest(tmp_path: Path, memory_source: type) -> None:
+    pack({"train": memory_source(5)}, tmp_path, SHORT)
+    good = (tmp_path / "pack.json").read_text()
+    for content, line in (
+        ("{", "is no manifest of a pack"),
+        ("[]", "is no manifest of a pack"),
+        (good.replace('"version": 1', '"version": 9'), "version 9, this Paceline reads 1"),
+        (good.replace("train-00000.tar", "../../etc/passwd"), "is no manifest"),
+        (good.replace('"samples"', '"simples"'), "is no manifest"),
+    ):
+        (tmp_path / "pack.json").write_text(content)
+        with pytest.raises(DataError, match=line):
+            pack({"train": memory_source(5)}, tmp_path, SHORT)
+
+
+def test_names_of_the_source_never_become_paths(
+    tmp_path: Path, write_tar: Callable[..., Path], samples: Callable[..., list[tuple[str, bytes]]]
+) -> None:
+    image = samples(1)[0][1]
+    evil = [("../../evil.png", image), ("../../evil.cls", b"0"),
+            ("/etc/evil2.png", image), ("/etc/evil2.cls", b"1")]  # fmt: skip
+    (tmp_path / "in").mkdir()
+    write_tar(tmp_path / "in" / "train-0.tar", evil)
+    before = sorted(p for p in tmp_path.rglob("*"))
+    pack({"train": opened(tmp_path / "in")}, tmp_path / "out", PackOptions())
+    new = sorted(set(tmp_path.rglob("*")) - set(before) - {tmp_path / "out"})
+    assert all(path.parent == tmp_path / "out" for path in new)
+    with tarfile.open(tmp_path / "out" / "train-00000.tar") as tar:
+        assert sorted(tar.getnames()) == ["00000000.cls", "00000000.png",
+                                          "00000001.cls", "00000001.png"]  # fmt: skip
