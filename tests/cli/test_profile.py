@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from paceline.bench.profile import take_apart
@@ -62,3 +63,18 @@ def test_gradients_come_in_the_order_of_backward() -> None:
 def test_mistakes_are_one_line(flags: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ask("--device", "cpu", *flags)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_on_a_gpu(tmp_path: Path) -> None:
+    """The GPU's own clock orders the gradients within backward."""
+    file = tmp_path / "p.toml"
+    ask("--model", "resnet18", "--image-size", "64", "--classes", "10", "--device", "cuda", "--steps",
+        "5", "--warm-up", "3", "-b", "64", "-b", "256", "--output", str(file))  # fmt: skip
+    work = Workload.read(file)
+    ready = [gradient.ready for gradient in work.gradients]
+    assert ready == sorted(ready)
+    assert 0 < ready[0] < 0.5
+    assert ready[-1] == pytest.approx(1, abs=0.2)
+    assert work.compute_s(256) > work.compute_s(64) > 0
