@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from data_sets import write_shards
-from paceline.bench import input_peers
+from paceline.bench import input_peers, input_training
 from paceline.bench.input_memory import measure_memory
-from paceline.bench.input_row import InputRow, images_per_s, one_torch_thread, open_stream
+from paceline.bench.input_row import (
+    InputRow,
+    RowSample,
+    measure_row,
+    one_torch_thread,
+    open_stream,
+)
 from paceline.bench.input_source import open_repeated
 from paceline.bench.input_table import RowRates, measure_rows, ratios
-from paceline.bench.input_training import measure_training
+from paceline.bench.input_training import measure_training, median_stall
 from paceline.data.settings import DataSettings
 
 
@@ -31,14 +38,18 @@ def shards(tmp_path: Path) -> DataSettings:
 def test_every_round_measures_every_row_and_begins_with_another() -> None:
     rows, asked = rows_of(DataSettings(), "ours", "dataloader", "processes"), []
 
-    def measure(row: InputRow, seconds: float) -> float:
+    def measure(row: InputRow, seconds: float) -> RowSample:
         asked.append(row.kind)
-        return {"ours": 300.0, "dataloader": 200.0, "processes": 100.0}[row.kind]
+        rate = {"ours": 300.0, "dataloader": 200.0, "processes": 100.0}[row.kind]
+        return RowSample(rate, f"described {row.kind}", "odd" if len(asked) == 1 else "")
 
     found = measure_rows(rows, rounds=3, seconds=0.1, tell=lambda text: None, measure=measure)
     assert asked[::3] == ["ours", "dataloader", "processes"]
     assert sorted(asked) == sorted(3 * ["ours", "dataloader", "processes"])
     assert [result.rates for result in found] == [(300.0,) * 3, (200.0,) * 3, (100.0,) * 3]
+    said = found[0].to_dict()
+    assert (said["input"], said["remarks"]) == ("described ours", ["odd"])
+    assert found[1].to_dict()["remarks"] == []
 
 
 def test_a_ratio_is_the_median_of_the_rounds_against_the_fastest_peer_of_a_kind() -> None:
@@ -60,7 +71,14 @@ def test_all_deliver_normalised_images_of_the_same_kind(
     shards: DataSettings, kind: Any, split: Any
 ) -> None:
     row = InputRow(kind, 1, shards, split, 4, "cpu")
-    assert images_per_s(row, 0.0) > 0
+    sample = measure_row(row, 0.0)
+    assert sample.rate > 0
+    words = {
+        "ours": "1 thread",
+        "processes": "each no threads",
+        "dataloader": "DataLoader of torch",
+    }
+    assert words[kind] in sample.described
     with one_torch_thread(), open_stream(row) as stream:
         images = next(stream)
     assert images.shape == (4, 3, 8, 8)
@@ -114,6 +132,36 @@ def test_training_from_the_input_against_synthetic(shards: DataSettings) -> None
     )
     assert set(found["input_stall_s_of_a_step"]) <= {"read", "decode", "augment", "other"}
     assert found["input_stall_s_of_a_step"]
+
+
+def test_a_stall_is_the_median_of_all_rounds() -> None:
+    rounds = [{"read": 0.1}, {"read": 0.3, "decode": 0.2}, {"read": 9.0, "decode": 0.4}]
+    assert median_stall(rounds) == {"read": 0.3, "decode": 0.2}
+    assert median_stall([{}, {"read": 5.0}, {}]) == {"read": 0.0}
+
+
+def test_steps_before_the_clock_runs_are_no_stall() -> None:
+    """The step numbers themselves are the stalls: only those of the steps timed may be in the mean."""
+    step = _CountingStep()
+    turns = input_training._Turns(step, 4)  # type: ignore[arg-type]
+    _, stall = turns.measure(3, warm_up=5)
+    # Two before, then 5 + 3 + 1 within, of which the last three are timed, and one to empty the queue.
+    assert step.launched == 12
+    assert stall == {"read": 9.0}
+
+
+class _CountingStep:
+    lag = 1
+
+    def __init__(self) -> None:
+        self.launched = self.collected = 0
+
+    def launch(self, number: int, rate: float) -> None:
+        self.launched += 1
+
+    def collect(self) -> SimpleNamespace:
+        self.collected += 1
+        return SimpleNamespace(loss=0.0, number=0, stall={"read": float(self.collected - 1)})
 
 
 def test_processes_give_the_batches_of_the_threads(shards: DataSettings) -> None:

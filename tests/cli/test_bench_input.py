@@ -44,6 +44,8 @@ def test_one_json_object_with_rows_ratios_training_and_environment(
     names = [row["name"] for row in report["rows"]]
     assert names[:3] == ["ours × 1", "ours × 2", "dataloader × 1"]
     assert all(len(row["rounds"]) == 1 for row in report["rows"])
+    assert report["rows"][0]["input"].startswith("1 thread")
+    assert report["rows"][0]["remarks"] == []
     assert any(name.endswith("/ dataloader × 1") for name in report["ratios"])
     assert len(names) == 4 or "webdataset: not measured" in report["notes"][0]
     assert report["training"]["model"] == "resnet_tiny"
@@ -67,6 +69,16 @@ def test_mistakes_are_one_line(bench: Bench, tmp_path: Path) -> None:
         assert code in (1, 2), (arguments, err)
         assert words in err, (arguments, err)
         assert err.count("\n") <= 1
+
+
+def test_the_table_says_what_ran(bench: Bench, tmp_path: Path) -> None:
+    data = write_shards(tmp_path / "data")
+    code, out, err = bench(
+        "--data-dir", str(data), "--image-size", "28", "-b", "4", "--rounds", "1", "--seconds",
+        "0.01", "--workers", "1", "--peers", "", "--decoder", "pillow", "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "ours × 1: 1 thread (Pillow decodes)" in out
 
 
 def test_memory_and_seek(bench: Bench) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -88,3 +89,28 @@ def _fault_on_the_way(rank: int) -> str:
 
 def test_a_rank_that_failed_on_the_way_is_not_waited_for() -> None:
     assert run_ranks(2, _fault_on_the_way)[0] == "rank 1: out of memory; free some"
+
+
+class _JustTooLate:
+    """A store to which rank 0 writes its verdict, and then its fault, right after the first look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def set(self, key: str, value: str) -> None:
+        """Nobody reads it."""
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def get(self, key: str) -> bytes:
+        word = {"error": "ranks differ", "code": 2}
+        return json.dumps(word if key.endswith("verdict") else word | {"rank": 0}).encode()
+
+
+def test_a_verdict_counts_before_the_fault_that_follows_from_it() -> None:
+    agreement = Agreement(_JustTooLate(), Topology(rank=1, world_size=2), 5.0)  # type: ignore[arg-type]
+    with pytest.raises(AgreedError) as caught:
+        agreement.settle("configuration")
+    assert str(caught.value) == "ranks differ"

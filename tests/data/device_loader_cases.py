@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.core.errors import DataError
+from paceline.core.errors import ConfigError, DataError
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
-from paceline.data.on_device import crop_kernel, device_reader
+from paceline.data.on_device import crop_kernel, device_loader, device_reader
 from paceline.data.on_device.batch_decoder import Decoded
 from paceline.data.on_device.device_loader import DeviceEvalLoader, DeviceTrainLoader
 from paceline.data.settings import DataSettings
@@ -34,13 +34,19 @@ class PillowDecoder:
 
     interleaved = False
 
+    def __init__(self) -> None:
+        self.chunks: list[int] = []
+        self.refused = 0
+
     def __call__(self, files: Sequence[bytes]) -> Decoded:
         images: list[torch.Tensor | None] = []
+        self.chunks.append(len(files))
         for file in files:
             image = Image.open(io.BytesIO(file)).convert("RGB")
             planes = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
             images.append(None if image.width == 9 else planes)
-        return Decoded(images, None)
+            self.refused += image.width == 9
+        return Decoded(images, None, "" if None not in images else "width 9")
 
     def describe(self) -> str:
         return "Pillow"
@@ -76,8 +82,11 @@ class Jpegs:
 
 
 @pytest.fixture(autouse=True)
-def _pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_reader, "create_batch_decoder", lambda name, device: PillowDecoder())
+def pillow(monkeypatch: pytest.MonkeyPatch) -> PillowDecoder:
+    """Chunks of at most two, so that batches have several, and the corrupt sample lies in a later one."""
+    decoder = PillowDecoder()
+    monkeypatch.setattr(device_reader, "create_batch_decoder", lambda name, device: decoder)
+    monkeypatch.setattr(device_loader, "CHUNK", 2)
     lock, crop_into = threading.Lock(), crop_kernel.crop_into
 
     def alone(*arguments: Any, **more: Any) -> None:
@@ -86,9 +95,10 @@ def _pillow(monkeypatch: pytest.MonkeyPatch) -> None:
             crop_into(*arguments, **more)
 
     monkeypatch.setattr(crop_kernel, "crop_into", alone)
+    return decoder
 
 
-def test_training_batches_are_those_of_the_threads() -> None:
+def test_training_batches_are_those_of_the_threads(pillow: PillowDecoder) -> None:
     source, plan = Jpegs(), BatchPlan(7, 2, 5, 5, 1)
     host = DataSettings(**{**vars(SETTINGS), "decoder": "pillow"})
     common = {"seed": 3, "rank": 0, "first_step": 1}
@@ -104,10 +114,12 @@ def test_training_batches_are_those_of_the_threads() -> None:
             assert {"read", "decode", "augment"} <= set(got.spent)
         assert device.corrupt == threads.corrupt
         assert [sample.index for sample in device.corrupt] == [2]
-        assert "samples were decoded on the host" in device.remark()
+        assert max(pillow.chunks) == 2
+        assert "no JPEGs for the GPU, " in device.remark()
+        assert "(the first: 4.jpg: width 9)" in device.remark()
 
 
-def test_evaluation_leaves_out_the_corrupt_one() -> None:
+def test_evaluation_leaves_out_the_corrupt_one(pillow: PillowDecoder) -> None:
     source = Jpegs()
     host = DataSettings(**{**vars(SETTINGS), "decoder": "pillow"})
     common = {"rank": 0, "world_size": 1, "batch_size": 4}
@@ -120,6 +132,31 @@ def test_evaluation_leaves_out_the_corrupt_one() -> None:
             assert got.corrupt == wanted.corrupt
             assert int((got.images.int() - wanted.images.int()).abs().max()) <= 1
         assert device.describe() == "Pillow, 2 threads"
+        said = device.remark()
+        assert said.startswith(
+            "3 samples were decoded on the host: 2 no JPEGs for the GPU, 1 after"
+        )
+        assert sum(len(batch) for batch in device) == 6
+        assert pillow.refused == 1  # in the first pass; then it went straight to the host
+
+
+def test_pixels_are_refused_and_what_was_chosen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Jpegs()
+    loader = DeviceEvalLoader(
+        source, SETTINGS, rank=0, world_size=1, batch_size=4, device=CPU, remark="not resident: x"
+    )
+    assert loader.describe() == "Pillow, 2 threads (not resident: x)"
+    monkeypatch.setattr(source, "read", lambda i: np.zeros((4, 4, 3), dtype=np.uint8))
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .* are stored as pixels; set"):
+        DeviceEvalLoader(source, SETTINGS, rank=0, world_size=1, batch_size=4, device=CPU)
+
+
+def test_a_kernel_that_does_not_work_shows_before_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crop_kernel, "crop_into", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .*gave a wrong result"):
+        DeviceEvalLoader(Jpegs(), SETTINGS, rank=0, world_size=1, batch_size=4, device=CPU)
 
 
 def test_too_many_corrupt_files_end_it() -> None:

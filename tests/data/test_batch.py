@@ -38,6 +38,16 @@ def test_frozen() -> None:
         batch.labels = torch.ones(1)  # type: ignore[misc]
 
 
+def test_pinning_for_torchs_loader_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    batch = filled(2).batch((CorruptSample(7, "x", "y"),))
+    # torch's own function, which passes over what has no such method.
+    again = torch.utils.data._utils.pin_memory.pin_memory(batch)
+    assert again == batch
+    assert [part.dtype for part in pinned] == [torch.uint8, torch.int64]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def settings(tmp_path: Path, cache: str, form: str = "raw", **more: object) -> D
 def test_the_same_pixels_as_without(tmp_path: Path, cache: str, form: str, channels: int) -> None:
     plain = Pictures(images())
     chosen = settings(tmp_path, cache, form, channels=channels, mean=[0.5], std=[0.5])
-    source = cached(plain, chosen)
+    source = cached(plain, chosen, "train")
     for _ in range(2):
         for i, data in enumerate(plain.data):
             wanted = np.asarray(decode(data, channels))
@@ -86,7 +87,8 @@ def test_the_same_pixels_as_without(tmp_path: Path, cache: str, form: str, chann
 
 @pytest.mark.parametrize("form", ["raw", "decoded"])
 def test_corrupt_images_stay_corrupt(tmp_path: Path, form: str) -> None:
-    source = cached(Pictures([images()[0], b"no image", b""]), settings(tmp_path, "memory", form))
+    pictures = Pictures([images()[0], b"no image", b""])
+    source = cached(pictures, settings(tmp_path, "memory", form), "train")
     for _ in range(2):
         for i in (1, 2):
             with pytest.raises(CorruptImage):
@@ -122,7 +124,7 @@ def test_what_is_kept_is_not_part_of_something_larger() -> None:
 
 def test_it_passes_on_what_the_source_is(tmp_path: Path) -> None:
     plain = Pictures(images())
-    source = cached(plain, settings(tmp_path, "memory"))
+    source = cached(plain, settings(tmp_path, "memory"), "train")
     assert isinstance(source, CachedSource)
     assert (len(source), source.name(2), list(source.classes)) == (7, "picture:2", ["a"])
     assert shard_sizes(source) == [7]
@@ -170,4 +172,38 @@ def test_a_cache_of_no_use_is_refused() -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataError, match=r"cache/.*: cannot be written"):
-        cached(Pictures(images()), settings(tmp_path, "disk"))
+        cached(Pictures(images()), settings(tmp_path, "disk"), "train")
+
+
+def test_no_split_gets_the_other_s_images(tmp_path: Path, png: Callable[..., bytes]) -> None:
+    """Equal in names, labels, sizes and times, as two splits may be."""
+    for split, grey in (("train", 10), ("val", 20)):
+        path = tmp_path / "data" / split / "a" / "1.png"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(png(np.full((4, 4), grey, np.uint8)))
+        os.utime(path, (1, 1))
+    chosen = settings(tmp_path, "disk", dir=str(tmp_path / "data"))
+    for split, grey in (("train", 10), ("val", 20)):
+        source = open_source(chosen, split)  # type: ignore[arg-type]
+        assert np.asarray(decode(source.read(0), 1))[0, 0] == grey
+        source.close()
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path, png: Callable[..., bytes]) -> None:
+    path = tmp_path / "data" / "train" / "a" / "1.png"
+    path.parent.mkdir(parents=True)
+    chosen = settings(tmp_path, "disk", dir=str(tmp_path / "data"))
+    for grey in (10, 20):
+        path.write_bytes(png(np.full((4, 4), grey, np.uint8)))
+        os.utime(path, (grey, grey))
+        source = open_source(chosen, "train")
+        assert np.asarray(decode(source.read(0), 1))[0, 0] == grey
+        source.close()
+
+
+@pytest.mark.parametrize("decoder", ["nvjpeg", "dali"])
+def test_pixels_are_nothing_for_a_decoder(decoder: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.cache_form = 'decoded': .*'raw'"):
+        DataSettings(cache="memory", cache_form="decoded", decoder=decoder)
+    DataSettings(cache="memory", cache_form="raw", decoder=decoder)
+    DataSettings(cache_form="decoded", decoder=decoder)  # nothing is cached

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.data.caching import cache_disk
 from paceline.data.caching.cache_disk import DiskStore
 from paceline.data.caching.cache_entry import from_entry, to_entry
 
@@ -99,12 +101,16 @@ def test_a_full_disk_ends_the_caching_and_not_the_run(
     store.put(0, b"before")
     used = store.used_bytes
 
-    def full(path: Path, content: bytes) -> int:
-        path.touch()
-        raise OSError(28, "No space left on device")
+    class FullDisk(io.BytesIO):
+        def write(self, content: object, /) -> int:
+            raise OSError(28, "No space left on device")
+
+    def full(part: Path) -> FullDisk:
+        part.touch()
+        return FullDisk()
 
     with monkeypatch.context() as disk:
-        disk.setattr(Path, "write_bytes", full)
+        disk.setattr(cache_disk, "open_part", full)
         for i in range(1, 5):
             store.put(i, b"more")
     assert store.used_bytes == used

@@ -97,17 +97,28 @@ def test_it_closes_in_the_middle_of_a_read(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_batches_are_there_whole_whatever_the_stream_is_busy_with(
-    memory_source: Any, small_settings: Callable[..., Any]
+@pytest.mark.parametrize("late", ["training", "copying"])
+def test_on_a_gpu_batches_are_there_whole_whichever_stream_is_late(
+    memory_source: Any, small_settings: Callable[..., Any], late: str
 ) -> None:
+    """With the copies late, a training that did not wait for them would read what was there before."""
     source, device = memory_source(12), torch.device("cuda", torch.cuda.current_device())
     settings = small_settings(workers=2, resident="off")
     made = create_train_loader(source, PLAN, settings, seed=1, rank=0, first_step=0, device=device)
     assert isinstance(made, CopiedAhead)
+    copying = torch.cuda.Stream(device)
+    made._stream = copying  # its own, made here to be kept busy
     sums, wanted = [], []
     with made, loader(source, settings) as plain:
-        for batch, host in zip(made, plain, strict=True):
-            torch.cuda._sleep(20_000_000)  # the copies run on while this stream is late
+        for host in plain:
+            if late == "copying":
+                # In front of the copies queued from here on: those of the batches after the next two.
+                with torch.cuda.stream(copying):
+                    torch.cuda._sleep(20_000_000)
+            batch = next(made)
+            if late == "training":
+                torch.cuda._sleep(20_000_000)  # the copies run on while this stream is late
             sums.append(batch.images.sum(dtype=torch.int64) + batch.labels.sum())
             wanted.append(int(host.images.sum(dtype=torch.int64) + host.labels.sum()))
+            del batch  # its memory is the next copies'
     assert [int(total) for total in sums] == wanted

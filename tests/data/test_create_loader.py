@@ -70,6 +70,29 @@ def test_a_large_set_stays_with_the_threads(
     assert said == "2 threads (not resident: 4 MiB, over data.resident_max_mib)"
 
 
+@pytest.mark.parametrize("make", [train, evaluation])
+def test_a_decoder_on_the_gpu_is_never_passed_over(
+    memory_source: Any, small_settings: Make, monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    """Whoever names one gets it, and hears that the set is not resident for it."""
+    told: list[str] = []
+
+    def decoded_there(*_: object, remark: str, **more: object) -> Any:
+        told.append(remark)
+        return memory_source(1)
+
+    monkeypatch.setattr(module, "DeviceTrainLoader", decoded_there)
+    monkeypatch.setattr(module, "DeviceEvalLoader", decoded_there)
+    source = memory_source(8)
+    source.remark = "index built anew"
+    make(source, small_settings(decoder="nvjpeg"), GPU)
+    make(source, small_settings(decoder="dali", resident="off"), GPU)
+    assert told == ["not resident: data.decoder = nvjpeg; index built anew", "index built anew"]
+    assert source.reads == []
+    with pytest.raises(ConfigError, match="data.resident = 'on': .*set data.resident = 'off', or"):
+        make(source, small_settings(decoder="nvjpeg", resident="on"), GPU)
+
+
 def images_of(sizes: list[int]) -> Any:
     class Mixed:
         classes = ("a",)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_the_region_decoder_where_it_is(
 ) -> None:
     prepare = create(jpeg_source, small_settings(decoder=decoder))
     assert isinstance(prepare, RegionPreparer)
-    assert prepare.describe().startswith("region decoder, libjpeg-turbo ")
+    assert prepare.describe().startswith("region decoder, built against libjpeg-turbo ")
 
 
 @pytest.mark.usefixtures("_missing")
@@ -90,3 +91,12 @@ def test_a_source_without_jpegs_does_not_ask_for_the_library(
 
 def test_an_empty_name_or_source(memory_source: Any, small_settings: Make) -> None:
     assert create(memory_source(0), small_settings()).describe() == ""
+
+
+@pytest.mark.parametrize("decoder", ["nvjpeg", "dali"])
+def test_a_decoder_of_the_gpu_is_no_host_s(
+    jpeg_source: Any, small_settings: Make, decoder: str
+) -> None:
+    chosen = replace(small_settings(), decoder=decoder)
+    with pytest.raises(ConfigError, match=f"data.decoder = '{decoder}': decodes on a GPU"):
+        create(jpeg_source, chosen)

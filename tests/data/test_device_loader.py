@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.create_loader import create_eval_loader, create_train_loader
 from paceline.data.on_device.batch_decoder import create_batch_decoder
+from paceline.data.on_device.device_loader import chunks_of
 from paceline.data.on_device.device_reader import check_settings
 from paceline.data.settings import DataSettings
 
@@ -42,8 +43,17 @@ def test_the_loaders_with_the_kernel_in_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 3, done.stdout[-500:]
+    assert int(passed[1]) >= 5, done.stdout[-500:]
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"), [(0, []), (5, [5]), (64, [64]), (65, [33, 32]), (256, [64] * 4)]
+)
+def test_chunks_are_large_whatever_the_threads(length: int, sizes: list[int]) -> None:
+    chunks = chunks_of(length)
+    assert [last - first for first, last in chunks] == sizes
+    assert [first for first, _ in chunks[1:]] == [last for _, last in chunks[:-1]]
 
 
 def test_what_the_gpus_way_cannot_do_is_refused() -> None:
@@ -150,3 +160,40 @@ def test_on_a_gpu_evaluation_too() -> None:
             assert got.corrupt == wanted.corrupt
             apart = (got.images.cpu().int() - wanted.images.int()).abs().float()
             assert float(apart.mean()) < 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not TORCHVISION, reason="needs torchvision")
+def test_on_a_gpu_every_image_is_right_while_the_training_is_busy() -> None:
+    """The training's stream lags behind with work in memory that comes and goes, as a step's does; a
+    decoder that wrote too early, or too late, would spoil some image of some round."""
+    source, plan = Jpegs(), BatchPlan(24, 6, 24, 24, 1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    common = {"max_corrupt_share": 0.1, "resident": "off"}
+
+    def batches(decoder: str, workers: int, busy: bool) -> list[torch.Tensor]:
+        found = []
+        settings = DataSettings(decoder=decoder, workers=workers, **common)
+        loader = create_train_loader(
+            source, plan, settings, seed=1, rank=0, first_step=0, device=device
+        )
+        with loader:
+            for batch in loader:
+                if busy:
+                    torch.cuda._sleep(50_000_000)
+                    for _ in range(8):
+                        noise = torch.full((3, 600, 800), 255, dtype=torch.uint8, device=device)
+                        noise.add_(1)
+                        del noise
+                found.append(batch.images.clone())
+                del batch
+        return [images.cpu() for images in found]
+
+    wanted, quiet = batches("pillow", 2, busy=False), batches("nvjpeg", 1, busy=False)
+    for workers in (1, 4):
+        got = batches("nvjpeg", workers, busy=True)
+        for one, other, host in zip(got, quiet, wanted, strict=True):
+            assert torch.equal(one, other)
+            apart = (one.int() - host.int()).abs().float().mean(dim=(1, 2, 3))
+            assert float(apart.max()) < 4.0  # of every image, not of all together

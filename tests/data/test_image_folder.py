@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from paceline.core.errors import DataError
 from paceline.data.decoding.decode import decode
+from paceline.data.sources.image_files import ImageFiles
 from paceline.data.sources.image_folder import ImageFolder, class_directories
 
 
@@ -89,3 +91,33 @@ def test_a_directory_that_may_not_be_listed(root: Path) -> None:
     with pytest.raises(DataError, match=r"cat/x: cannot be listed"):
         ImageFolder(root)
     (root / "cat/x").chmod(0o700)
+
+
+def test_links_that_lead_in_a_circle(root: Path) -> None:
+    plain = ImageFolder(root)
+    (root / "cat" / "x" / "again").symlink_to(root / "cat", target_is_directory=True)
+    (root / "cat" / "here").symlink_to(".", target_is_directory=True)
+    (root / "dog" / "all").symlink_to("..", target_is_directory=True)
+    source = ImageFolder(root)
+    assert [source.name(i) for i in range(len(source))] == [plain.name(i) for i in range(5)]
+
+
+def test_the_identity_tells_a_changed_file(root: Path, tmp_path: Path) -> None:
+    before = ImageFolder(root).identity()
+    shutil.copytree(root, tmp_path / "copy")  # with its times
+    assert ImageFolder(tmp_path / "copy").identity() == before
+    path = root / "dog" / "b.png"
+    seen = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns + 1))
+    assert ImageFolder(root).identity() != before
+    path.write_bytes(b"shorter")
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert ImageFolder(root).identity() != before
+    path.rename(root / "dog" / "c.png")
+    with pytest.raises(DataError, match=r"dog/b\.png: cannot be read"):
+        listed(root, "dog/b.png").identity()
+
+
+def listed(root: Path, *names: str) -> ImageFiles:
+    return ImageFiles(root, names, [0] * len(names), ["dog"])

@@ -130,3 +130,11 @@ def test_the_sheet_is_written(packed: Path, tmp_path: Path) -> None:
     inspect_set(str(packed), sheet=(tmp_path / "sheet.png", 5))
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.width == 5 * 116 + 4
+
+
+def test_a_damaged_manifest_is_one_problem_among_others(packed: Path) -> None:
+    (packed / "pack.json").write_text("{")
+    os.truncate(packed / "train-00001.tar", 3000)
+    found = problems(packed)
+    assert any("train-00001.tar: not a readable tar shard" in line for line in found)
+    assert sum("pack.json: is no manifest of a pack" in line for line in found) == 1

@@ -13,6 +13,7 @@ from paceline.data.batch import Batch
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import SampleOrder
+from paceline.data.region.library import RegionUnavailableError, region_library
 from paceline.data.settings import DataSettings
 from paceline.data.sources.source import open_source
 
@@ -316,6 +317,22 @@ def test_what_the_loaders_say_of_themselves(memory_source: Any, small_settings: 
         assert passes.describe() == "2 threads (Pillow decodes)"
     with TrainLoader(source, plan, small_settings(workers=2), seed=0, rank=0) as loader:
         assert loader.describe() == "2 threads"
+        assert loader.remark() == ""
+
+
+def test_the_end_tells_of_samples_that_the_region_decoder_did_not_take(
+    memory_source: Any, small_settings: Make
+) -> None:
+    """PNGs here, one epoch of them."""
+    try:
+        region_library()
+    except RegionUnavailableError as error:
+        pytest.skip(f"no region decoder here: {error}")
+    chosen, plan = small_settings(decoder="region"), BatchPlan(8, 1, 4, 4, 1)
+    with TrainLoader(memory_source(8), plan, chosen, seed=0, rank=0) as loader:
+        assert loader.remark() == ""
+        list(loader)
+        assert loader.remark().startswith("8 of 8 samples went to Pillow")
 
 
 def test_batches_do_not_depend_on_the_decoder(tiny_imagenet: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from paceline.core.errors import DataError
 from paceline.data.file_lock import file_lock
+from paceline.data.packing import pack as pack_module
 from paceline.data.packing import pack_shard, pack_split
 from paceline.data.packing.pack import pack
 from paceline.data.packing.pack_manifest import PackManifest
@@ -258,3 +260,71 @@ def test_names_of_the_source_never_become_paths(
     with tarfile.open(tmp_path / "out" / "train-00000.tar") as tar:
         assert sorted(tar.getnames()) == ["00000000.cls", "00000000.png",
                                           "00000001.cls", "00000001.png"]  # fmt: skip
+
+
+def test_half_a_pack_is_no_training_data(tmp_path: Path, memory_source: type) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pack({"train": memory_source(20)}, tmp_path, SHORT,
+             on_sample=Interrupt(10, KeyboardInterrupt()))  # fmt: skip
+    with pytest.raises(DataError, match=r"train is packed up to 7 of 20 samples; repeat the pack"):
+        opened(tmp_path)
+    pack({"train": memory_source(20)}, tmp_path, SHORT)
+    opened(tmp_path).close()
+    shard = tmp_path / "train-00001.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content + bytes(512))
+    with pytest.raises(DataError, match=r"train-00001\.tar: has \d+ bytes, not \d+"):
+        opened(tmp_path)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"train-00001\.tar: is missing, as pack\.json has it"):
+        opened(tmp_path)
+
+
+def test_a_pack_tells_from_its_first_sample_on_that_it_is_not_finished(
+    tmp_path: Path, memory_source: type
+) -> None:
+    """Killed between a shard's rename and the next manifest, it would leave a shard that looks whole."""
+    with pytest.raises(KeyboardInterrupt):
+        pack({"train": memory_source(5)}, tmp_path, SHORT,
+             on_sample=Interrupt(1, KeyboardInterrupt()))  # fmt: skip
+    manifest = PackManifest.read(tmp_path)
+    assert manifest is not None
+    assert not manifest.splits["train"].complete
+
+
+def test_packs_of_equal_names_do_not_mix(tmp_path: Path, png: Callable[..., bytes]) -> None:
+    for name, first in (("a", 0), ("b", 100)):
+        for i in range(8):
+            path = tmp_path / name / "train" / "x" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(np.full((8, 8), first + i, np.uint8)))
+            os.utime(path, (first, first))
+    options = PackOptions(shard_samples=3)
+    with pytest.raises(KeyboardInterrupt):
+        pack({"train": opened(tmp_path / "a")}, tmp_path / "out", options,
+             on_sample=Interrupt(5, KeyboardInterrupt()))  # fmt: skip
+    with pytest.raises(DataError, match="train split was packed from other data"):
+        pack({"train": opened(tmp_path / "b")}, tmp_path / "out", options)
+
+
+def test_without_locks_nothing_of_another_pack_is_swept(
+    tmp_path: Path, memory_source: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_module, "file_lock", lambda path, wait: nullcontext(None))
+    part = tmp_path / ".train-00000.tar.77.part"
+    part.write_bytes(b"somebody is writing this")
+    told: list[str] = []
+    pack({"train": memory_source(5)}, tmp_path, SHORT, tell=told.append)
+    assert part.exists()
+    assert len(told) == 1
+    assert told[0].endswith("knows no locks: see to it that no other pack writes there")
+
+
+def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".train-00000.tar.0123.part").symlink_to(victim)
+    pack({"train": memory_source(5)}, tmp_path / "out", SHORT)
+    assert victim.read_bytes() == b"precious"
+    assert not list((tmp_path / "out").glob(".*.part"))

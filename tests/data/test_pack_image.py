@@ -109,3 +109,14 @@ def test_sizes() -> None:
     assert fitted((256, 300), 256) == (256, 300)
     assert fitted((10, 9), 0) == (10, 9)
     assert fitted((10_000, 10), 5) == (5000, 5)
+
+
+def test_a_camera_s_jpeg_with_two_pictures_stays_a_jpeg() -> None:
+    data = file_of(photo(), "MPO", save_all=True, append_images=[photo(30, 20)])
+    with Image.open(io.BytesIO(data)) as found:
+        assert found.format == "MPO"
+    packed = pack_image(data, PackOptions())
+    assert (packed.extension, packed.content, packed.copied) == ("jpg", data, True)
+    scaled = pack_image(data, PackOptions(short_side=10))
+    with Image.open(io.BytesIO(scaled.content)) as found:
+        assert (scaled.extension, found.format) == ("jpg", "JPEG")

@@ -11,6 +11,7 @@ from paceline.data.augmentation.augment import EvalTransform, TrainTransform
 from paceline.data.corrupt import CorruptLog, CorruptSample
 from paceline.data.decoding.preparer import PillowPreparer
 from paceline.data.order import SampleOrder
+from paceline.data.prefetch import Stopped
 from paceline.data.randomness import uniform
 from paceline.data.sample_reader import SampleReader
 from paceline.data.settings import DataSettings
@@ -105,6 +106,22 @@ def test_a_failing_disk_is_no_corrupt_sample(memory_source: Any, small_settings:
     source.failure = DataError("disk gone")
     with pytest.raises(DataError, match="disk gone"):
         read_stream(source, small_settings(), 0, 2)
+
+
+def test_closing_does_not_wait_for_a_successor(memory_source: Any, small_settings: Make) -> None:
+    """Many samples in a row may be corrupt: nobody wants the result, so none is read any more."""
+    chosen, source = small_settings(), memory_source(50, set(range(50)))
+    log, wanted = CorruptLog(50, 0.9), iter(range(4))
+    reader = SampleReader(source, PillowPreparer(TrainTransform(chosen), 1), log)
+    images, labels = np.zeros((1, 8, 8, 1), np.uint8), np.zeros(1, np.int64)
+
+    def check() -> None:
+        if next(wanted, None) is None:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        reader.fill_stream(SampleOrder(50, 0), 0, images, labels, check)
+    assert len(source.reads) == 4
 
 
 class Causes:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from paceline.core.errors import DataError
 from paceline.data.sources import shard_file
 from paceline.data.sources.retry import Retry
-from paceline.data.sources.shard_file import ShardFile
+from paceline.data.sources.shard_file import ShardFile, UnpackedShard
 from paceline.data.sources.shard_stamp import ShardStamp
 
 CONTENT = bytes(range(256)) * 8
@@ -113,3 +114,38 @@ def test_a_stale_descriptor_is_opened_anew_under_other_readers(
     opened.close()
     assert wrong == []
     assert calls[0] > 800
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_transient_errors_leave_no_descriptor_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train-0.tar"
+    path.write_bytes(CONTENT)
+    opened = ShardFile(path, ShardStamp.of(path), Retry(1, sleep=lambda wait_s: None), True)
+    real, calls = os.pread, [0]
+
+    def every_other(descriptor: int, size: int, offset: int) -> bytes:
+        calls[0] += 1
+        if calls[0] % 2:
+            raise OSError(errno.EIO, "some trouble")
+        return real(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", every_other)
+    before = descriptors()
+    for i in range(20):
+        assert opened.read(i, 9) == CONTENT[i : i + 9]
+    assert descriptors() <= before + 1
+    opened.close()
+    assert descriptors() == before
+
+
+def test_a_small_file_that_unpacks_to_much(tmp_path: Path) -> None:
+    path = tmp_path / "train-0.tar.gz"
+    path.write_bytes(gzip.compress(bytes(5 << 20)))
+    with pytest.raises(DataError, match=r"train-0\.tar\.gz: unpacks to more than 0\.0 GiB.*gunzip"):
+        UnpackedShard(path, (5 << 20) - 1)
+    assert len(UnpackedShard(path, 5 << 20).data) == 5 << 20

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import DataError
+from paceline.data.inspection.inspect_set import inspect_set
+from paceline.data.packing.pack_source import open_splits
 from paceline.data.sources import shard_index_shelf
 from paceline.data.sources.retry import Retry
 from paceline.data.sources.shard_index_file import index_path
@@ -186,3 +189,43 @@ def test_of_many_processes_one_builds(shards: list[Path]) -> None:
     assert [answer[1] for answer in answers] == ["12"] * 4
     assert sum(int(answer[0]) for answer in answers) == 3
     assert not list(shards[0].parent.glob(".*.part"))
+
+
+def test_a_user_without_a_home(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert len(TarShards(shards)) == 12
+    assert index_path(shards[0]).is_file()
+    for path in shards:
+        index_path(path).unlink()
+    read_only(monkeypatch, "data")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    source = TarShards(shards)
+    assert "index of train-0.tar cannot be kept: no place to write to" in source.remark
+
+
+def test_the_lock_of_a_read_only_place_is_in_the_cache(
+    tmp_path: Path, shards: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_only(monkeypatch, "data")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != shards[0].parent)
+    before = sorted(shards[0].parent.iterdir())
+    assert len(TarShards(shards)) == 12
+    assert sorted(shards[0].parent.iterdir()) == before
+    kept = tmp_path / "cache/paceline/index"
+    assert len(list(kept.glob("*.lock"))) == 1
+    assert len(list(kept.glob("*.index"))) == 3
+
+
+def test_whoever_only_looks_leaves_nothing_behind(tmp_path: Path, shards: list[Path]) -> None:
+    index_path(shards[0]).write_bytes(b"unfit")
+    before = {path: path.read_bytes() for path in shards[0].parent.iterdir()}
+    assert inspect_set(str(shards[0].parent)).problems == []
+    sources = open_splits(str(shards[0].parent))
+    assert len(sources["train"]) == 12
+    assert {path: path.read_bytes() for path in shards[0].parent.iterdir()} == before
+    assert not (tmp_path / "cache").exists()

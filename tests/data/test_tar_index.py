@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import io
+import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -120,9 +121,13 @@ def test_directories_inside_are_fine() -> None:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         folder = tarfile.TarInfo("x")
-        folder.type = tarfile.DIRTYPE
+        folder.type, folder.size = tarfile.DIRTYPE, 700  # some writers count its entries there
         tar.addfile(folder)
-    assert len(scan(stream.getvalue())) == 0
+        for name in ("x/a.jpg", "x/a.cls"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"1"))
+    assert len(scan(stream.getvalue())) == 1
 
 
 @pytest.fixture
@@ -166,3 +171,89 @@ def test_memory_does_not_grow_with_the_members() -> None:
 
     assert len(scan_shard(PATH, Watched(archive(*members)))) == 300
     assert max(kept) < 20
+
+
+@pytest.mark.parametrize("blocks", [2, 22, 23, 1000])
+def test_zeros_for_a_shard(blocks: int) -> None:
+    """As a download leaves it that reserved its place and never came."""
+    message = "no image in it" if blocks < 23 else "goes on after its end marker at byte 0"
+    with pytest.raises(DataError, match=rf"train-0007\.tar: {message}"):
+        scan(bytes(512 * blocks))
+
+
+def test_zeros_in_the_midst(whole: bytes) -> None:
+    content = bytearray(whole)
+    content[4096:6144] = bytes(2048)  # a whole sample
+    with pytest.raises(DataError, match=r"goes on after its end marker at byte 4096"):
+        scan(bytes(content))
+    with pytest.raises(DataError, match="goes on after its end marker"):
+        scan(whole + whole)
+    with pytest.raises(DataError, match="goes on after its end marker"):
+        scan(whole + bytes(20_000))
+
+
+def test_samples_with_a_further_dot_are_not_passed_over() -> None:
+    good = [("a.jpg", b"i"), ("a.cls", b"0")]
+    with pytest.raises(DataError, match=r"'d/img.v2': the key of a sample ends at its first dot"):
+        scan(archive(*good, ("d/img.v2.png", b"i"), ("d/img.v2.cls", b"1")))
+    # One without the other is a further field of the sample.
+    assert len(scan(archive(*good, ("a.coarse.cls", b"3"), ("a.mask.png", b"m")))) == 1
+
+
+def test_the_first_lonely_sample_is_named() -> None:
+    members = [(f"{key}.jpg", b"i") for key in "hgfedcba"]
+    with pytest.raises(DataError, match="sample 'a' has an image but no label"):
+        scan(archive(*members))
+
+
+def with_checksum(header: bytes) -> bytes:
+    total = sum(header[:148]) + 8 * 32 + sum(header[156:])
+    return header[:148] + b"%06o\0 " % total + header[156:]
+
+
+@pytest.mark.parametrize("size", [-512, -1024, -1])
+def test_a_size_below_zero_does_not_go_on_for_ever(whole: bytes, size: int) -> None:
+    header = whole[:124] + tarfile.itn(size, 12, tarfile.GNU_FORMAT) + whole[136:512]
+    with pytest.raises(DataError, match=r"train-0007\.tar: (damaged member|not a readable)"):
+        scan(with_checksum(header) + whole[512:])
+
+
+@pytest.mark.parametrize("value", ["x,y", "1", "-1,5", "9" * 5000, "1.5,2"])
+def test_a_garbled_map_of_a_sparse_file(value: str) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("a.jpg")
+        member.size, member.pax_headers = 1, {"GNU.sparse.map": value, "GNU.sparse.size": "1"}
+        tar.addfile(member, io.BytesIO(b"1"))
+    with pytest.raises(DataError, match="train-0007"):
+        scan(stream.getvalue())
+
+
+def test_damage_of_any_kind_is_an_index_or_a_line() -> None:
+    """2,000 mutations of headers, half of them with a checksum that fits."""
+    chance = random.Random(11)
+    name = "ü" * 70  # long enough for a header of its own
+    bases = [
+        archive((f"{name}/a.jpg", b"i" * 600), (f"{name}/a.cls", b"1"), form=form)
+        for form in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
+    ]
+    outcomes = {"index": 0, "line": 0}
+    for _ in range(2000):
+        content = bytearray(chance.choice(bases))
+        start = 512 * chance.randrange(0, 8)
+        for _ in range(chance.choice([1, 1, 3, 30])):
+            content[start + chance.randrange(512)] = chance.choice([0, 32, 48, 55, 128, 255, 10])
+        if chance.random() < 0.5:
+            content[start + 156] = chance.choice(b"012567xgLKSDVMN\0")
+        if chance.random() < 0.3:
+            size = chance.choice([-1, -512, -(2**62), 0, 2**33, 2**62, 2**80])
+            content[start + 124 : start + 136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+        if chance.random() < 0.5:
+            content[start : start + 512] = with_checksum(bytes(content[start : start + 512]))
+        try:
+            scan(bytes(content[: chance.choice([None, None, None, start + 100])]))
+            outcomes["index"] += 1
+        except DataError as error:
+            outcomes["line"] += str(error).startswith("data/train-0007.tar: ")
+    assert sum(outcomes.values()) == 2000
+    assert min(outcomes.values()) > 50

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from paceline.core.errors import DataError
 from paceline.data.settings import DataSettings
+from paceline.data.sources import tarred_images
 from paceline.data.sources.source import open_source
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
@@ -90,4 +93,41 @@ def test_nothing_in_it(tmp_path: Path, write_tar: Write) -> None:
     (tmp_path / "train").mkdir()
     write_tar(tmp_path / "train" / "n01440764.tar", [("README", b"no image")])
     with pytest.raises(DataError, match="no image in it"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+
+
+def test_an_empty_class_does_not_shift_the_others(tmp_path: Path, write_tar: Write) -> None:
+    paths = inner(tmp_path / "train", write_tar)
+    write_tar(paths[1], [("README", b"no image")])
+    with pytest.raises(DataError, match=r"n01443537\.tar: no image in it"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+    write_tar(
+        tmp_path / "ILSVRC2012_img_train.tar", [(path.name, path.read_bytes()) for path in paths]
+    )
+    with pytest.raises(DataError, match=r"img_train\.tar: n01443537\.tar: no image in it"):
+        open_source(DataSettings(dir=str(tmp_path), source="imagenet"), "train")
+
+
+def test_changed_while_it_is_listed(
+    tmp_path: Path, write_tar: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = inner(tmp_path / "train", write_tar)
+    real = tarred_images.tar_members
+
+    def slow(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
+        yield from real(path, content)
+        os.utime(paths[0], (1, 1))
+
+    monkeypatch.setattr(tarred_images, "tar_members", slow)
+    source = open_source(DataSettings(dir=str(tmp_path)), "train")
+    with pytest.raises(DataError, match=r"n01440764\.tar: has changed since the start"):
+        source.read(0)
+    source.close()
+
+
+def test_class_folders_and_tars_at_once(tmp_path: Path, write_tar: Write) -> None:
+    inner(tmp_path / "train", write_tar)
+    (tmp_path / "train" / WNIDS[0]).mkdir()
+    (tmp_path / "train" / WNIDS[0] / "1.JPEG").write_bytes(b"image")
+    with pytest.raises(DataError, match=r"train: holds class folders \(n0144.*\) and tars \(n0144"):
         open_source(DataSettings(dir=str(tmp_path)), "train")

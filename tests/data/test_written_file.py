@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,20 @@ def test_a_file_larger_than_this_process_may_write(tmp_path: Path) -> None:
 def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent/file: cannot be written \(No such file"):
         write_file(tmp_path / "absent" / "file", b"")
+
+
+def test_nobody_can_lay_a_link_where_it_will_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / f".file.{os.getpid()}.part").symlink_to(victim)
+    write_file(tmp_path / "file", b"new")
+    assert victim.read_bytes() == b"precious"
+    # Not even who could guess it.
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 16)
+    (tmp_path / ".file.0000000000000000.part").symlink_to(victim)
+    with pytest.raises(DataError, match=r"file: cannot be written \(File exists"):
+        write_file(tmp_path / "file", b"newer")
+    assert victim.read_bytes() == b"precious"
+    assert (tmp_path / "file").read_bytes() == b"new"

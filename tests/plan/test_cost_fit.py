@@ -54,6 +54,11 @@ def test_samples_that_cannot_be() -> None:
         FittedCosts.of([])
     with pytest.raises(ConfigError, match="above 0"):
         FittedCosts.of([Sample(PLACES[0], "ring", 8, 0.0)])
+    for size in (0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="size_bytes .* must be above 0"):
+            FittedCosts.of([*samples("ring"), Sample(PLACES[0], "ring", size, 1.0)])
+    with pytest.raises(ConfigError, match="place.ranks .* must be 2 or more"):
+        FittedCosts.of([*samples("ring"), Sample(Place(1, 1, 0.0), "ring", 8, 1.0)])
     with pytest.raises(ConfigError, match="did you mean 'ring'"):
         FittedCosts.of([Sample(PLACES[0], "rnig", 8, 1.0)])
     with pytest.raises(ConfigError, match="was not measured"):

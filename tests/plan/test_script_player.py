@@ -71,6 +71,24 @@ def test_cores_are_shared_by_all_ranks() -> None:
     assert four == pytest.approx((8e-3 + ends) / 4, rel=0.1)
 
 
+def test_bytes_get_the_cores_that_message_ends_leave_or_a_fair_share() -> None:
+    """0 → 1 sends 40 ms of a core's bytes, 2 → 3 twenty small messages, each with two ends of 1 ms."""
+    one, lane = Message(True, 1, 10_000, (0, 0)), (0, 0)
+    small, taken = Message(True, 3, 1, lane), Message(False, 2, 1, lane)
+    scripts = [[one], [Message(False, 0, 10_000, lane)], [small] * 20, [taken] * 20]
+    prices = Prices(0.0, 0.0, 1e-3, 0.0, 1e-6)
+    # The first end lets the bytes go; in the 40 ms of the other ends they get 20, and then all.
+    assert play(scripts, Place(1, 4, 0.0, cores=1), prices) == pytest.approx(62e-3, rel=0.01)
+    # Two ends are busy at the most, for 20 ms; two more cores are for the bytes alone.
+    assert play(scripts, Place(1, 4, 0.0, cores=4), prices) == pytest.approx(22e-3, rel=0.01)
+
+
+def test_a_script_that_waits_for_ever_is_told() -> None:
+    alone = [[Message(False, 1, 8, (0, 0))], [Message(False, 0, 8, (0, 0))], []]
+    with pytest.raises(ValueError, match="rank 0, 1 waits for a message that is never sent"):
+        play(alone, Place(3, 1, BETA), FREE)
+
+
 def test_rates_are_fair() -> None:
     out, into = FlowLink(10.0, 0.0), FlowLink(6.0, 0.0)
     both, alone = Flow(1, 0.0, (out, into), None), Flow(1, 0.0, (out,), None)

@@ -80,6 +80,21 @@ def test_the_verdict(tmp_path: Path, values: dict[str, Any], words: str) -> None
     assert found.startswith(words)
 
 
+def test_what_the_host_waited_beside_a_busy_device_is_no_input(tmp_path: Path) -> None:
+    """The host waited for 60 ms of a step of 100, the device for 2 of them."""
+    path = write_run(tmp_path / "run", data_s=0.06)
+    for file in path.glob("metrics*.jsonl"):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in records:
+            if record["event"] == "step":
+                record |= {"input_stall_s": 0.002, "input_stall_causes": {"decode": 0.002}}
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run = RunFiles.read(path)
+    rows = {row[0]: row for row in expectation_table(run).rows}
+    assert (rows["input"][2], rows["compute"][2]) == ("2.00", "98.00")
+    assert bound_by(run) == "compute"
+
+
 def test_a_plan_without_a_planner_expects_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     made = PlanFile.read(run / "plan.toml")

@@ -39,6 +39,8 @@ def test_a_finished_run_speaks_through_its_summary(finished_run: Path) -> None:
         skipped_steps=0,
         steps_without_loss=0,
         resumes=0,
+        read_retries=0,
+        damaged_cache_entries=0,
     )
     assert outcome.best_top1 == pytest.approx(90.5 - 30 * math.exp(-800 / 180))
 

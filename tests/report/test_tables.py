@@ -46,12 +46,15 @@ def test_result_tells_what_is_out_of_the_ordinary(make_run: MakeRun) -> None:
         "time_to_target_s": 88.0,
         "stopped_by": "target",
         "corrupt_samples": 8,
+        "input_counters": {"read_retries": 1200, "cache_hits": 5, "cache_damaged": 2},
     }
     rows = dict(result_rows(RunFiles.read(make_run(events, summary=summary))))
     assert rows["best top-1"] == "95.00 %"
     assert rows["time to target"] == "88 s"
     assert rows["steps"] == "2 of 800"
     assert rows["corrupt training images"] == "8"
+    assert rows["reads that were repeated"] == "1,200"
+    assert rows["damaged samples in the cache"] == "2"
     assert rows["skipped steps"] == "1"
     assert rows["steps without a finite loss"] == "1"
     assert rows["resumes"] == "1"

@@ -41,6 +41,16 @@ def test_a_device_that_was_busy_meanwhile_lost_nothing() -> None:
     assert _causes(0.050, {"decode": 1.0}, Clocked(100.0), Clocked(100.0)) == {}
 
 
+def test_the_devices_own_work_on_a_batch_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still for 1 ms, then augmented for 8."""
+    wait, marks = InputWait(torch.device("cuda")), iter((Clocked(0.0), Clocked(9.0)))
+    monkeypatch.setattr(wait, "_mark", lambda: next(marks))
+    with wait:
+        time.sleep(0.002)
+    wait.put_down_to({"augment": 1.0}, Clocked(1.0))
+    assert wait.stall() == {"augment": pytest.approx(0.001)}
+
+
 def test_what_the_device_waits_longer_than_the_host_is_the_copy() -> None:
     stall = _causes(0.002, {"decode": 1.0}, Clocked(0.0), Clocked(5.0))
     assert stall == {"decode": pytest.approx(0.002), "copy": pytest.approx(0.003)}

@@ -6,14 +6,20 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from paceline.config import load_config
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, StartEvent, StepEvent
+from paceline.data.packing.pack import pack
+from paceline.data.packing.pack_options import PackOptions
+from paceline.data.sources.synthetic import SyntheticImages
+from paceline.train.checkpoint import Checkpoint
 from paceline.train.run import RunOutcome, run_training
+from paceline.train.run_state import check_pinned
 from small_runs import Silent, run_small, small_config
 
 EVERY_STEP: dict[str, Any] = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
@@ -137,3 +143,35 @@ def test_threads_are_the_checkpoint_s_unless_they_are_given(tmp_path: Path) -> N
     run_training(small_config(tmp_path / "a", run__resume="auto", run__threads=0), lambda: display)
     assert isinstance(display.events[0], StartEvent)
     assert display.events[0].chosen["threads"] == "1 (as in the checkpoint)"
+
+
+def test_the_order_of_samples_is_pinned(tmp_path: Path) -> None:
+    """Also by what it depends on besides the settings: the sizes of the shards."""
+    source = SyntheticImages(56, 4, 28, 1, 0)
+    for name, size in (("a", 14), ("b", 8)):
+        options = PackOptions(shard_samples=size, shuffle=False)
+        pack({"train": source, "val": source}, tmp_path / name, options)
+    by_shards: dict[str, Any] = {"data__source": "auto", "data__shuffle": "shards"}
+    first, other = ({"data__dir": str(tmp_path / name)} for name in "ab")
+    stop_after(2, tmp_path / "run", **by_shards, **first)
+    again: dict[str, Any] = {"run__resume": "auto"} | by_shards
+    for values, line in (
+        (first | {"data__shuffle": "global"}, "has data.shuffle = 'shards', this run 'global'"),
+        (first | {"data__shuffle_run": 5}, "has data.shuffle_run = 16, this run 5"),
+        (first | {"data__shuffle_window_shards": 2}, "has data.shuffle_window_shards = 16"),
+        (other, r"has digest of the labels = '(\w+), shards \w+', this run '\1, shards"),
+    ):
+        with pytest.raises(PacelineError, match=line):
+            run_small(tmp_path / "run", **(again | values))
+    assert run_small(tmp_path / "run", **again, **first).summary["resumed_at_steps"] == [2]
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_of_order(tmp_path: Path) -> None:
+    now = small_config(tmp_path)
+    tables = now.to_tables()
+    for name in ("shuffle", "shuffle_run", "shuffle_window_shards"):
+        tables["data"].pop(name, None)
+    before = cast("Checkpoint", SimpleNamespace(config=tables))
+    check_pinned(before, now, tmp_path)
+    with pytest.raises(PacelineError, match="has data.shuffle = 'global', this run 'shards'"):
+        check_pinned(before, small_config(tmp_path, data__shuffle="shards"), tmp_path)

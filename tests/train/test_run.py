@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data_sets import write_folders
 from paceline.core.errors import PacelineError
 from paceline.core.events import read_events
 from paceline.train.checkpoint import Checkpoint
@@ -133,3 +134,12 @@ def test_evaluations_follow_their_interval(tmp_path: Path) -> None:
     events = read_events(tmp_path / "run/metrics.jsonl")
     epochs = [int(event["epoch"]) for event in events if event["event"] == "eval"]
     assert epochs == [2, 4, 5]
+
+
+def test_what_the_input_counted_is_that_of_all_ranks_and_splits(tmp_path: Path) -> None:
+    values = {"data__source": "auto", "data__dir": str(write_folders(tmp_path / "data")),
+              "data__cache": "memory"}  # fmt: skip
+    counters = run_ranks(2, _run, str(tmp_path / "run"), values)[0]["input_counters"]
+    # Two epochs of 40 training images, and two evaluations of 8.
+    assert counters["cache_hits"] + counters["cache_misses"] == 2 * 40 + 2 * 8
+    assert counters["read_retries"] == 0

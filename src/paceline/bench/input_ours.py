@@ -7,7 +7,7 @@ pipeline would be, were it built on processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -27,17 +27,27 @@ _EPOCHS = 1_000_000
 
 
 class Normalized:
-    """Our batches as the model takes them."""
+    """Our batches as the model takes them. `described` says how they are made."""
 
-    def __init__(self, batches: Iterator[Batch], row: InputRow, stored: int) -> None:
+    def __init__(
+        self, batches: Iterator[Batch], row: InputRow, stored: int, described: str,
+        remark: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
         settings = row.settings
         self.stored = stored
+        self._described, self._remark = described, remark
         self._batches = batches
         self._device = row.device
         self._normalize = Normalizer(settings.mean, settings.std, settings.channels, row.dtype)
 
     def __next__(self) -> torch.Tensor:
         return self._normalize(next(self._batches).images, self._device)
+
+    def describe(self) -> str:
+        return self._described
+
+    def remark(self) -> str:
+        return self._remark()
 
 
 def create_loader(
@@ -75,7 +85,9 @@ def open_threads(row: InputRow) -> Iterator[InputStream]:
     source = open_repeated(settings, row.split)
     try:
         with create_loader(replace(row, settings=settings), source) as loader:
-            yield Normalized(endless(loader), row, settings.prefetch_batches)
+            yield Normalized(
+                endless(loader), row, settings.prefetch_batches, loader.describe(), loader.remark
+            )
     finally:
         source.close()
 
@@ -89,17 +101,32 @@ class OurBatches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         assert worker is not None
-        settings = replace(self._row.settings, workers=0)
-        row = replace(self._row, settings=settings, device="cpu")
-        source = open_repeated(settings, row.split)  # a worker's, until its end
+        row = self._threadless()
+        source = open_repeated(row.settings, row.split)  # a worker's, until its end
         return endless(create_loader(row, source, rank=worker.id, world_size=worker.num_workers))
+
+    def _threadless(self) -> InputRow:
+        settings = replace(self._row.settings, workers=0)
+        return replace(self._row, settings=settings, device="cpu")
+
+    def describe(self) -> str:
+        """Of a worker: the like of its loader, made here."""
+        row = self._threadless()
+        source = open_repeated(row.settings, row.split)
+        try:
+            with create_loader(row, source) as loader:
+                return f"processes, each {loader.describe()}"
+        finally:
+            source.close()
 
 
 @contextmanager
 def open_processes(row: InputRow) -> Iterator[InputStream]:
+    ours = OurBatches(row)
+    described = ours.describe()
     loader = DataLoader(
-        OurBatches(row), batch_size=None, num_workers=row.workers, multiprocessing_context="fork",
+        ours, batch_size=None, num_workers=row.workers, multiprocessing_context="fork",
         pin_memory=row.device == "cuda",
     )  # fmt: skip
     batches = iter(loader)
-    yield Normalized(batches, row, 2 * row.workers)
+    yield Normalized(batches, row, 2 * row.workers, described)

@@ -7,6 +7,7 @@ so no peer pays for starting one.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import random
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import PIL
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -27,12 +29,20 @@ _SHUFFLE_BUFFER = 1000
 
 
 class Delivered:
-    """A loader's batches, brought to the device in the form that models take there."""
+    """A loader's batches, brought to the device in the form that models take there. `library` names whose
+    loader it is."""
 
-    def __init__(self, batches: Iterator[Any], row: InputRow) -> None:
+    def __init__(self, batches: Iterator[Any], row: InputRow, library: str) -> None:
         self.stored = _PREFETCH * row.workers
         self._batches = batches
         self._row = row
+        self._library = library
+
+    def describe(self) -> str:
+        return f"{self._library}, Pillow {PIL.__version__}, in processes"
+
+    def remark(self) -> str:
+        return ""
 
     def __next__(self) -> torch.Tensor:
         images: torch.Tensor = next(self._batches)[0]
@@ -85,7 +95,7 @@ def open_dataloader(row: InputRow) -> Iterator[InputStream]:
             num_workers=row.workers, prefetch_factor=_PREFETCH, persistent_workers=True,
             pin_memory=row.device == "cuda", multiprocessing_context="fork",
         )  # fmt: skip
-        yield Delivered(iter(loader), row)
+        yield Delivered(iter(loader), row, f"DataLoader of torch {torch.__version__}")
     finally:
         source.close()
 
@@ -117,4 +127,5 @@ def open_webdataset(row: InputRow) -> Iterator[InputStream]:
         images, batch_size=None, num_workers=row.workers, prefetch_factor=_PREFETCH,
         persistent_workers=True, pin_memory=row.device == "cuda", multiprocessing_context="fork",
     )  # fmt: skip
-    yield Delivered(iter(loader), row)
+    version = importlib.metadata.version("webdataset")
+    yield Delivered(iter(loader), row, f"webdataset {version}")

@@ -51,6 +51,21 @@ class InputStream(Protocol):
     def __next__(self) -> torch.Tensor:
         """Normalised images, samples × channels × height × width, on the row's device."""
 
+    def describe(self) -> str:
+        """How they are made: what was chosen, and what stood in for what was asked for."""
+
+    def remark(self) -> str:
+        """What came up on the way; empty where there is nothing."""
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Images/s of one round, and what ran."""
+
+    rate: float
+    described: str = ""
+    remark: str = ""
+
 
 def open_stream(row: InputRow) -> AbstractContextManager[InputStream]:
     """Starts the row's workers; leaving the context ends them."""
@@ -65,8 +80,8 @@ def open_stream(row: InputRow) -> AbstractContextManager[InputStream]:
     return openers[row.kind](row)
 
 
-def images_per_s(row: InputRow, seconds: float) -> float:
-    """Measured for at least `seconds`, from a running start."""
+def measure_row(row: InputRow, seconds: float) -> RowSample:
+    """For at least `seconds`, from a running start."""
     with one_torch_thread(), open_stream(row) as stream:
         for _ in range(stream.stored + row.workers):
             next(stream)
@@ -78,7 +93,8 @@ def images_per_s(row: InputRow, seconds: float) -> float:
             # Workers that take turns deliver in bunches: whole turns only.
             if batches % row.workers == 0 and time.perf_counter() - started >= seconds:
                 _wait(row.device)
-                return images / (time.perf_counter() - started)
+                rate = images / (time.perf_counter() - started)
+                return RowSample(rate, stream.describe(), stream.remark())
 
 
 def _wait(device: str) -> None:

@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.input_row import InputRow, images_per_s
+from paceline.bench.input_row import InputRow, RowSample, measure_row
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RowRates:
-    """`rates` has a value a round."""
+    """`rates` has a value a round. `described` and `remarks` say what ran, each text once."""
 
     row: InputRow
     rates: tuple[float, ...]
+    described: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def median(self) -> float:
@@ -34,6 +36,7 @@ class RowRates:
             "name": row.name, "kind": row.kind, "workers": row.workers,
             "directory": row.settings.dir, "images_per_s": self.median,
             "lowest": min(self.rates), "highest": max(self.rates), "rounds": list(self.rates),
+            "input": "; ".join(self.described), "remarks": list(self.remarks),
         }  # fmt: skip
 
 
@@ -43,17 +46,24 @@ def measure_rows(
     rounds: int,
     seconds: float,
     tell: Tell,
-    measure: Callable[[InputRow, float], float] = images_per_s,
+    measure: Callable[[InputRow, float], RowSample] = measure_row,
 ) -> list[RowRates]:
     """All rounds of all rows, interleaved; `tell` hears of each sample."""
-    rates: list[list[float]] = [[] for _ in rows]
+    samples: list[list[RowSample]] = [[] for _ in rows]
     for turn in range(rounds):
         for step in range(len(rows)):
             place = (turn + step) % len(rows)
-            rate = measure(rows[place], seconds)
-            rates[place].append(rate)
-            tell(f"round {turn + 1}: {rows[place].name}: {rate:,.0f} images/s")
-    return [RowRates(row, tuple(found)) for row, found in zip(rows, rates, strict=True)]
+            sample = measure(rows[place], seconds)
+            samples[place].append(sample)
+            tell(f"round {turn + 1}: {rows[place].name}: {sample.rate:,.0f} images/s")
+    return [_together(row, found) for row, found in zip(rows, samples, strict=True)]
+
+
+def _together(row: InputRow, samples: Sequence[RowSample]) -> RowRates:
+    described = dict.fromkeys(sample.described for sample in samples if sample.described)
+    remarks = dict.fromkeys(sample.remark for sample in samples if sample.remark)
+    rates = tuple(sample.rate for sample in samples)
+    return RowRates(row, rates, tuple(described), tuple(remarks))
 
 
 def ratios(results: Sequence[RowRates]) -> dict[str, float]:

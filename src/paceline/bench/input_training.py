@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -60,29 +61,36 @@ def measure_training(
             synthetic = SyntheticBatches(step_row, device)
             turns = _Turns(step, row.batch_size)
             step.loader = synthetic
-            turns.rate(warm_up, 1)
+            turns.measure(warm_up, 1)
             rates: dict[str, list[float]] = {"synthetic": [], "input": []}
-            stalls: dict[str, dict[str, float]] = {}
+            stalls: dict[str, list[dict[str, float]]] = {"synthetic": [], "input": []}
             for turn in range(rounds):
                 for name in ("synthetic", "input") if turn % 2 else ("input", "synthetic"):
                     step.loader = synthetic if name == "synthetic" else real
-                    turns.stall, turns.steps = {}, 0
-                    rates[name].append(turns.rate(steps, stored))
-                    stalls[name] = {c: s / turns.steps for c, s in turns.stall.items()}
+                    rate, stall = turns.measure(steps, stored)
+                    rates[name].append(rate)
+                    stalls[name].append(stall)
                     tell(f"round {turn + 1}: training, {name}: {rates[name][-1]:,.0f} images/s")
-            described = real.describe()
+            described, remark = real.describe(), real.remark()
     finally:
         source.close()
     return {
-        "model": model, "batch_size": row.batch_size, "input": described, "what": words,
+        "model": model, "batch_size": row.batch_size, "input": described, "remark": remark,
+        "what": words,
         "synthetic_images_per_s": statistics.median(rates["synthetic"]),
         "input_images_per_s": statistics.median(rates["input"]),
         "share": statistics.median(
             a / b for a, b in zip(rates["input"], rates["synthetic"], strict=True)
         ),
-        "input_stall_s_of_a_step": stalls["input"],
+        "input_stall_s_of_a_step": median_stall(stalls["input"]),
         "rounds": rates,
     }  # fmt: skip
+
+
+def median_stall(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By cause, over all rounds; a round that does not name a cause had none of it."""
+    causes = dict.fromkeys(cause for stall in rounds for cause in stall)
+    return {c: statistics.median(stall.get(c, 0.0) for stall in rounds) for c in causes}
 
 
 class _Turns:
@@ -91,22 +99,22 @@ class _Turns:
     def __init__(self, step: TrainStep, batch: int) -> None:
         self._step, self._batch = step, batch
         self._numbers = count()
-        self.steps = 0
-        self.stall: dict[str, float] = {}
+        self._stalls: list[dict[str, float]] = []
 
-    def rate(self, steps: int, warm_up: int) -> float:
-        """Images/s over `steps` steps, after `warm_up` others."""
-        times = steady_times(
-            self._launch, self._collect, lag=self._step.lag, repeats=steps, warm_up=warm_up
-        )
-        return self._batch * len(times.seconds) / sum(times.seconds)
+    def measure(self, steps: int, warm_up: int) -> tuple[float, dict[str, float]]:
+        """Images/s, and the stall of a step by cause, over `steps` steps, after `warm_up` others."""
+        self._stalls, lag = [], self._step.lag
+        times = steady_times(self._launch, self._collect, lag=lag, repeats=steps, warm_up=warm_up)
+        last = len(self._stalls) - lag  # those behind only empty the queue
+        timed = self._stalls[last - steps : last]
+        stall = {cause: seconds / len(timed) for cause, seconds in added(*timed).items()}
+        return self._batch * len(times.seconds) / sum(times.seconds), stall
 
     def _launch(self, _: int) -> None:
         self._step.launch(next(self._numbers), 0.1)
 
     def _collect(self) -> None:
         outcome = self._step.collect()
-        self.steps += 1
-        self.stall = added(self.stall, outcome.stall)
+        self._stalls.append(outcome.stall)
         if not math.isfinite(outcome.loss):
             raise RunError(f"the loss is {outcome.loss} at step {outcome.number}")

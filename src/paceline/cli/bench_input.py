@@ -162,6 +162,10 @@ def _print(found: dict[str, Any]) -> None:
             spread = f"{row['lowest']:,.0f}–{row['highest']:,.0f}"
             table.add_row(row["name"], f"{row['images_per_s']:,.0f}", spread, row["directory"])
         console.print(table)
+        for row in rows:
+            # Of the rounds' remarks, whose counts differ, one is enough to read.
+            for note in filter(None, (row["input"], *row["remarks"][-1:])):
+                console.print(f"{row['name']}: {note}", markup=False)
     for name, value in found.get("ratios", {}).items():
         console.print(f"{name}: {value:.2f} ×")
     if training := found.get("training"):

@@ -68,6 +68,7 @@ def pack_data(
                 options,
                 workers=available_cores() if workers is None else workers,
                 on_sample=on_sample,
+                tell=typer.echo,
             )
     except KeyboardInterrupt:
         typer.echo("interrupted: finished shards are kept; the same command goes on", err=True)

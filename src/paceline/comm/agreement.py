@@ -122,7 +122,8 @@ class Agreement:
         deadline = time.monotonic() + patience_s
         while not self._store.check([key]):
             told = self.read_fault()
-            if told is not None:
+            # Whoever judged may have failed right after it: then its judgement is there by now.
+            if told is not None and not self._store.check([key]):
                 raise told
             if time.monotonic() > deadline:
                 missing = "rank 0" if who == "verdict" else f"rank {who}"

@@ -7,7 +7,8 @@ device, and the corrupt samples met for the first time on the way.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +27,21 @@ __all__ = ["Batch", "BatchBuffer", "CorruptSample"]
 @dataclass(frozen=True)
 class Batch:
     """`images` is uint8, samples × height × width × channels; `labels` is int64. `spent`: what making it
-    took, in seconds by cause, over all threads."""
+    took, in seconds by cause, over all threads. `begun`: a mark on the consumer's stream, behind which
+    lies work of its own that makes the batch; None where it only waits for others."""
 
     images: torch.Tensor
     labels: torch.Tensor
     corrupt: tuple[CorruptSample, ...] = ()
     spent: Mapping[str, float] = field(default_factory=dict)
+    begun: Any = None
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def pin_memory(self) -> Batch:
+        """For torch's DataLoader, which leaves alone what has no such method."""
+        return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
 class BatchBuffer:

@@ -48,7 +48,14 @@ def create_train_loader(
         )
     if settings.decoder in DEVICE_DECODERS:
         return DeviceTrainLoader(
-            source, plan, settings, seed=seed, rank=rank, first_step=first_step, device=device
+            source,
+            plan,
+            settings,
+            seed=seed,
+            rank=rank,
+            first_step=first_step,
+            device=device,
+            remark=with_remark(chosen, source),
         )
     loader = TrainLoader(
         source,
@@ -80,7 +87,13 @@ def create_eval_loader(
         )
     if settings.decoder in DEVICE_DECODERS:
         return DeviceEvalLoader(
-            source, settings, rank=rank, world_size=world_size, batch_size=batch_size, device=device
+            source,
+            settings,
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            device=device,
+            remark=with_remark(chosen, source),
         )
     return EvalLoader(
         source,
@@ -117,6 +130,15 @@ def _choose(
     wanted = settings.resident
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return ""
+    if settings.decoder in DEVICE_DECODERS:
+        if wanted == "auto":  # somebody chose the decoder, nobody residence
+            return f"not resident: data.decoder = {settings.decoder}"
+        raise ConfigError(
+            "data.resident",
+            wanted,
+            f"is decoded once, by the host: data.decoder = {settings.decoder!r} would do nothing",
+            "set data.resident = 'off', or data.decoder = 'auto'",
+        )
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     shape = form.shape(source)

@@ -75,6 +75,10 @@ class EvalPasses(ABC):
     def describe(self) -> str:
         """How the batches are made, for display."""
 
+    def remark(self) -> str:
+        """What a person should know after the pass; empty where there is nothing."""
+        return ""
+
     @property
     def corrupt(self) -> tuple[CorruptSample, ...]:
         """All corrupt samples met so far, also those of a batch of which nothing was left."""

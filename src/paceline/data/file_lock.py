@@ -20,7 +20,7 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool | None]:
     """True while held; False where `wait` is off and somebody else holds it; None where this place
     knows no locks (a read-only directory, some network file systems)."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError:
         yield None
         return

@@ -77,6 +77,9 @@ class TrainLoader(TrainStream):
     def describe(self) -> str:
         return _said(self._settings.workers, self._prepare.describe(), self._remark)
 
+    def remark(self) -> str:
+        return self._prepare.remark()
+
 
 class EvalLoader(EvalPasses):
     """Every `iter` is one pass over this rank's samples, decoded anew."""
@@ -131,6 +134,9 @@ class EvalLoader(EvalPasses):
 
     def describe(self) -> str:
         return _said(self._settings.workers, self._prepare.describe(), self._remark)
+
+    def remark(self) -> str:
+        return self._prepare.remark()
 
 
 def _said(workers: int, *remarks: str) -> str:

@@ -22,6 +22,9 @@ class _Loader(Protocol):
     def describe(self) -> str:
         """How the batches are made, for display: `resident on cuda:0, 146 MiB`, `2 threads`."""
 
+    def remark(self) -> str:
+        """What a person should know at the end; empty where there is nothing."""
+
     def __iter__(self) -> Iterator[Batch]: ...
 
     def close(self) -> None: ...
@@ -42,9 +45,6 @@ class TrainBatches(_Loader, Protocol):
     """This rank's micro-batches in order, once, to the end of the run."""
 
     def __next__(self) -> Batch: ...
-
-    def remark(self) -> str:
-        """What a person should know at the end of the run; empty where there is nothing."""
 
 
 @runtime_checkable

@@ -51,18 +51,21 @@ class SampleReader:
             check()
             corrupt = self._fill(index, rows[i], images[i])
             if corrupt is not None:
-                passed, taken = self._fill_from_successor(order, start + i, corrupt, images[i])
+                passed, taken = self._fill_from_successor(
+                    order, start + i, corrupt, images[i], check
+                )
                 met += passed
                 labels[i] = self._source.labels[taken]
         return met
 
     def _fill_from_successor(
-        self, order: SampleOrder, position: int, first: CorruptSample, out: Pixels
+        self, order: SampleOrder, position: int, first: CorruptSample, out: Pixels, check: Check
     ) -> tuple[list[CorruptSample], int]:
         """The corrupt samples passed over, and the index of the one that took their place."""
         positions = count(position + 1)
 
         def load(index: int) -> int | CorruptSample:
+            check()
             place = next(positions)
             row = uniform(order.seed, *order.at(place, place + 1), self._prepare.draws)[0].tolist()
             corrupt = self._fill(index, row, out)

@@ -13,6 +13,7 @@ AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
 DECODERS = ("auto", "region", "pillow", "nvjpeg", "dali")
+_ON_DEVICE = ("nvjpeg", "dali")
 # The strongest of RandAugment's operations.
 MOST_MAGNITUDE = 30
 SHUFFLES = ("global", "shards")
@@ -99,6 +100,10 @@ class DataSettings:
         if self.cache == "disk" and not self.cache_dir:
             raise _error("cache_dir", self.cache_dir, "data.cache = 'disk' needs a directory",
                          "name one on a local disk")  # fmt: skip
+        if self.cache != "none" and self.cache_form == "decoded" and self.decoder in _ON_DEVICE:
+            raise _error("cache_form", self.cache_form,
+                         f"data.decoder = {self.decoder!r} takes encoded images, not pixels",
+                         "set data.cache_form = 'raw'")  # fmt: skip
         if self.channels not in (1, 3):
             raise _error("channels", self.channels, "must be 1 or 3", "1 is greyscale, 3 is RGB")
         if not 0 <= self.max_corrupt_share < 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,10 +26,9 @@ def write_file(path: Path, content: bytes) -> None:
 @contextmanager
 def written_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write and read back; renamed to `path` at the end of the block, if it ends well."""
-    # The process's number keeps two writers of one name apart; the last one to rename wins.
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = part_path(path)
     try:
-        with part.open("w+b") as file:
+        with open_part(part) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -39,6 +39,18 @@ def written_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def part_path(path: Path) -> Path:
+    """A name beside `path` for what is half-written. Nobody can guess it and lay a link there first,
+    and two writers of one name never meet: the last one to rename wins."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+
+
+def open_part(part: Path) -> BinaryIO:
+    """A new file, to write and read back. OSError where there is one already, or a link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(part, flags, 0o666), "w+b")
 
 
 def sync_directory(directory: Path) -> None:

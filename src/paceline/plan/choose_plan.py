@@ -13,7 +13,7 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.collective_cost import COSTS, all_reduce_s
 from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
 from paceline.plan.merged_gradient import merge_gradients
-from paceline.plan.optimal_plan import Cut, exact_wires, optimal_cuts
+from paceline.plan.optimal_plan import Buffer, Costs, optimal_buffers
 from paceline.plan.straggler import RANK_SPREAD, slowest_of
 from paceline.plan.workload import Workload
 
@@ -28,8 +28,8 @@ def best_plan(
     rounded to a format only where that ends the exchange sooner."""
     cost = BufferCost(workload.gradients, cluster, algorithms, wires)
     ready = _slowest_ready(workload, cluster, batch, spread)
-    cuts = optimal_cuts(ready, cost.seconds)
-    return _from_cuts(workload, cost, cuts, exact_wires(cuts, ready, cost.wires, cost.of))
+    found = optimal_buffers(Costs(ready, cost.wires, cost.of), cost.seconds)
+    return _with_names(workload, cost, found)
 
 
 def merged_plan(
@@ -41,8 +41,8 @@ def merged_plan(
     start_up, byte_s = affine_cost(algorithm, cluster)
     ready = _slowest_ready(workload, cluster, batch, RANK_SPREAD)
     groups = merge_gradients(ready, sizes, start_up, byte_s)
-    cuts = [(group[0], group[-1] + 1) for group in groups]
-    return _from_cuts(workload, cost, cuts, cost.wires * len(cuts))
+    found = [Buffer((group[0], group[-1] + 1), cost.wires[0]) for group in groups]
+    return _with_names(workload, cost, found)
 
 
 def threshold_plan(
@@ -51,12 +51,12 @@ def threshold_plan(
 ) -> FusionPlan:  # fmt: skip
     """A buffer is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
     cost = BufferCost(workload.gradients, cluster, algorithms, (wire,))
-    cuts, first = [], 0
+    found, first = [], 0
     for stop in range(1, len(workload.gradients) + 1):
         if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):
-            cuts.append((first, stop))
+            found.append(Buffer((first, stop), cost.wires[0]))
             first = stop
-    return _from_cuts(workload, cost, cuts, cost.wires * len(cuts))
+    return _with_names(workload, cost, found)
 
 
 def _slowest_ready(workload: Workload, cluster: Cluster, batch: int, spread: float) -> list[float]:
@@ -73,11 +73,9 @@ def affine_cost(algorithm: str, cluster: Cluster) -> tuple[float, float]:
     return max(0.0, near - slope * small), slope
 
 
-def _from_cuts(
-    workload: Workload, cost: BufferCost, cuts: Sequence[Cut], wires: Sequence[str]
-) -> FusionPlan:
+def _with_names(workload: Workload, cost: BufferCost, found: Sequence[Buffer]) -> FusionPlan:
     buffers = []
-    for (first, stop), wire in zip(cuts, wires, strict=True):
+    for (first, stop), wire in found:
         names = tuple(gradient.name for gradient in workload.gradients[first:stop])
         algorithm, beside = cost.names(wire, first, stop)
         buffers.append(FusionBuffer(names, algorithm, wire, "" if beside == algorithm else beside))

@@ -50,6 +50,12 @@ class FittedCosts:
         for sample in samples:
             if not (sample.seconds > 0 and math.isfinite(sample.seconds)):
                 raise ConfigError("seconds", sample.seconds, "must be above 0", "measure it again")
+            if not (sample.size_bytes > 0 and math.isfinite(sample.size_bytes)):
+                raise ConfigError("size_bytes", sample.size_bytes, "must be above 0",
+                                  "leave out what sends nothing")  # fmt: skip
+            if sample.place.ranks < 2:
+                raise ConfigError("place.ranks", sample.place.ranks, "must be 2 or more",
+                                  "leave out what was measured on one rank")  # fmt: skip
             by_name.setdefault(sample.algorithm, []).append(sample)
         if not by_name:
             raise ConfigError(

@@ -1,19 +1,57 @@
 """The best buffers: dynamic programming, exact for one channel.
 
 In: when each gradient is ready, and the cost of any run of neighbours. Out: the cuts that end the last
-exchange soonest. F(j), the earliest end of the first j gradients, is the least over i of
-max(F(i), ready(j)) + cost(i, j): the last buffer holds the gradients i to j. An earlier end of what came
-before never makes a later one end later, so the best of the parts is the best of the whole.
+exchange soonest, and a format for each. F(j), the earliest end of the first j gradients, is the least
+over i of max(F(i), ready(j)) + cost(i, j): the last buffer holds the gradients i to j. An earlier end of
+what came before never makes a later one end later, so the best of the parts is the best of the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Cut = tuple[int, int]
+
+
+class Buffer(NamedTuple):
+    cut: Cut
+    wire: str
+
+
+class Costs(NamedTuple):
+    """`wires` begin with the most exact; `of` is the seconds of a format and a cut."""
+
+    ready_s: Sequence[float]
+    wires: Sequence[str]
+    of: Callable[[str, int, int], float]
+
+    def cheapest(self, cut: Cut) -> Buffer:
+        return Buffer(cut, min(self.wires, key=lambda wire: self.of(wire, *cut)))
+
+    def seconds(self, buffer: Buffer) -> float:
+        return self.of(buffer.wire, *buffer.cut)
+
+    def start_s(self, buffer: Buffer, free_s: float) -> float:
+        """When its last gradient is ready and the channel is free."""
+        return max(free_s, self.ready_s[buffer.cut[1] - 1])
+
+    def end_s(self, buffers: Sequence[Buffer]) -> float:
+        free = 0.0
+        for buffer in buffers:
+            free = self.start_s(buffer, free) + self.seconds(buffer)
+        return free
+
+
+def optimal_buffers(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Buffer]:
+    """All end as soon as they can in the cheapest formats, `seconds`, and no single one could take a
+    more exact format. Joining rounds nothing: each gradient stays at least as exact as it was alone."""
+    cheapest = [costs.cheapest(cut) for cut in optimal_cuts(costs.ready_s, seconds)]
+    by_s = costs.end_s(cheapest) * (1 + 1e-12)
+    return _more_exact(_joined(_more_exact(cheapest, costs, by_s), costs, by_s), costs, by_s)
 
 
 def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
@@ -30,49 +68,42 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
     while stop:
         cuts.append((int(origin[stop]), stop))
         stop = int(origin[stop])
-    return _joined(cuts[::-1], ready_s, cost)
+    return cuts[::-1]
 
 
-def exact_wires(
-    cuts: Sequence[Cut], ready_s: Sequence[float], wires: Sequence[str],
-    cost: Callable[[str, int, int], float],
-) -> list[str]:  # fmt: skip
-    """A format for each buffer, so that all end as soon as with the cheapest ones, and no single one
-    could take a more exact format.
-
-    `wires` begin with the most exact; `cost` is of a format and a cut. From the last buffer back, each
-    takes the most exact one that ends by the time at which those behind it must begin, if those before
-    it take their cheapest.
-    """
-    cheapest = [min(cost(wire, *cut) for wire in wires) for cut in cuts]
+def _more_exact(buffers: Sequence[Buffer], costs: Costs, by_s: float) -> list[Buffer]:
+    """From the last one back, each takes the most exact format that ends by the time at which those
+    behind it must begin, if those before it stay as they are; never a less exact one than it has."""
     starts, free = [], 0.0
-    for (_, stop), seconds in zip(cuts, cheapest, strict=True):
-        starts.append(max(free, ready_s[stop - 1]))
-        free = starts[-1] + seconds
-    due, chosen = free * (1 + 1e-12), []
-    for cut, start in zip(reversed(cuts), reversed(starts), strict=True):
-        fitting = (wire for wire in wires if start + cost(wire, *cut) <= due)
-        # Rounding in the last digit can leave none.
-        chosen.append(next(fitting, min(wires, key=lambda wire: cost(wire, *cut))))
-        due -= cost(chosen[-1], *cut)
+    for buffer in buffers:
+        starts.append(costs.start_s(buffer, free))
+        free = starts[-1] + costs.seconds(buffer)
+    chosen = []
+    for buffer, start in zip(reversed(buffers), reversed(starts), strict=True):
+        better = costs.wires[: costs.wires.index(buffer.wire)]
+        found = (
+            one for wire in better if start + costs.seconds(one := Buffer(buffer.cut, wire)) <= by_s
+        )
+        chosen.append(next(found, buffer))
+        by_s -= costs.seconds(chosen[-1])
     return chosen[::-1]
 
 
-def _joined(cuts: list[Cut], ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
-    """The same end with fewer messages: neighbours that backward hides either way become one."""
-    limit = _end(cuts, ready_s, cost) * (1 + 1e-12)
-    place = 0
-    while place + 1 < len(cuts):
-        one = [*cuts[:place], (cuts[place][0], cuts[place + 1][1]), *cuts[place + 2 :]]
-        if _end(one, ready_s, cost) <= limit:
-            cuts = one
-        else:
-            place += 1
-    return cuts
-
-
-def _end(cuts: Sequence[Cut], ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> float:
-    free = 0.0
-    for first, stop in cuts:
-        free = max(free, ready_s[stop - 1]) + float(cost[first, stop])
-    return free
+def _joined(buffers: Sequence[Buffer], costs: Costs, by_s: float) -> list[Buffer]:
+    """The same end with fewer messages: neighbours that backward hides either way become one, in the
+    more exact of their formats."""
+    latest = [by_s]  # when the channel must be free for those behind, the last buffer first
+    for buffer in reversed(buffers[1:]):
+        latest.append(latest[-1] - costs.seconds(buffer))
+    latest.reverse()
+    found, free, last = [], 0.0, buffers[0]
+    for buffer, due in zip(buffers[1:], latest[1:], strict=True):
+        wire = min((last.wire, buffer.wire), key=costs.wires.index)
+        both = Buffer((last.cut[0], buffer.cut[1]), wire)
+        if costs.start_s(both, free) + costs.seconds(both) <= due:
+            last = both
+            continue
+        free = costs.start_s(last, free) + costs.seconds(last)
+        found.append(last)
+        last = buffer
+    return [*found, last]

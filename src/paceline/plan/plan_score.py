@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from paceline.plan.cluster import Cluster
 from paceline.plan.collective_cost import all_reduce_s
 from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
-from paceline.plan.wire_format import keeps_float32, signal_bytes, travelling
+from paceline.plan.wire_format import (
+    keeps_float32,
+    padded,
+    signal_bytes,
+    travelling,
+    wide_is_bulk,
+)
 from paceline.plan.workload import Gradient, Workload
 
 
@@ -50,11 +58,13 @@ def _score(
     buffer: FusionBuffer, gradients: list[Gradient], cluster: Cluster, backward_s: float,
     signals: int,
 ) -> BufferScore:  # fmt: skip
-    full = sum(g.elements for g in gradients if not g.half)
-    half = sum(g.elements for g in gradients if g.half)
+    counts = [[g.elements * g.half, g.elements * (not g.half)] for g in gradients] or [[0, 0]]
+    half, full = np.sum(counts, axis=0)
     narrow, wide, cast = (int(count) for count in travelling(half, full, buffer.wire))
     rides = signals if full and keeps_float32(buffer.wire) else 0
-    small, large = sorted((narrow, wide + rides))
+    small, large = narrow, wide + rides
+    if not wide_is_bulk(padded(counts).sum(axis=0), buffer.wire):
+        small, large = large, small
     cost = float(all_reduce_s(buffer.algorithm, cluster, large))
     for beside in (small, signals - rides):
         cost += float(all_reduce_s(buffer.beside_algorithm, cluster, beside))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.flat_layout import DEFAULT_ALIGN
 
 Floats = npt.NDArray[np.float64]
 # The more exact first: of two that end as soon, the earlier one is taken. float32 comes after auto,
@@ -43,6 +44,21 @@ def travelling(
     width = _WIDTHS.get(wire)
     cast = narrow * (width == 4) + wide * (width == 2)
     return narrow * (width or 2), wide * (width or 4), cast
+
+
+def padded(elements: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """What tensors take in the flat buffers: each one begins on a boundary."""
+    counts = np.asarray(elements, dtype=np.int64)
+    return -(-counts // DEFAULT_ALIGN) * DEFAULT_ALIGN
+
+
+def wide_is_bulk(in_buffers: npt.ArrayLike, wire: str) -> npt.NDArray[np.bool_]:
+    """Whether the buffer's algorithm is for what is held in 32 bits, and the one beside it for what is
+    held in 16, from padded elements (16 bits, 32 bits). As the communication module has it: before the
+    signals are added, and of two as large the 32 bits."""
+    half, full = np.asarray(in_buffers)
+    narrow, wide, _ = travelling(half, full, wire)
+    return np.asarray(wide >= narrow)
 
 
 def keeps_float32(wire: str) -> bool:

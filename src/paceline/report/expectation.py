@@ -26,10 +26,11 @@ _NOTABLE = 0.05
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the steps of a run, in seconds."""
+    """Medians over the steps of a run, in seconds; `input_s` is a mean, for stalls come in bursts, which
+    a median would hide. Older records have what the host waited, and its median only."""
 
     step_s: float
-    data_s: float
+    input_s: float
     exposed_s: float
     straggler: str
 
@@ -40,11 +41,13 @@ class Measured:
         if not lengths:
             return None
         data = [s for r in steps if (s := finite(r, "data_s")) is not None]
+        step_s, stall = median(lengths), InputStall.of(run)
+        # On a GPU the host waits while the device works: only the device's own stall is the input's.
+        waited_s = stall.share * step_s if stall.steps else median(data) if data else 0.0
         waits = ExposedWaits.of(run)
         late = waits.straggler()
         return cls(
-            median(lengths), median(data) if data else 0.0, waits.exposed_s or 0.0,
-            late.describe() if late else "",
+            step_s, waited_s, waits.exposed_s or 0.0, late.describe() if late else "",
         )  # fmt: skip
 
 
@@ -55,11 +58,9 @@ def bound_by(run: RunFiles) -> str | None:
         return None
     if found.straggler:
         return f"straggler {found.straggler}"
-    stall = InputStall.of(run)
-    # Stalls come in bursts, which a median over steps would hide; older records have a median only.
-    input_s = stall.share * found.step_s if stall.steps else found.data_s
-    cause = f" ({stall.main_cause})" if stall.main_cause else ""
-    parts = {f"input{cause}": input_s, "exposed communication": found.exposed_s}
+    main_cause = InputStall.of(run).main_cause
+    cause = f" ({main_cause})" if main_cause else ""
+    parts = {f"input{cause}": found.input_s, "exposed communication": found.exposed_s}
     name, seconds = max(parts.items(), key=lambda part: part[1])
     if seconds < _NOTABLE * found.step_s:
         return "compute"
@@ -79,12 +80,12 @@ def expectation_table(run: RunFiles) -> Table:
     columns = ("part", "predicted ms", "measured ms", "difference")
     if expected is None or found is None:
         return Table.of("Predicted and measured", columns, [], {0})
-    compute = found.step_s - found.data_s - found.exposed_s
+    compute = found.step_s - found.input_s - found.exposed_s
     rows = [
         _row("step", expected.step_s, found.step_s),
         _row("compute", expected.compute_s, compute),
         _row("exposed communication", expected.exposed_comm_s, found.exposed_s),
-        _row("input", expected.input_stall_s, found.data_s),
+        _row("input", expected.input_stall_s, found.input_s),
     ]
     traced = traced_buffers(run.path / "trace.json")
     for number, seconds in enumerate(expected.buffers_s):

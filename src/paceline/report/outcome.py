@@ -40,6 +40,8 @@ class Outcome:
     skipped_steps: int
     steps_without_loss: int
     resumes: int
+    read_retries: int
+    damaged_cache_entries: int
 
     @classmethod
     def of(cls, run: RunFiles) -> Outcome:
@@ -49,6 +51,8 @@ class Outcome:
         top1, top5 = eval_points(run, "top1"), eval_points(run, "top5")
         speeds = [point.value for point in step_points(run, "images_per_s")]
         stopped_by = _stopped_by(run)
+        counters = summary.get("input_counters")
+        counters = counters if isinstance(counters, dict) else {}
         losses_missing = sum(finite(record, "loss") is None for record in steps)
         last = max([*steps, *evals], key=lambda record: int(record["step"]), default={})
 
@@ -77,6 +81,8 @@ class Outcome:
             skipped_steps=sum(record.get("skipped") is True for record in steps),
             steps_without_loss=losses_missing,
             resumes=len(run.resumes),
+            read_retries=whole(counters, "read_retries") or 0,
+            damaged_cache_entries=whole(counters, "cache_damaged") or 0,
         )
 
 

@@ -87,6 +87,8 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         ("skipped steps", outcome.skipped_steps),
         ("steps without a finite loss", outcome.steps_without_loss),
         ("resumes", outcome.resumes),
+        ("reads that were repeated", outcome.read_retries),
+        ("damaged samples in the cache", outcome.damaged_cache_entries),
     ):
         if amount:
             rows.append((label, count(amount)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def evaluate_file(
         )  # fmt: skip
         with loader, StopSignals() as stop:
             result = evaluate(model, loader, normalize, policy, group, stop, limit)
+        if remark := loader.remark():
+            sys.stderr.write(f"paceline: note: {remark}\n")
         return result, config, group.rank
 
 

@@ -2,8 +2,8 @@
 
 In: the moments before and after each batch is handed over. Out: seconds by cause. On a GPU the host waits
 for a batch while the device is still busy with the step before: only what the device itself stood
-still counts, taken between events on its own clock. What it stood still longer than the host waited,
-it waited for the batch's copy.
+still counts, taken between events on its own clock: up to the batch, or to where the device's own work
+on the batch begins. What it stood still longer than the host waited, it waited for the batch's copy.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class InputWait:
         self._host_s = time.perf_counter() - self._started
         self._events = (self._before, self._mark())
 
-    def put_down_to(self, spent: Mapping[str, float]) -> None:
-        """What making the batch just waited for took."""
-        self._waits.append((self._host_s, spent, *self._events))
+    def put_down_to(self, spent: Mapping[str, float], begun: Any = None) -> None:
+        """What making the batch just waited for took, and its `begun`."""
+        before, after = self._events
+        self._waits.append((self._host_s, spent, before, after if begun is None else begun))
 
     def stall(self) -> dict[str, float]:
         """Seconds by cause. On a GPU the step's work must be done."""

@@ -10,10 +10,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, PacelineError
 from paceline.data.sources.source import Source, open_source
+from paceline.data.sources.source_protocol import shard_sizes
 from paceline.train.checkpoint import Checkpoint, read_file
 from paceline.train.machine import versions
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, choose_run_folder
@@ -22,7 +25,8 @@ from paceline.train.run_state import check_pinned
 
 @dataclass(frozen=True)
 class RunInputs:
-    """`labels` is a digest of the training labels, by which a checkpoint knows its data again."""
+    """`labels` is a digest of the training labels, by which a checkpoint knows its data again; where
+    the order depends on the sizes of the shards, of these too."""
 
     source: Source
     validation: Source
@@ -35,6 +39,8 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
     group.settle("configuration", facts=_common_facts(config))
     source, validation = group.settled("data", lambda: _open_data(config))
     labels = _digest(source)
+    if config.data.shuffle == "shards":
+        labels += f", shards {_shards_digest(source)}"
     facts = {
         "training images": len(source),
         "training labels (digest)": labels,
@@ -47,6 +53,11 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
 
 def _digest(source: Source) -> str:
     return hashlib.sha256(source.labels.tobytes()).hexdigest()[:12]
+
+
+def _shards_digest(source: Source) -> str:
+    sizes = np.array(shard_sizes(source) or (), dtype=np.int64)
+    return hashlib.sha256(sizes.tobytes()).hexdigest()[:12]
 
 
 def _common_facts(config: RunConfig) -> dict[str, object]:

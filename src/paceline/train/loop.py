@@ -60,6 +60,7 @@ class TrainingLoop:
             training.group,
         )
         self._named: set[str] = set()
+        self._noted: set[str] = set()
         self._save_owed = False
 
     def run(self) -> RunResult:
@@ -81,14 +82,14 @@ class TrainingLoop:
         if t.folder.resume_from is not None and self._saved_step < 0:
             # Started from another folder's checkpoint: from here on this folder stands alone.
             self._save(best=False)
-        result = self._catch_up() or self._steps()
+        try:
+            result = self._catch_up() or self._steps()
+        finally:  # also where an error ends it
+            self._note(t.step.loader.remark())
         progress.train_s = self._elapsed()
         if self._saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
-        remark = t.step.loader.remark()
-        if remark:
-            t.emit(NoteEvent(remark))
         t.group.settle("end", t.step.fault)
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
@@ -191,6 +192,12 @@ class TrainingLoop:
                 step = self._t.progress.step
                 self._t.emit(CorruptEvent(step, sample.name, sample.reason, split))
 
+    def _note(self, remark: str, where: str = "") -> None:
+        """Once, though every evaluation may remark the same."""
+        if remark and where + remark not in self._noted:
+            self._noted.add(where + remark)
+            self._t.emit(NoteEvent(where + remark))
+
     def _note_elsewhere(self, count: int) -> None:
         """Only rank 0 has a display; what other ranks met is named in their own records."""
         if count > 0 and self._t.is_main:
@@ -225,6 +232,7 @@ class TrainingLoop:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
             )
+        self._note(loader.remark(), "evaluation: ")
         if isinstance(found, signal.Signals):
             return RunResult(found.name, found)
         progress.train_s = self._elapsed()

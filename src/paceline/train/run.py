@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     )
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
-    summary = _summary(training, result, weights)
+    summary = _summary(training, result, weights, _input_counters(training))
     report, error = None, None
     with training.step.batch_norm.averaged(group):
         if group.rank == 0:
@@ -125,7 +126,20 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     return RunOutcome(folder, group.rank, result, summary, report)
 
 
-def _summary(training: Training, result: RunResult, weights: str) -> dict[str, Any]:
+def _input_counters(training: Training) -> dict[str, int]:
+    """What both splits counted, summed over all ranks; on other ranks than 0 their own."""
+    total: Counter[str] = Counter()
+    for source in (training.source, training.validation):
+        total.update(source_counters(source))
+    told = training.group.gather_bytes(json.dumps(total).encode())
+    for other in (told or [])[1:]:
+        total.update(json.loads(other))
+    return dict(total)
+
+
+def _summary(
+    training: Training, result: RunResult, weights: str, counters: dict[str, int]
+) -> dict[str, Any]:
     progress, config = training.progress, training.config
     return {
         "recipe": config.run.name,
@@ -150,7 +164,7 @@ def _summary(training: Training, result: RunResult, weights: str) -> dict[str, A
         "skipped_steps": progress.skipped_steps,
         "corrupt_samples": progress.corrupt_samples,
         "corrupt_val_samples": progress.corrupt_val_samples,
-        "input_counters": source_counters(training.source),
+        "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
         "seed": config.run.seed,

@@ -20,6 +20,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data.batch_plan import BatchPlan
+from paceline.data.settings import DataSettings
 from paceline.optim.lars import LARS
 from paceline.optim.master_state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
@@ -36,6 +37,9 @@ PINNED = (
     "run.seed", "model.name", "model.num_classes", "model.stem", "data.image_size", "data.channels",
     "optim.name",
 )  # fmt: skip
+# So does one of these; checkpoints from before there was a choice were made with the defaults.
+_PINNED_ORDER = ("shuffle",)
+_PINNED_SHARD_ORDER = ("shuffle_run", "shuffle_window_shards")
 
 
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
@@ -43,6 +47,10 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     there, here = flatten(checkpoint.config), config.flat()
     for name in PINNED:
         _compare(path, name, there.get(name), here.get(name))
+    by_shards = config.data.shuffle == "shards"
+    for field in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
+        name = f"data.{field}"
+        _compare(path, name, there.get(name, getattr(DataSettings, field)), here.get(name))
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Collection[str]) -> str:

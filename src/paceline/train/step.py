@@ -131,7 +131,7 @@ class TrainStep:
                 waiting = time.perf_counter()
                 with self.spans.span("data", host=True), wait:
                     batch = next(self.loader)
-                wait.put_down_to(batch.spent)
+                wait.put_down_to(batch.spent, batch.begun)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
                 seed_micro_batch(self.seed, step, self.group.rank + turn * self.group.world_size)

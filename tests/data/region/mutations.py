@@ -7,9 +7,39 @@ zeroed, reversed or taken from another file, its end cut off, or dimensions that
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy as np
 from PIL import Image
+
+PHOTOSHOP = 13
+XMP = b'http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation="6"/>'
+ORIENTATION, X_RESOLUTION, RESOLUTION_UNIT, MAKER = 0x0112, 0x011A, 0x0128, 0x010F
+
+
+def with_segments(jpeg: bytes, *segments: tuple[int, bytes], jfif: bool = True) -> bytes:
+    """With application segments in front of all others; `jfif`: behind that one, which else goes."""
+    end = 4 + int.from_bytes(jpeg[4:6], "big")
+    added = b"".join(
+        bytes([0xFF, 0xE0 + kind]) + (len(data) + 2).to_bytes(2, "big") + data
+        for kind, data in segments
+    )
+    return jpeg[: end if jfif else 2] + added + jpeg[end:]
+
+
+def exif_segment(*entries: tuple[int, int, int, int], extra: bytes = b"") -> tuple[int, bytes]:
+    """Of (tag, type, count, value or offset); `extra` lies behind the directory."""
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    directory = struct.pack("<H", len(entries)) + packed + bytes(4)
+    return 1, b"Exif\0\0II*\0\x08\0\0\0" + directory + extra
+
+
+def photoshop_segment(code: int, data: bytes, size: int | None = None) -> tuple[int, bytes]:
+    """One block, which says it is of `size`."""
+    head = b"Photoshop 3.0\x008BIM" + struct.pack(
+        ">HBBI", code, 0, 0, len(data) if size is None else size
+    )
+    return PHOTOSHOP, head + data + bytes(len(data) % 2)
 
 
 def seed_files(side: int = 24) -> list[bytes]:
@@ -37,7 +67,26 @@ def seed_files(side: int = 24) -> list[bytes]:
         stream = io.BytesIO()
         image.save(stream, kind, **options)
         files.append(stream.getvalue())
-    return files
+    return files + _with_metadata(files[0])
+
+
+def _with_metadata(jpeg: bytes) -> list[bytes]:
+    """That Pillow reads as it opens a file, in good order."""
+    upright = (ORIENTATION, 3, 1, 1)
+    resolution = exif_segment(
+        upright,
+        (X_RESOLUTION, 5, 1, 50),
+        (RESOLUTION_UNIT, 3, 1, 2),
+        extra=bytes([72, 0, 0, 0] * 2),
+    )
+    maker = exif_segment((MAKER, 2, 9, 38), upright, extra=b"a camera\0")
+    return [
+        with_segments(
+            jpeg, photoshop_segment(0x0404, b"words"), photoshop_segment(0x03ED, bytes(16))
+        ),
+        with_segments(jpeg, resolution, jfif=False),
+        with_segments(jpeg, maker, (1, XMP)),
+    ]
 
 
 def mutated(files: list[bytes], number: int) -> bytes:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,7 +27,7 @@ class Wrong:
         *_, name, out = given
         if name == self._name:
             assert isinstance(out, np.ndarray)
-            out[3, 4, 1] ^= 1
+            out[3, 4, -1] ^= 1
             return self._able
         return done
 
@@ -35,6 +38,38 @@ def test_a_single_level_is_noticed(library: RegionLibrary, name: str, able: bool
     said = disagreement(Wrong(library, name, able))  # type: ignore[arg-type]
     assert said.startswith("its pixels differ from those of Pillow")
     assert name in said
+
+
+def sampling(data: bytes) -> int:
+    """Of luma, in a baseline file; 0 in others."""
+    frame = data.find(b"\xff\xc0")
+    return data[frame + 11] if frame >= 0 else 0
+
+
+@pytest.mark.parametrize(
+    "is_wrong",
+    [
+        lambda data, flip, out: flip and out.shape[2] == 3,
+        lambda data, flip, out: flip and out.shape[2] == 1,
+        lambda data, flip, out: out.shape[2] == 1 and sampling(data) == 0x22,
+        lambda data, flip, out: sampling(data) == 0x12,
+        lambda data, flip, out: b"\xff\xc2" in data,
+        lambda data, flip, out: b"\xff\xc0\0\x0b" in data and out.shape[2] == 3,
+    ],
+    ids=["flipped", "flipped, one channel", "one channel", "4:4:0", "progressive", "grey"],
+)
+def test_every_kind_of_file_and_result_is_looked_at(
+    library: RegionLibrary, is_wrong: Callable[..., bool]
+) -> None:
+    class WrongForSome:
+        size = staticmethod(library.size)
+
+        def prepare(self, data: bytes, shape: object, box: object, flip: bool, *rest: Any) -> bool:
+            done = library.prepare(data, shape, box, flip, *rest)  # type: ignore[arg-type]
+            rest[-1][3, 4, -1] ^= bool(is_wrong(data, flip, rest[-1]))
+            return done
+
+    assert disagreement(WrongForSome())  # type: ignore[arg-type]
 
 
 def test_the_order_of_the_passes_is_noticed(

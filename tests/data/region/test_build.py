@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 
 import pytest
 
 from paceline.data.region import build as building
-from paceline.data.region.build import BuildError, build, cached_library
+from paceline.data.region.build import BuildError, build
 from paceline.data.region.library import RegionLibrary
 
 
@@ -20,48 +20,38 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_built_once_and_found_again(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a directory that only its owner can write to."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = cached_library()
-    assert path.parent == tmp_path / "cache" / "paceline"
-    assert path.parent.stat().st_mode & 0o077 == 0
-    assert RegionLibrary(path).version.startswith("libjpeg-turbo ")
-    monkeypatch.setenv("CC", "false")
-    assert cached_library() == path
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_processes_that_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each moves a whole file into place; nobody sees half of one."""
     slow = script(
-        tmp_path / "cc", 'while [ "$1" != -o ]; do shift; done; echo whole > "$2"; sleep 0.1'
+        tmp_path / "cc",
+        'while [ "$1" != -o ]; do shift; done; printf ha > "$2"; sleep 0.1; echo lf >> "$2"',
     )
     monkeypatch.setenv("CC", slow)
     target = tmp_path / "out" / "library.so"
+    seen = set()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: build(target), range(4)))
-    assert target.read_text() == "whole\n"
+        builds = [pool.submit(build, target) for _ in range(4)]
+        while not all(done.done() for done in builds):
+            seen.add(target.read_text() if target.exists() else "")
+            sleep(0.005)
+        for done in builds:
+            done.result()
+    assert seen <= {"", "half\n"}
+    assert target.read_text() == "half\n"
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_new_source_is_a_new_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "build", lambda path: path.write_text(""))
-    (tmp_path / "paceline").mkdir()
-    before = cached_library()
-    copy = tmp_path / "copy"
-    shutil.copytree(building.HERE, copy)
-    (copy / "weights.c").write_text("another")
-    monkeypatch.setattr(building, "HERE", copy)
-    assert cached_library() != before
+def test_only_its_owner_can_write_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the umask: else it would not be loaded."""
+    loose = 'umask 0; while [ "$1" != -o ]; do shift; done; echo > "$2"'
+    monkeypatch.setenv("CC", script(tmp_path / "cc", loose))
+    build(tmp_path / "library.so")
+    assert (tmp_path / "library.so").stat().st_mode & 0o022 == 0
 
 
-def failure(target: Path) -> BuildError:
+def failure(target: Path, *flags: str) -> BuildError:
     with pytest.raises(BuildError) as caught:
-        build(target)
+        build(target, *flags)
     assert not list(target.parent.glob("build-*"))
     return caught.value
 
@@ -84,6 +74,8 @@ def test_a_compiler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ("x.c:13:10: fatal error: jpeglib.h: No such file", "libjpeg-turbo's header or library"),
         ("/usr/bin/ld: cannot find -ljpeg: No such file", "libjpeg-turbo's header or library"),
+        ('x.c:9: error: #error "needs 2.0.6"\n more', "needs 2.0.6"),  # gcc
+        ('x.c:9: error: "needs 2.0.6"\n more', "needs 2.0.6"),  # clang
         ("note\nx.c:1: error: all wrong\nmore", "fails: x.c:1: error: all wrong"),
         ("", "fails: exit code 3"),
     ],
@@ -113,6 +105,17 @@ def test_a_file_where_the_directory_should_be(
     error = failure(tmp_path / "deep" / "x.so")
     assert "cannot be written" in error.cause
     assert "XDG_CACHE_HOME" in error.remedy
+
+
+def test_a_libjpeg_that_is_too_old(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header in front of the real one says that it is another version."""
+    old = "#include_next <jpeglib.h>\n#undef LIBJPEG_TURBO_VERSION_NUMBER\n"
+    (tmp_path / "jpeglib.h").write_text(old + "#define LIBJPEG_TURBO_VERSION_NUMBER 2000005\n")
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    error = failure(tmp_path / "x.so", "-fsyntax-only")
+    assert error.cause == "the region decoder needs libjpeg-turbo 2.0.6 or later"
 
 
 def test_one_to_carry_elsewhere(compiler: str, tmp_path: Path) -> None:

@@ -17,14 +17,29 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FLAGS = ("-std=c11", "-O1", "-g", "-DREGION_MAX_PIXELS=1000000", f"-I{LIBRARY}")
 
 
+def jpegs_of(side: int) -> list[bytes]:
+    return [data for data in seed_files(side) if data.startswith(b"\xff\xd8")]
+
+
 @pytest.fixture(scope="module")
 def jpegs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("seeds")
     found = []
-    for number, data in enumerate(seed_files(24)[:8] + seed_files(90)[:8]):
+    for number, data in enumerate(jpegs_of(24) + jpegs_of(90)):
         (folder / f"{number}.jpg").write_bytes(data)
         found.append(str(folder / f"{number}.jpg"))
     return found
+
+
+@pytest.fixture(scope="module")
+def sanitizing(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A compiler whose sanitizers work for a program that does nothing; only else is there a skip."""
+    folder = tmp_path_factory.mktemp("sanitizers")
+    (folder / "nothing.c").write_text("int main(void) { return 0; }\n")
+    command = [compiler, *SANITIZERS, "-o", str(folder / "nothing"), str(folder / "nothing.c")]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this compiler has no sanitizers")
+    return compiler
 
 
 def harness(compiler: str, folder: Path, *flags: str) -> Path:
@@ -32,8 +47,6 @@ def harness(compiler: str, folder: Path, *flags: str) -> Path:
     program = folder / "fuzz"
     command = [compiler, *FLAGS, *SANITIZERS, *flags, "-o", str(program), *sources, "-ljpeg", "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and "san" in done.stderr:
-        pytest.skip("this compiler has no sanitizers")
     assert done.returncode == 0, done.stderr
     return program
 
@@ -49,9 +62,9 @@ def fuzz(program: Path, count: int, seed: int, files: list[str]) -> str:
 
 @pytest.mark.parametrize("flags", [(), ("-DREGION_PORTABLE",)])
 def test_ten_thousand(
-    compiler: str, tmp_path: Path, jpegs: list[str], flags: tuple[str, ...]
+    sanitizing: str, tmp_path: Path, jpegs: list[str], flags: tuple[str, ...]
 ) -> None:
-    said = fuzz(harness(compiler, tmp_path, *flags), 10_000, 1, jpegs)
+    said = fuzz(harness(sanitizing, tmp_path, *flags), 10_000, 1, jpegs)
     done = int(said.split(": ")[1].split(" done")[0])
     assert said.startswith("10000 files")
     assert done > 1_000, said
@@ -59,5 +72,5 @@ def test_ten_thousand(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_million(compiler: str, tmp_path: Path, jpegs: list[str]) -> None:
-    assert fuzz(harness(compiler, tmp_path), 1_000_000, 2, jpegs)
+def test_a_million(sanitizing: str, tmp_path: Path, jpegs: list[str]) -> None:
+    assert fuzz(harness(sanitizing, tmp_path), 1_000_000, 2, jpegs)

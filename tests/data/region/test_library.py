@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,8 @@ import pytest
 from PIL import Image
 
 from paceline.data.region import library as loading
-from paceline.data.region.build import BuildError, cached_library
+from paceline.data.region.build import BuildError
+from paceline.data.region.cache import cached_library
 from paceline.data.region.library import (
     VARIABLE,
     RegionLibrary,
@@ -107,14 +110,21 @@ def test_threads_do_not_meet(library: RegionLibrary) -> None:
 def test_a_thread_gives_its_memory_back(
     library: RegionLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = []
-    monkeypatch.setattr(
-        loading._Decoder, "__del__", lambda self: closed.append(self._close(self.handle))
-    )
-    thread = threading.Thread(target=library._decoder)
+    opened: list[int] = []
+    closed: list[int] = []
+    close = library._library.region_close
+
+    def region_close(handle: int) -> None:
+        closed.append(handle)
+        close(handle)
+
+    monkeypatch.setattr(library._library, "region_close", region_close)
+    monkeypatch.setattr(library, "_local", threading.local())  # a thread may have died elsewhere
+    thread = threading.Thread(target=lambda: opened.append(library._decoder()))
     thread.start()
     thread.join()
-    assert len(closed) == 1
+    assert opened
+    assert closed == opened
 
 
 @pytest.mark.usefixtures("_anew")
@@ -171,6 +181,51 @@ def test_one_that_no_longer_loads_is_built_again(
     monkeypatch.setattr(loading, "cached_library", choose)
     assert region_library().version == library.version
     assert asked == [False, True]
+
+
+@pytest.mark.usefixtures("_anew")
+def test_one_that_was_mapped_already_is_really_another(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that was opened once means the old library for as long as the process lives."""
+    source, path, good = tmp_path / "old.c", tmp_path / "library.so", cached_library()
+    source.write_text(
+        "int region_size, region_prepare, region_close;"
+        'const char *region_version(void) { return "old"; } void *region_open(void) { return 0; }'
+    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+
+    def choose(*, rebuild: bool = False) -> Path:
+        if rebuild:
+            shutil.copy(good, tmp_path / "new")
+            (tmp_path / "new").replace(path)
+        return path
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(loading, "cached_library", choose)
+    with pytest.raises(OSError, match="another one than it was built for"):
+        RegionLibrary(path)
+    assert region_library().size(jpeg(40, 30)) == (40, 30)
+    assert set(tmp_path.iterdir()) == {source, path}
+
+
+@pytest.mark.usefixtures("_anew")
+def test_a_refusal_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is an exception of its own; one that is kept holds the frames that it passed."""
+    monkeypatch.setenv(VARIABLE, "/nowhere/x.so")
+    assert unavailable() is not unavailable()
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize("error", [OSError("encoder jpeg not available"), KeyError("JPEG")])
+def test_a_pillow_without_jpeg(
+    library: RegionLibrary, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(_: RegionLibrary) -> str:
+        raise error
+
+    monkeypatch.setattr(loading, "disagreement", fail)
+    assert unavailable().cause == f"it cannot be compared with Pillow ({error})"
 
 
 @pytest.mark.usefixtures("_anew")

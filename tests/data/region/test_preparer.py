@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,10 +22,12 @@ FIT = FitTransform(8, 8, "bilinear")
 class Causes:
     def __init__(self) -> None:
         self.added: list[str] = []
+        self.spent = {"decode": 0.0, "augment": 0.0}
 
     def add(self, cause: str, seconds: float) -> None:
         assert seconds > 0
         self.added.append(cause)
+        self.spent[cause] += seconds
 
 
 def encoded(kind: str, mode: str = "RGB") -> bytes:
@@ -34,10 +39,10 @@ def encoded(kind: str, mode: str = "RGB") -> bytes:
 @pytest.mark.parametrize(
     ("data", "causes"),
     [
-        (encoded("JPEG"), ["decode"]),
-        (encoded("JPEG", "CMYK"), ["decode", "augment"]),
-        (encoded("PNG"), ["decode", "augment"]),
-        (encoded("WEBP"), ["decode", "augment"]),
+        (encoded("JPEG"), ["decode", "augment"]),
+        (encoded("JPEG", "CMYK"), ["decode", "decode", "augment"]),  # the attempt counts too
+        (encoded("PNG"), ["decode", "decode", "augment"]),
+        (encoded("WEBP"), ["decode", "decode", "augment"]),
         (PIXELS, ["decode", "augment"]),
     ],
 )
@@ -66,3 +71,31 @@ def test_corrupt_files_have_pillow_s_reason(library: RegionLibrary, data: bytes)
 def test_description(library: RegionLibrary) -> None:
     said = RegionPreparer(FIT, 3, library).describe()
     assert said == f"region decoder, {library.version}"
+
+
+class SlowToFinish(FitTransform):
+    def finish(self, row: Sequence[float], out: np.ndarray) -> None:
+        time.sleep(0.05)
+
+
+def test_what_is_done_to_the_square_is_augmenting(library: RegionLibrary) -> None:
+    clock, out = Causes(), np.zeros((8, 8, 3), np.uint8)
+    RegionPreparer(SlowToFinish(8, 8, "bilinear"), 3, library)(encoded("JPEG"), (), out, clock)
+    assert clock.spent["augment"] > 0.04
+    assert clock.spent["decode"] > 0
+
+
+def test_samples_that_went_to_pillow_are_told(library: RegionLibrary) -> None:
+    """From all threads. Pixels need no decoder, and do not count."""
+    prepare = RegionPreparer(FIT, 3, library)
+    jpeg, png = encoded("JPEG"), encoded("PNG")
+
+    def fill(stored: bytes | np.ndarray) -> None:
+        prepare(stored, (), np.zeros((8, 8, 3), np.uint8))
+
+    fill(jpeg)
+    assert prepare.remark() == ""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, [jpeg, png, PIXELS] * 500))
+    assert prepare.remark() == "500 of 1,001 samples went to Pillow, not the region decoder"
+    assert PillowPreparer(FIT, 3).remark() == ""

@@ -20,15 +20,21 @@ from paceline.data.decoding.decode import CorruptImage, decode
 from paceline.data.randomness import Int64
 from paceline.data.settings import DataSettings
 from paceline.data.sources.source_identity import source_identity
-from paceline.data.sources.source_protocol import ArraySource, Source, source_counters, with_remark
+from paceline.data.sources.source_protocol import (
+    ArraySource,
+    Source,
+    Split,
+    source_counters,
+    with_remark,
+)
 from paceline.data.sources.synthetic import SyntheticImages
 
 _MIB = 2**20
 
 
-def cached(source: Source, settings: DataSettings) -> Source:
-    """`source` behind the cache that the settings ask for. DataError: a directory that cannot be
-    written to; ConfigError: a cache that could be of no use."""
+def cached(source: Source, settings: DataSettings, split: Split) -> Source:
+    """`source` behind the cache that the settings ask for; each split has its own. DataError: a
+    directory that cannot be written to; ConfigError: a cache that could be of no use."""
     if settings.cache == "none":
         return source
     if isinstance(source, ArraySource | SyntheticImages):
@@ -46,7 +52,7 @@ def cached(source: Source, settings: DataSettings) -> Source:
     else:
         form = f"decoded{settings.channels}" if decoded else "raw"
         directory = Path(settings.cache_dir).expanduser()
-        store = DiskStore(directory, f"{source_identity(source)}-{form}", limit)
+        store = DiskStore(directory, f"{source_identity(source)}-{split}-{form}", limit)
     return CachedSource(source, store, settings.channels if decoded else None, settings.cache_mib)
 
 

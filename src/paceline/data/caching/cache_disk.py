@@ -17,7 +17,7 @@ from pathlib import Path
 from paceline.core.errors import DataError
 from paceline.data.caching.cache_entry import from_entry, to_entry
 from paceline.data.caching.cache_store import Data
-from paceline.data.written_file import unwritable
+from paceline.data.written_file import open_part, part_path, unwritable
 
 _USED_FILE = "used"
 _USERS_FILE = "users"
@@ -36,7 +36,7 @@ class DiskStore:
         self.damaged = 0
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._used = os.open(self._root / _USED_FILE, flags, 0o666)
             self._users = os.open(self._root / _USERS_FILE, flags, 0o666)
         except OSError as error:
@@ -79,13 +79,14 @@ class DiskStore:
             return
         entry = to_entry(i, data)
         path = self._path(i)
-        part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+        part = part_path(path)
         try:
             if path.exists() or not self._reserve(len(entry)):
                 return
             try:
                 path.parent.mkdir(exist_ok=True)
-                part.write_bytes(entry)
+                with open_part(part) as file:
+                    file.write(entry)
                 # Unlike a rename, a link tells that another rank was faster.
                 os.link(part, path)
             except OSError as error:

@@ -21,8 +21,16 @@ _NAMES_LOOKED_AT = 64
 
 
 def create_preparer(source: Source, transform: SquareTransform, settings: DataSettings) -> Preparer:
-    """ConfigError where `data.decoder` names one that is not to be had here."""
-    return _WAYS[settings.decoder](source, transform, settings)
+    """ConfigError where `data.decoder` names one that is not to be had here, or not on the host."""
+    way = _WAYS.get(settings.decoder)
+    if way is None:
+        raise ConfigError(
+            "data.decoder",
+            settings.decoder,
+            "decodes on a GPU; these batches are made on the host",
+            f"set it to {', '.join(map(repr, _WAYS))}, or use the loaders of data.on_device",
+        )
+    return way(source, transform, settings)
 
 
 def _auto(source: Source, transform: SquareTransform, settings: DataSettings) -> Preparer:

@@ -40,6 +40,9 @@ class Preparer(Protocol):
     def describe(self) -> str:
         """What decodes, for display; nothing where there is no choice to tell of."""
 
+    def remark(self) -> str:
+        """Which samples did not go the way that `describe` tells of; empty where all did."""
+
 
 class PillowPreparer:
     """Decodes all of the image, then augments. Takes whatever Pillow takes."""
@@ -66,3 +69,6 @@ class PillowPreparer:
 
     def describe(self) -> str:
         return self._remark
+
+    def remark(self) -> str:
+        return ""

@@ -39,7 +39,11 @@ def shard_problems(
             continue
         counts[path.name] = len(index)
         yield from _index_problems(path, index)
-    manifest = PackManifest.read(directory)
+    try:
+        manifest = PackManifest.read(directory)
+    except DataError as error:
+        yield str(error)
+        return
     if manifest is not None:
         yield from _manifest_problems(directory, manifest, {p.name for p in paths}, counts)
         if checksums:

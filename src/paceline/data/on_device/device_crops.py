@@ -2,8 +2,8 @@
 
 In: sample indices and their rows of uniform numbers. Out: the squares that the model takes, in uint8 on
 the GPU, all there. Boxes and flips are those of the host's way; files that the GPU's decoder cannot take
-go the host's way into the same chunk, and are counted. Neither does this wait for the training's stream,
-nor that one for this.
+go the host's way into the same chunk, and `HostShare` remembers them. Neither does this wait for the
+training's stream, nor that one for this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from paceline.data.augmentation.augment import Pixels, SquareTransform
 from paceline.data.cause_clock import CauseClock
 from paceline.data.on_device.batch_decoder import BatchDecoder, Decoded
+from paceline.data.on_device.host_share import HostShare
 from paceline.data.on_device.jpeg_facts import jpeg_size
+from paceline.data.on_device.own_stream import finish
 from paceline.data.prefetch import Check
 from paceline.data.sources.source import Source
 
@@ -46,8 +48,7 @@ class DeviceCrops:
         self._cutout = cutout
         self._clock = clock
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self.by_host = 0
+        self.host_share = HostShare(source, decoder.describe())
 
     def __call__(
         self,
@@ -64,6 +65,7 @@ class DeviceCrops:
             began = perf_counter()
             decoded = self._decoder(files) if files else Decoded([], None)
             self._clock.add("decode", perf_counter() - began)
+            self._note_failures(indices, places, sizes, decoded)
             try:
                 out, table, missing = self._filled(indices, rows, places, sizes, decoded.images)
                 for row in missing:
@@ -75,12 +77,9 @@ class DeviceCrops:
                 # Before the memory of what was decoded goes: the decoder, on a stream of its own, would
                 # write into it while the crops still read it.
                 began = perf_counter()
-                _finish(stream)
+                finish(stream)
                 self._clock.add("augment", perf_counter() - began)
             del decoded, table
-        if missing:
-            with self._lock:
-                self.by_host += len(missing)
         return out
 
     def _read(
@@ -90,13 +89,35 @@ class DeviceCrops:
         places, files, sizes = [], [], []
         for row, index in enumerate(indices):
             check()
+            if self.host_share.takes(index):
+                continue
             data = self._source.read(index)
             size = jpeg_size(data) if isinstance(data, bytes) else None
-            if size is not None and isinstance(data, bytes):
-                places.append(row)
-                files.append(data)
-                sizes.append(size)
+            if size is None or not isinstance(data, bytes):
+                self.host_share.add(index, "unfit")
+                continue
+            places.append(row)
+            files.append(data)
+            sizes.append(size)
         return places, files, sizes
+
+    def _note_failures(
+        self,
+        indices: Sequence[int],
+        places: list[int],
+        sizes: list[tuple[int, int]],
+        decoded: Decoded,
+    ) -> None:
+        refused = [
+            indices[place]
+            for place, size, image in zip(places, sizes, decoded.images, strict=True)
+            if not _has_size(image, size)
+        ]
+        for index in refused:
+            self.host_share.add(index, "refused")
+        if decoded.problem or refused:
+            problem = decoded.problem or "not the size that the file says"
+            self.host_share.failed(problem, refused[0] if refused else None)
 
     def _filled(
         self,
@@ -115,8 +136,7 @@ class DeviceCrops:
         here, boxes = kernel.new_table(len(places))
         missing, count = set(range(len(indices))), 0
         for place, (width, height), image in zip(places, sizes, images, strict=True):
-            # The kernel reads wherever the table says: a decoder that saw another size is not believed.
-            if image is None or image.numel() != 3 * width * height:
+            if image is None or not _has_size(image, (width, height)):
                 continue
             row = rows[place]
             flips, hole = int(transform.flips(row)), self._hole(row)
@@ -151,9 +171,6 @@ class DeviceCrops:
                 yield self._local.stream
 
 
-def _finish(stream: torch.cuda.Stream | None) -> None:
-    """Sleeps until the stream is done, where waiting would by default keep a core busy."""
-    if stream is not None:
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        done.record(stream)
-        done.synchronize()
+def _has_size(image: torch.Tensor | None, size: tuple[int, int]) -> bool:
+    """The kernel reads wherever the table says: a decoder that saw another size is not believed."""
+    return image is not None and image.numel() == 3 * size[0] * size[1]

@@ -17,8 +17,10 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.cause_clock import CauseClock
 from paceline.data.corrupt import CorruptSample
 from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled
+from paceline.data.on_device.batch_decoder import CHUNK
 from paceline.data.on_device.device_reader import DeviceReader
-from paceline.data.prefetch import Job, cut
+from paceline.data.on_device.own_stream import marked
+from paceline.data.prefetch import Job
 from paceline.data.randomness import Int64
 from paceline.data.settings import DataSettings
 from paceline.data.sources.source import Source
@@ -27,7 +29,8 @@ from paceline.data.train_stream import TrainJob, TrainStream
 
 
 class DeviceTrainLoader(TrainStream):
-    """This rank's micro-batches in order, from `first_step` to the end of the run."""
+    """This rank's micro-batches in order, from `first_step` to the end of the run. `remark` goes with the
+    description."""
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class DeviceTrainLoader(TrainStream):
         rank: int,
         first_step: int = 0,
         device: torch.device,
+        remark: str = "",
     ) -> None:
         super().__init__(
             len(source),
@@ -51,12 +55,13 @@ class DeviceTrainLoader(TrainStream):
             groups=shard_sizes(source),
         )
         self._device = device
+        self._chosen = remark
         transform = TrainTransform(settings)
         self._reader = DeviceReader(source, transform, settings, device, self._log, self._clock)
 
     def _job(self, start: int, stop: int) -> TrainJob:
         labels, here = _labels(stop - start, self._device)
-        cuts = cut(stop - start, self._settings.workers)
+        cuts = chunks_of(stop - start)
         parts: list[torch.Tensor | None] = [None] * len(cuts)
         chunks = [
             partial(
@@ -73,17 +78,19 @@ class DeviceTrainLoader(TrainStream):
         met: list[list[CorruptSample]],
     ) -> Batch:
         corrupt = self._log.report(sample for part in met for sample in part)
-        return Batch(_together(parts), labels, corrupt)
+        # What this stream does from here on is work, not a wait for the input.
+        begun = marked(self._device)
+        return Batch(_together(parts), labels, corrupt, begun=begun)
 
     def describe(self) -> str:
-        return self._reader.describe()
+        return self._reader.describe(self._chosen)
 
     def remark(self) -> str:
         return self._reader.remark()
 
 
 class DeviceEvalLoader(EvalPasses):
-    """Every `iter` is one pass over this rank's samples, decoded anew."""
+    """Every `iter` is one pass over this rank's samples, decoded anew. `remark` as in training."""
 
     def __init__(
         self,
@@ -94,6 +101,7 @@ class DeviceEvalLoader(EvalPasses):
         world_size: int,
         batch_size: int,
         device: torch.device,
+        remark: str = "",
     ) -> None:
         super().__init__(
             len(source),
@@ -104,12 +112,13 @@ class DeviceEvalLoader(EvalPasses):
             workers=settings.workers,
         )
         self._device = device
+        self._chosen = remark
         transform = EvalTransform(settings)
         self._reader = DeviceReader(source, transform, settings, device, self._log, CauseClock())
 
     def _job(self, indices: Int64) -> EvalJob:
         labels, here = _labels(len(indices), self._device)
-        cuts = cut(len(indices), self._settings.workers)
+        cuts = chunks_of(len(indices))
         parts: list[torch.Tensor | None] = [None] * len(cuts)
         chunks = [
             partial(self._reader.fill_indices, indices[first:last], here[first:last], parts, place)
@@ -139,7 +148,17 @@ class DeviceEvalLoader(EvalPasses):
         return Batch(images[kept.to(images.device)], labels[kept], corrupt)
 
     def describe(self) -> str:
-        return self._reader.describe()
+        return self._reader.describe(self._chosen)
+
+    def remark(self) -> str:
+        return self._reader.remark()
+
+
+def chunks_of(length: int) -> list[tuple[int, int]]:
+    """Of a batch: as few as hold CHUNK at most, of about one size, whatever the number of threads."""
+    count = -(-length // CHUNK)
+    size = -(-length // max(1, count))
+    return [(start, min(start + size, length)) for start in range(0, length, max(1, size))]
 
 
 def _labels(count: int, device: torch.device) -> tuple[torch.Tensor, Int64]:

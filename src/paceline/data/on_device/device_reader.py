@@ -19,6 +19,7 @@ from paceline.data.corrupt import CorruptLog, CorruptSample
 from paceline.data.decoding.create_preparer import create_preparer
 from paceline.data.eval_passes import Unfilled
 from paceline.data.on_device.batch_decoder import create_batch_decoder
+from paceline.data.on_device.crop_check import check_crop_kernel
 from paceline.data.on_device.device_crops import DeviceCrops
 from paceline.data.order import SampleOrder
 from paceline.data.prefetch import Check
@@ -41,11 +42,16 @@ class DeviceReader:
         clock: CauseClock,
     ) -> None:
         check_settings(settings)
+        _check_source(source, settings)
         self._source = source
         self._draws = transform.draws
         self._decoder = create_batch_decoder(settings.decoder, device)
         self._workers = settings.workers
         cutout = settings.cutout if transform.draws else 0
+        check_crop_kernel(
+            settings.decoder, device, size=transform.size, hole=cutout,
+            interleaved=self._decoder.interleaved,
+        )  # fmt: skip
         self._crops = DeviceCrops(source, transform, self._decoder, device, cutout, clock)
         prepare = create_preparer(source, transform, replace(settings, decoder="auto"))
         self._host = SampleReader(source, prepare, log, clock)
@@ -95,14 +101,15 @@ class DeviceReader:
         parts[place] = self._crops(indices.tolist(), rows, on_host, check)
         return unfilled
 
-    def describe(self) -> str:
+    def describe(self, remark: str = "") -> str:
+        """`remark` goes with it."""
         threads = f"{self._workers} thread{'' if self._workers == 1 else 's'}"
-        return f"{self._decoder.describe()}, {threads}"
+        text = f"{self._decoder.describe()}, {threads}"
+        return f"{text} ({remark})" if remark else text
 
     def remark(self) -> str:
-        """How many samples the GPU's decoder did not take; empty where it took all."""
-        count = self._crops.by_host
-        return f"{count:,} samples were decoded on the host: no JPEGs for the GPU" if count else ""
+        """How many samples the GPU's decoder did not decode, and why; empty where it decoded all."""
+        return self._crops.host_share.remark()
 
 
 def check_settings(settings: DataSettings) -> None:
@@ -121,4 +128,13 @@ def check_settings(settings: DataSettings) -> None:
         raise ConfigError(
             "data.decoder", settings.decoder, "cannot do data.color_jitter or data.randaugment",
             "set data.decoder = 'auto', or leave these at 0",
+        )  # fmt: skip
+
+
+def _check_source(source: Source, settings: DataSettings) -> None:
+    """Pixels need no decoder: all of them would go through the host, one by one."""
+    if len(source) and not isinstance(source.read(0), bytes):
+        raise ConfigError(
+            "data.decoder", settings.decoder, "decodes JPEGs, but these images are stored as pixels",
+            "set data.decoder = 'auto'",
         )  # fmt: skip

@@ -19,6 +19,7 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.corrupt import CorruptSample
 from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled
 from paceline.data.on_device.device_augment import DeviceAugment
+from paceline.data.on_device.own_stream import marked
 from paceline.data.on_device.resident_set import ResidentSet
 from paceline.data.prefetch import Check, Job
 from paceline.data.randomness import Int64, uniform
@@ -89,9 +90,11 @@ class ResidentTrainLoader(TrainStream):
 
     def _finish(self, numbers: torch.Tensor, parts: list[list[CorruptSample]]) -> Batch:
         corrupt = self._log.report(sample for part in parts for sample in part)
+        # What this stream does from here on is work, not a wait for the input.
+        begun = marked(self._held.device)
         there = numbers.to(self._held.device, non_blocking=True)
         labels = self._held.labels.index_select(0, there[0])
-        return Batch(self._augment(there[0], there[1:]), labels, corrupt)
+        return Batch(self._augment(there[0], there[1:]), labels, corrupt, begun=begun)
 
     def describe(self) -> str:
         return self._held.describe()

@@ -8,7 +8,7 @@ nothing half-written has a final name; nothing is written outside the directory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,16 +34,21 @@ def pack(
     *,
     workers: int = 1,
     on_sample: OnSample = lambda split, done, corrupt: None,
+    tell: Callable[[str], None] = lambda note: None,
 ) -> PackManifest:
     """Packs every split of `sources` that is not packed already, and returns what is there now.
 
     DataError, one line, where the directory holds something else or another pack, where storage or
-    disk fails, or where too many images are corrupt. What was finished before stays.
+    disk fails, or where too many images are corrupt. What was finished before stays. `tell` is told
+    where nothing keeps a second pack out of the directory.
     """
     _make_directory(directory)
-    with _alone(directory):
+    with _alone(directory) as alone:
         manifest = _manifest(directory, options)
-        _sweep(directory)
+        if alone:
+            _sweep(directory)
+        else:
+            tell(f"{directory} knows no locks: see to it that no other pack writes there")
         for split, source in sources.items():
             _check_split(manifest, split, source, directory)
             _write_classes(directory, source)
@@ -68,11 +73,12 @@ def _make_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def _alone(directory: Path) -> Iterator[bool]:
+    """Whether it is certain that nobody else packs there."""
     with file_lock(directory / _LOCK_FILE, wait=False) as held:
         if held is False:
             raise DataError(f"{directory}: another pack is writing there", "wait for its end")
-        yield
+        yield held is True
 
 
 def _manifest(directory: Path, options: PackOptions) -> PackManifest:
@@ -93,12 +99,7 @@ def _check_split(manifest: PackManifest, split: str, source: Source, directory: 
             f"({record.samples} samples, now {len(source)})",
             "pack into another directory",
         )
-    for shard in record.shards:
-        path = directory / shard.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != shard.bytes:
-            found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
-            raise DataError(f"{path}: {found}", "pack into another directory")
+    record.check_shards(directory)
 
 
 def _write_classes(directory: Path, source: Source) -> None:

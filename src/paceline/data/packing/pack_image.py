@@ -37,7 +37,8 @@ def pack_image(data: bytes | npt.NDArray[np.uint8], options: PackOptions) -> Pac
     """Equal input and options give equal bytes, with one version of Pillow and its libraries."""
     facts = image_facts(data)
     image = decode(data, facts.channels)
-    found = facts.format
+    # Pillow's name for the JPEGs of cameras that hold a second picture behind the first.
+    found = "JPEG" if facts.format == "MPO" else facts.format
     wanted = found if options.format == "keep" else options.format.upper()
     size = fitted(image.size, options.short_side)
     if isinstance(data, bytes) and size == image.size and wanted == found in _EXTENSIONS:

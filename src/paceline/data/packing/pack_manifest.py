@@ -53,6 +53,17 @@ class PackedSplit:
     def packed(self) -> int:
         return sum(shard.samples for shard in self.shards)
 
+    def check_shards(self, directory: Path) -> None:
+        """DataError where one is missing or of another size; its bytes are not read."""
+        for shard in self.shards:
+            path = directory / shard.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != shard.bytes:
+                found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
+                raise DataError(
+                    f"{path}: {found}, as {FILE_NAME} has it", "copy it anew, or pack anew"
+                )
+
 
 class PackManifest:
     """Every change of what it says goes to disk by `save`, or not at all."""
@@ -110,6 +121,20 @@ class PackManifest:
             "splits": {name: asdict(split) for name, split in self.splits.items()},
         }
         write_file(self._path, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def check_packed(directory: Path, split: str) -> None:
+    """Refuses a pack that is not finished, or not whole any more; what is no pack is well."""
+    manifest = PackManifest.read(directory)
+    record = manifest.splits.get(split) if manifest is not None else None
+    if record is None:
+        return
+    if not record.complete:
+        raise DataError(
+            f"{directory}: {split} is packed up to {record.stop} of {record.samples} samples",
+            "repeat the pack command, which goes on there",
+        )
+    record.check_shards(directory)
 
 
 def encoder_versions() -> dict[str, str]:

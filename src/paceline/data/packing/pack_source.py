@@ -1,7 +1,8 @@
 """Which splits a directory holds, for `paceline pack` and `paceline inspect`.
 
 In: a directory, and the kind of source where the user names it. Out: the sources of all its splits, or of
-the one asked for. Shards whose names tell no split are taken as training data, and that is said.
+the one asked for. Shards whose names tell no split are taken as training data, and that is said. Nothing
+is written beside the data.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def open_splits(
             unnamed = all_shards(directory)
             if unnamed:
                 tell(f"{unnamed[0].name} … tell no split by their names: taken as train")
-                return {"train": TarShards(unnamed, read_classes(root))}
+                return {"train": TarShards(unnamed, read_classes(root), keep_index=False)}
         if split == "all" and any(there.values()):
             wanted = tuple(s for s in SPLITS if there[s])
     found: dict[str, Source] = {}
     for name in wanted:
         known = found["train"].classes if "train" in found else None
-        found[name] = open_source(settings, name, known)
+        found[name] = open_source(settings, name, known, keep_index=False)
     return found
 
 

@@ -64,6 +64,8 @@ class SplitPacker:
 
     def pack(self, directory: Path, workers: int) -> None:
         """Goes on behind the last finished shard. DataError: too many corrupt, storage, disk."""
+        # Before the first shard has its name: whoever finds one must find that it is not all.
+        self._manifest.save()
         start = self._record.stop
         results = in_order(self._prepare, range(start, len(self._source)), workers)
         with closing(results):

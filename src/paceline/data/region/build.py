@@ -1,4 +1,4 @@
-"""Builds the region decoder's library, once a user and version, into a cache of theirs.
+"""Builds the region decoder's library.
 
 In: the C files beside this one, a compiler and libjpeg-turbo's headers. Out: a shared library, which
 every Python version loads. It is written under a name of its own and then renamed, so processes that
@@ -8,9 +8,8 @@ elsewhere.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,11 +19,14 @@ from pathlib import Path
 
 from paceline.core.errors import PacelineError
 
-SOURCES = ("jpeg_header.c", "weights.c", "resample.c", "memory.c", "square.c", "jpeg_region.c")
+SOURCES = (
+    "metadata.c", "jpeg_header.c", "weights.c", "resample.c", "memory.c", "square.c",
+    "jpeg_region.c",
+)  # fmt: skip
 HEADERS = ("region.h", "state.h")
 HERE = Path(__file__).parent
 # No contraction of a product and a sum: Pillow's weights are rounded after each. A libjpeg that
-# lies beside the library is taken first, so that both can be carried to another machine.
+# lies beside the library is found before the system's, so that both can be carried elsewhere.
 FLAGS = (
     "-std=c11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden",
     "-Wl,-rpath,$ORIGIN",
@@ -39,14 +41,6 @@ class BuildError(PacelineError):
     """The library cannot be built here; cause and remedy."""
 
 
-def cached_library(*, rebuild: bool = False) -> Path:
-    """The library of this very source, built if it is not there yet."""
-    path = _cache_directory() / f"jpeg_region-{_key()}.so"
-    if rebuild or not path.is_file():
-        build(path)
-    return path
-
-
 def build(target: Path, *flags: str) -> None:
     """With more `flags` for tests. BuildError where there is no compiler, no header, or no place to
     write to."""
@@ -54,17 +48,22 @@ def build(target: Path, *flags: str) -> None:
     if compiler is None:
         raise BuildError(f"no C compiler ({', '.join(_COMPILERS)})", _PACKAGES)
     try:
-        # Ours alone: whoever could write there could run code here.
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
             built = Path(folder) / "library.so"
             _compile(compiler, built, flags)
+            # Whatever the umask says: whoever could write to it could run code here.
+            built.chmod(0o755)
             built.replace(target)
     except OSError as error:
-        raise BuildError(
-            f"{target.parent} cannot be written ({error.strerror or error})",
-            "set XDG_CACHE_HOME to a directory that can, or PACELINE_JPEG_REGION_LIBRARY to a built one",
-        ) from None
+        raise not_writable(target.parent, error) from None
+
+
+def not_writable(folder: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"{folder} cannot be written ({error.strerror or error})",
+        "set XDG_CACHE_HOME to a directory that can, or PACELINE_JPEG_REGION_LIBRARY to a built one",
+    )
 
 
 def _compile(compiler: str, target: Path, flags: Sequence[str]) -> None:
@@ -78,26 +77,13 @@ def _compile(compiler: str, target: Path, flags: Sequence[str]) -> None:
         raise BuildError(f"{compiler} does not run ({error})", _PACKAGES) from None
     if done.returncode == 0:
         return
+    if refusal := re.search(r'error:? "([^"]+)"', done.stderr):  # an #error of our own
+        raise BuildError(refusal[1], _PACKAGES)
     lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:
         raise BuildError("libjpeg-turbo's header or library is missing", _PACKAGES)
     why = (lines or done.stderr.splitlines() or [f"exit code {done.returncode}"])[0]
     raise BuildError(f"{compiler} fails: {why[:200]}", _PACKAGES)
-
-
-def _key() -> str:
-    digest = hashlib.sha256(repr((FLAGS, platform.machine())).encode())
-    for name in (*HEADERS, *SOURCES):
-        digest.update((HERE / name).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "paceline"
-    except RuntimeError:  # no home at all
-        raise BuildError("there is no home directory to build in", "set XDG_CACHE_HOME") from None
 
 
 if __name__ == "__main__":

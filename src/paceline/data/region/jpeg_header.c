@@ -8,83 +8,9 @@
 #include "region.h"
 
 enum { SOF0 = 0xC0, SOF2 = 0xC2, DHT = 0xC4, RST0 = 0xD0, RST7 = 0xD7, EOI = 0xD9, SOS = 0xDA };
-enum { DQT = 0xDB, DRI = 0xDD, APP0 = 0xE0, APP1 = 0xE1, APP2 = 0xE2, APP14 = 0xEE, APP15 = 0xEF };
-enum { COM = 0xFE };
-
-typedef struct {
-    const uint8_t *data;
-    size_t length;
-} segment;
+enum { DQT = 0xDB, DRI = 0xDD, APP0 = 0xE0, APP15 = 0xEF, COM = 0xFE };
 
 static unsigned two_bytes(const uint8_t *p) { return (unsigned)p[0] << 8 | p[1]; }
-
-static int begins(segment s, const char *text, size_t length) {
-    return s.length >= length && memcmp(s.data, text, length) == 0;
-}
-
-/* In the order of TIFF's own mark. */
-static unsigned tiff_number(const uint8_t *p, int bytes, int little) {
-    unsigned value = 0;
-    for (int i = 0; i < bytes; i++)
-        value = value << 8 | p[little ? bytes - 1 - i : i];
-    return value;
-}
-
-/* What the segments before the frame say of the image's turning. */
-typedef struct {
-    int exifs, says_upright, may_say_otherwise;
-} metadata;
-
-/* Upright beyond doubt: the first directory is whole and turns nothing. */
-static int exif_is_upright(segment s, metadata *found) {
-    const uint8_t *tiff = s.data + 6;
-    size_t length = s.length - 6;
-    if (length < 8)
-        return 0;
-    int little = memcmp(tiff, "II*\0", 4) == 0;
-    if (!little && memcmp(tiff, "MM\0*", 4) != 0)
-        return 0;
-    size_t at = tiff_number(tiff + 4, 4, little);
-    if (at > length - 2)
-        return 0;
-    size_t entries = tiff_number(tiff + at, 2, little);
-    if (entries * 12 > length - at - 2)
-        return 0;
-    for (const uint8_t *entry = tiff + at + 2; entries > 0; entries--, entry += 12) {
-        if (tiff_number(entry, 2, little) != 0x0112)
-            continue;
-        unsigned kind = tiff_number(entry + 2, 2, little), count = tiff_number(entry + 4, 4, little);
-        if (kind != 3 || count != 1 || tiff_number(entry + 8, 2, little) != 1)
-            return 0;
-        found->says_upright = 1;
-    }
-    return 1;
-}
-
-static int mentions(segment s, const char *word) {
-    size_t length = strlen(word);
-    for (size_t i = 0; i + length <= s.length; i++)
-        if (memcmp(s.data + i, word, length) == 0)
-            return 1;
-    return 0;
-}
-
-/* Segments that would make Pillow turn the image, take another of several, or fail. */
-static int application_is_harmless(int marker, segment s, metadata *found) {
-    if (marker == APP0 && begins(s, "JFIF", 4))
-        return s.length >= 14;
-    if (marker == APP1 && begins(s, "Exif\0", 6))
-        return ++found->exifs == 1 && exif_is_upright(s, found);
-    if (marker == APP1) /* XMP, which counts where Exif is silent */
-        found->may_say_otherwise |= mentions(s, "Orientation");
-    if (marker == APP2 && begins(s, "ICC_PROFILE", 12))
-        return s.length > 14;
-    if (marker == APP2)
-        return !begins(s, "MPF", 4);
-    if (marker == APP14 && begins(s, "Adobe", 5))
-        return s.length >= 12;
-    return 1;
-}
 
 static int frame_is_ours(int marker, segment s, jpeg_header *header) {
     if (header->components || s.length < 6 || s.data[0] != 8)
@@ -130,12 +56,11 @@ int read_jpeg_header(const uint8_t *data, size_t length, jpeg_header *header) {
         s.length -= 2;
         int ours = marker == DHT || marker == DQT || marker == DRI || marker == COM;
         if (marker >= APP0 && marker <= APP15)
-            ours = application_is_harmless(marker, s, &found);
+            ours = application_is_harmless(marker - APP0, s, &found);
         else if (marker >= SOF0 && marker <= SOF2)
             ours = frame_is_ours(marker, s, header);
         else if (marker == SOS) {
-            ours = header->components && s.length >= 1;
-            ours = ours && (found.says_upright || !found.may_say_otherwise);
+            ours = header->components && s.length >= 1 && is_upright(&found);
             if (ours && !header->progressive) /* all components in one scan */
                 ours = s.data[0] == header->components;
             header->scan = at;

@@ -8,8 +8,9 @@
 
 #include "state.h"
 
-#ifndef LIBJPEG_TURBO_VERSION
-#error "the region decoder needs libjpeg-turbo"
+/* Before, skipping and cropping went wrong for some files; other libjpegs have neither. */
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2000006
+#error "the region decoder needs libjpeg-turbo 2.0.6 or later"
 #endif
 
 enum { MARGIN = 8 };          /* upsampling of chroma looks one sample further: two pixels at most */
@@ -18,7 +19,10 @@ enum { KEPT_BYTES = 1 << 24 }; /* memory above this goes back after each image *
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
-const char *region_version(void) { return "libjpeg-turbo " TEXT(LIBJPEG_TURBO_VERSION); }
+/* The one that is loaded may be another: none tells its version. */
+const char *region_version(void) {
+    return "built against libjpeg-turbo " TEXT(LIBJPEG_TURBO_VERSION);
+}
 
 static void stop(j_common_ptr jpeg) { longjmp(((region *)jpeg)->complain, 1); }
 

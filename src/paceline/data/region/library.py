@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import tempfile
 import threading
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
 from paceline.data.augmentation.augment import Box, Pixels
 from paceline.data.region.agreement import disagreement
-from paceline.data.region.build import BuildError, cached_library
+from paceline.data.region.build import BuildError
+from paceline.data.region.cache import cached_library
 from paceline.data.region.pass_order import down_first
 from paceline.data.settings import INTERPOLATIONS
 
@@ -107,16 +109,21 @@ class _Decoder:
 
 
 @functools.cache
-def _found(named: str) -> RegionLibrary | RegionUnavailableError:
+def _found(named: str) -> RegionLibrary | tuple[str, str]:
+    """Or cause and remedy. No exception is kept: its traceback would keep alive all that it passed."""
     try:
         library = _load_named(named) if named else _load_built()
     except BuildError as error:
-        return RegionUnavailableError(error.cause, error.remedy)
+        return error.cause, error.remedy
     except (OSError, AttributeError) as error:
         remedy = f"check {VARIABLE}" if named else "mend the installation of libjpeg-turbo"
-        return RegionUnavailableError(f"the library does not load ({error})", remedy)
-    if why := disagreement(library):
-        return RegionUnavailableError(why, "tell the developers; data.decoder = 'pillow' is right")
+        return f"the library does not load ({error})", remedy
+    try:
+        why = disagreement(library)
+    except (OSError, KeyError, ValueError) as error:  # a Pillow that was built without JPEG
+        return f"it cannot be compared with Pillow ({error})", "install a Pillow that knows JPEG"
+    if why:
+        return why, "tell the developers; data.decoder = 'pillow' is right"
     return library
 
 
@@ -131,12 +138,20 @@ def _load_built() -> RegionLibrary:
         return RegionLibrary(cached_library())
     except (OSError, AttributeError):
         # Built for a libjpeg that has gone since: once more, with the one that is here.
-        return RegionLibrary(cached_library(rebuild=True))
+        return _load_under_another_name(cached_library(rebuild=True))
+
+
+def _load_under_another_name(path: Path) -> RegionLibrary:
+    """The one that was mapped under this name stays what the name means, until the process ends."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="again-", suffix=".so") as copy:
+        copy.write(path.read_bytes())
+        copy.flush()
+        return RegionLibrary(Path(copy.name))
 
 
 def region_library() -> RegionLibrary:
     """The library of this machine, built if need be; RegionUnavailableError with the reason."""
     found = _found(os.environ.get(VARIABLE, ""))
-    if isinstance(found, RegionUnavailableError):
-        raise found
+    if isinstance(found, tuple):
+        raise RegionUnavailableError(*found)
     return found

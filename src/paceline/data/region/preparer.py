@@ -7,6 +7,7 @@ Pillow's, which also finds the words for what is wrong.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -16,24 +17,34 @@ from paceline.data.region.library import RegionLibrary
 
 
 class RegionPreparer:
-    """Decoding and augmenting are one, and count as decoding."""
+    """Decoding, cropping and resampling are one, and count as decoding."""
 
     def __init__(self, transform: SquareTransform, channels: int, library: RegionLibrary) -> None:
         self._transform = transform
         self._library = library
         self._others = PillowPreparer(transform, channels)
         self.draws = transform.draws
+        self._lock = threading.Lock()
+        self._seen = self._refused = 0
 
     def __call__(
         self, data: Stored, row: Sequence[float], out: Pixels, clock: Clock | None = None
     ) -> None:
+        if not isinstance(data, bytes):
+            self._others(data, row, out, clock)
+            return
         start = perf_counter()
-        if not isinstance(data, bytes) or not self._prepare(data, row, out):
+        done = self._prepare(data, row, out)
+        decoded = perf_counter()
+        if clock is not None:
+            clock.add("decode", decoded - start)
+        self._count(done)
+        if not done:
             self._others(data, row, out, clock)
             return
         self._transform.finish(row, out)
         if clock is not None:
-            clock.add("decode", perf_counter() - start)
+            clock.add("augment", perf_counter() - decoded)
 
     def _prepare(self, data: bytes, row: Sequence[float], out: Pixels) -> bool:
         shape = self._library.size(data)
@@ -42,6 +53,16 @@ class RegionPreparer:
         transform = self._transform
         box, flip = transform.box(*shape, row), transform.flips(row)
         return self._library.prepare(data, shape, box, flip, transform.interpolation, out)
+
+    def _count(self, done: bool) -> None:
+        with self._lock:
+            self._seen += 1
+            self._refused += not done
+
+    def remark(self) -> str:
+        if not self._refused:
+            return ""
+        return f"{self._refused:,} of {self._seen:,} samples went to Pillow, not the region decoder"
 
     def describe(self) -> str:
         return f"region decoder, {self._library.version}"

@@ -14,6 +14,21 @@ enum { FILTER_NEAREST, FILTER_BILINEAR, FILTER_BICUBIC, FILTER_LANCZOS };
 #define REGION_MAX_PIXELS 89478485
 #endif
 
+/* metadata.c */
+typedef struct {
+    const uint8_t *data;
+    size_t length;
+} segment;
+
+/* What a file's segments said so far. */
+typedef struct {
+    int exifs, exif_says_upright, xmp_may_turn;
+} metadata;
+
+/* Of APPn, n being `kind`. */
+int application_is_harmless(int kind, segment s, metadata *found);
+int is_upright(const metadata *found);
+
 /* jpeg_header.c */
 typedef struct {
     int width, height, components, progressive;

@@ -61,7 +61,9 @@ def class_directories(root: Path) -> list[str]:
 
 
 def _images(root: Path, name: str) -> Iterator[str]:
-    """Paths relative to `root` of all images under one class, however deep."""
+    """Paths relative to `root` of all images under one class, however deep. A directory counts once,
+    by whatever links it is reached: links may lead in a circle, or up to all classes."""
+    seen = {_number(root)}
 
     def fail(error: OSError) -> None:
         raise DataError(
@@ -69,7 +71,22 @@ def _images(root: Path, name: str) -> Iterator[str]:
         )
 
     for folder, below, files in os.walk(root / name, onerror=fail, followlinks=True):
-        below[:] = [entry for entry in below if not entry.startswith(".")]
+        number = _number(folder)
+        if number in seen:
+            below.clear()
+            continue
+        seen.add(number)
+        # In one order everywhere: by which name a directory is reached first decides about paths.
+        below[:] = sorted(entry for entry in below if not entry.startswith("."))
         for file in files:
             if is_image(file):
                 yield os.path.relpath(os.path.join(folder, file), root)  # noqa: PTH118
+
+
+def _number(folder: Path | str) -> tuple[int, int]:
+    """By what the file system knows a directory, whatever its name."""
+    try:
+        found = os.stat(folder)  # noqa: PTH116
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror})", "check it") from None
+    return found.st_dev, found.st_ino

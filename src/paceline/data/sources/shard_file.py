@@ -21,12 +21,22 @@ from paceline.data.sources.shard_stamp import ShardStamp
 
 # A replacement by rename leaves an open descriptor with the old file; who looks at the name sees it.
 _LOOK_EVERY_S = 1.0
+_PIECE_BYTES = 1 << 20
 
 
 class ShardContent(Protocol):
     def read(self, offset: int, size: int) -> bytes: ...
 
     def close(self) -> None: ...
+
+
+class _Handle:
+    """A descriptor, and how many read through it."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.readers = 0
+        self.retired = False
 
 
 class ShardFile:
@@ -38,9 +48,7 @@ class ShardFile:
         self._retry = retry
         self._keep_open = keep_open
         self._lock = threading.Lock()
-        self._descriptor: int | None = None
-        # Descriptors given up after an error: another thread may be reading through one.
-        self._retired: list[int] = []
+        self._handle: _Handle | None = None
         self._looked_s = 0.0
 
     def read(self, offset: int, size: int) -> bytes:
@@ -62,13 +70,16 @@ class ShardFile:
                 return self._checked(descriptor, offset, size)
             finally:
                 os.close(descriptor)
-        descriptor = self._opened()
+        handle = self._taken()
         try:
-            self._look_at_name(descriptor)
-            return self._checked(descriptor, offset, size)
+            self._look_at_name(handle.descriptor)
+            return self._checked(handle.descriptor, offset, size)
         except OSError:
-            self._retire(descriptor)
+            # A stale handle of a network file system never gets well: the next try opens anew.
+            self._retire(handle)
             raise
+        finally:
+            self._give_back(handle)
 
     def _checked(self, descriptor: int, offset: int, size: int) -> bytes:
         data = _pread(descriptor, offset, size)
@@ -93,41 +104,59 @@ class ShardFile:
             "do not change shards under a run; put the shard back and resume",
         )
 
-    def _opened(self) -> int:
+    def _taken(self) -> _Handle:
         with self._lock:
-            if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptor
+            if self._handle is None:
+                self._handle = _Handle(self._path)
+            self._handle.readers += 1
+            return self._handle
 
-    def _retire(self, descriptor: int) -> None:
-        """A stale handle of a network file system never gets well: the next try opens anew."""
+    def _retire(self, handle: _Handle) -> None:
+        """No more readers; the last one that has it closes it."""
         with self._lock:
-            if self._descriptor == descriptor:
-                self._descriptor = None
-                self._retired.append(descriptor)
+            handle.retired = True
+            if self._handle is handle:
+                self._handle = None
+
+    def _give_back(self, handle: _Handle) -> None:
+        with self._lock:
+            handle.readers -= 1
+            if handle.retired and not handle.readers:
+                os.close(handle.descriptor)
 
     def close(self) -> None:
         with self._lock:
-            if self._descriptor is not None:
-                self._retired.append(self._descriptor)
-                self._descriptor = None
-            for descriptor in self._retired:
-                os.close(descriptor)
-            self._retired.clear()
+            if self._handle is not None:
+                self._handle.retired = True
+                if not self._handle.readers:
+                    os.close(self._handle.descriptor)
+                self._handle = None
 
 
 class UnpackedShard:
-    """A compressed shard, in memory."""
+    """A compressed shard, in memory; DataError where it would take more than `limit_bytes`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit_bytes: int) -> None:
         try:
-            self.data = gzip.decompress(path.read_bytes())
+            # Piece by piece: a small file can unpack to any size.
+            pieces, size = [], 0
+            with gzip.open(path) as file:
+                while size <= limit_bytes and (piece := file.read(_PIECE_BYTES)):
+                    pieces.append(piece)
+                    size += len(piece)
+            self.data = b"".join(pieces)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
                 f"{path}: not a readable gzip file ({error})", "copy or build the shard anew"
             ) from None
         except OSError as error:
             raise unreadable(path, error) from None
+        if len(self.data) > limit_bytes:
+            raise DataError(
+                f"{path}: unpacks to more than {limit_bytes / 2**30:.1f} GiB, all that compressed "
+                "shards may still take of each rank's memory",
+                "decompress them with gunzip; plain .tar shards are read where they lie",
+            )
 
     def read(self, offset: int, size: int) -> bytes:
         return self.data[offset : offset + size]

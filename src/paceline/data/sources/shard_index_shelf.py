@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.core.errors import DataError
@@ -35,8 +35,10 @@ _LOCK_FILE = ".paceline-index.lock"
 class IndexShelf:
     """`notes` tell what was built anew and why, and what could not be kept."""
 
-    def __init__(self, retry: Retry) -> None:
+    def __init__(self, retry: Retry, keep: bool = True) -> None:
+        """Without `keep` nothing is written: whoever looks at a set leaves no trace in it."""
         self._retry = retry
+        self._keeps = keep
         self.notes: list[str] = []
         self._misfits: dict[Path, str] = {}
 
@@ -46,9 +48,9 @@ class IndexShelf:
         found = {p: self._find(p, s) for p, s in zip(paths, stamps, strict=True)}
         missing = [p for p in paths if found[p] is None]
         if missing:
-            keep = sum(s.size for s in stamps) >= _KEPT_FROM_BYTES or bool(self._misfits)
+            large = sum(s.size for s in stamps) >= _KEPT_FROM_BYTES or bool(self._misfits)
             known = dict(zip(paths, stamps, strict=True))
-            if keep:
+            if large and self._keeps:
                 self._build_once(missing, known, found)
             else:
                 found |= {path: self._scan(path) for path in missing}
@@ -62,7 +64,7 @@ class IndexShelf:
             raise unreadable(path, error) from None
 
     def _find(self, path: Path, stamp: ShardStamp) -> ShardIndex | None:
-        for place in (index_path(path), _cached(path)):
+        for place in _places(path):
             try:
                 index = read_index(place, stamp)
             except UnfitIndexError as error:
@@ -103,7 +105,7 @@ class IndexShelf:
     def _keep(self, path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
         if self._stamp(path) != stamp:
             return  # it is being written to; reading it will say so
-        for place in (index_path(path), _cached(path)):
+        for place in _places(path):
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_index(place, index, stamp)
@@ -113,15 +115,23 @@ class IndexShelf:
         self.notes.append(f"index of {path.name} cannot be kept: no place to write to")
 
 
-def _cached(path: Path) -> Path:
-    """In the user's cache, under a name that the shard's whole path decides."""
-    whole = str(path.resolve()).encode("utf-8", "surrogateescape")
-    return _cache_directory() / (hashlib.sha256(whole).hexdigest()[:32] + SUFFIX)
+def _places(path: Path) -> Iterator[Path]:
+    """Where the index of a shard may lie, the best place first."""
+    yield index_path(path)
+    kept = _cached(path)
+    if kept is not None:
+        yield kept
 
 
-def _cache_directory() -> Path:
+def _cached(path: Path) -> Path | None:
+    """In the user's cache, under a name that the shard's whole path decides; None without one."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(home or Path("~/.cache").expanduser()) / "paceline" / "index"
+    try:
+        directory = Path(home or Path("~/.cache").expanduser()) / "paceline" / "index"
+    except RuntimeError:
+        return None  # a user without a home, as containers have them
+    whole = str(path.resolve()).encode("utf-8", "surrogateescape")
+    return directory / (hashlib.sha256(whole).hexdigest()[:32] + SUFFIX)
 
 
 def _lock_path(directory: Path) -> Path:
@@ -130,6 +140,8 @@ def _lock_path(directory: Path) -> Path:
     if os.access(directory, os.W_OK):
         return beside
     place = _cached(beside)
+    if place is None:
+        return beside
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from paceline.core.errors import DataError
 from paceline.data.caching.cache import cached
+from paceline.data.packing.pack_manifest import check_packed
 from paceline.data.settings import DataSettings
 from paceline.data.sources.cifar10 import Cifar10, find_layout
 from paceline.data.sources.class_list import read_classes
@@ -40,19 +41,25 @@ _LAYOUT = (
 
 
 def open_source(
-    settings: DataSettings, split: Split, classes: Sequence[str] | None = None
+    settings: DataSettings,
+    split: Split,
+    classes: Sequence[str] | None = None,
+    *,
+    keep_index: bool = True,
 ) -> Source:
     """Opens one split, behind the cache that the settings ask for. `classes`, those of the training
     split, pin what the labels mean where the data does not say it: a validation split may lack some
-    classes."""
-    return cached(_open(settings, split, classes), settings)
+    classes. Without `keep_index` nothing is written beside the data."""
+    return cached(_open(settings, split, classes, keep_index), settings, split)
 
 
-def _open(settings: DataSettings, split: Split, classes: Sequence[str] | None) -> Source:
+def _open(
+    settings: DataSettings, split: Split, classes: Sequence[str] | None, keep_index: bool
+) -> Source:
     if settings.source == "synthetic":
         return _synthetic(settings, split)
     if settings.source == "embedded":
-        return _shards(EMBEDDED, split, classes, Retry(0))
+        return _shards(EMBEDDED, split, classes, Retry(0), keep_index)
     if not settings.dir:
         # Never the embedded set in place of somebody's forgotten --data-dir.
         raise DataError("no data: data.dir is not set", _LAYOUT)
@@ -61,7 +68,7 @@ def _open(settings: DataSettings, split: Split, classes: Sequence[str] | None) -
     kind = settings.source if settings.source != "auto" else detect(directory, split)
     retry = Retry(settings.read_retries)
     if kind == "shards":
-        return _shards(directory, split, classes, retry)
+        return _shards(directory, split, classes, retry, keep_index)
     if kind == "cifar10":
         return Cifar10(directory, split)
     if kind == "idx":
@@ -124,12 +131,13 @@ def _shard_paths(directory: Path, split: Split) -> list[Path]:
 
 
 def _shards(
-    directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry
+    directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry, keep_index: bool
 ) -> TarShards:
+    check_packed(directory, split)
     paths = _shard_paths(directory, split)
     if not paths:
         raise DataError(f"{directory}: no {split}-*.tar[.gz] in it", _LAYOUT)
-    return TarShards(paths, read_classes(directory) or classes, retry)
+    return TarShards(paths, read_classes(directory) or classes, retry, keep_index)
 
 
 def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry) -> Source:
@@ -139,9 +147,14 @@ def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry:
         raise DataError(f"{directory}: no {split}/<class>/ in it", _LAYOUT)
     if classes is None and split != "train":
         classes = _training_classes(directory / "train")
-    if class_directories(root):
+    folders, tars = class_directories(root), _tars(root)
+    if folders and tars:
+        raise DataError(
+            f"{root}: holds class folders ({folders[0]}) and tars ({tars[0].name})",
+            "remove one kind, or move it elsewhere: which of them is the data set?",
+        )
+    if folders:
         return ImageFolder(root, classes, retry)
-    tars = _tars(root)
     if tars:
         return open_class_tars(tars, classes, retry)
     if flat_images(root):

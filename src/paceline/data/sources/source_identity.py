@@ -1,7 +1,8 @@
 """By what a data set is known again: a digest of what a source holds.
 
 In: a source. Out: a short text that changes when its classes, labels or samples do, as far as that can be
-told without reading every image. It names no path, so the same data elsewhere has the same identity.
+told without reading every image: files and shards are known by name, size and time of change. So a copy
+that keeps the times has the identity of its original, wherever it lies; one with new times is other data.
 """
 
 from __future__ import annotations

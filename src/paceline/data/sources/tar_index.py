@@ -24,7 +24,15 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 _LABEL_EXTENSION = "cls"
 _LABEL_BYTES = 32
 _BLOCK = tarfile.BLOCKSIZE
+# Two blocks of zeros end a tar, which is then filled up to a whole record: so much and no more.
+_MOST_AFTER_END = 2 * _BLOCK + tarfile.RECORDSIZE
 _REBUILD = "copy or build the shard anew"
+
+# What tarfile lets escape where a header is damaged; a header can also ask for all the memory.
+_DAMAGE = (
+    tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, LookupError, TypeError,
+    RecursionError, MemoryError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,17 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
     """Indexes the uncompressed tar in `content`; `path` is for messages."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
+    # Names with a further dot, by kind: both of one name are a sample that we would pass over.
+    dotted: tuple[set[str], set[str]] = set(), set()
     for member in tar_members(path, content):
         folder, _, file_name = member.name.rpartition("/")
         stem, _, extension = file_name.partition(".")
         extension = extension.lower()
         # Hidden files, such as the `._name` twins that macOS puts into archives, have no stem.
         if not stem or extension not in (*IMAGE_EXTENSIONS, _LABEL_EXTENSION):
+            longer, _, last = member.name.rpartition(".")
+            if stem and last.lower() in (*IMAGE_EXTENSIONS, _LABEL_EXTENSION):
+                dotted[last.lower() == _LABEL_EXTENSION].add(longer)
             continue
         key = f"{folder}/{stem}" if folder else stem
         if key in (labels if extension == _LABEL_EXTENSION else images):
@@ -58,11 +71,22 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
             labels[key] = _label(path, key, content, member)
         else:
             images[key] = (member.name, member.offset_data, member.size)
-    for key in images.keys() ^ labels.keys():
+    if passed_over := dotted[0] & dotted[1]:
+        raise DataError(
+            f"{path}: sample {min(passed_over)!r}: the key of a sample ends at its first dot",
+            "rename such samples, with no dot but the one before the extension",
+        )
+    if lonely := images.keys() ^ labels.keys():
+        key = min(lonely)
         there, missing = ("an image", "label") if key in images else ("a label", "image")
         raise DataError(
             f"{path}: sample {key!r} has {there} but no {missing}",
             f"each {'/'.join(IMAGE_EXTENSIONS)} needs a .cls of the same name; {_REBUILD}",
+        )
+    if not images:
+        raise DataError(
+            f"{path}: no image in it",
+            f"samples are key.jpg (jpeg, png, webp) and key.cls; remove it, or {_REBUILD}",
         )
     return ShardIndex(
         names=NameTable(name for name, _, _ in images.values()),
@@ -81,25 +105,34 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
             while (member := archive.next()) is not None:
                 # tarfile keeps every member it met: gigabytes for a shard of millions.
                 archive.members = []  # type: ignore[attr-defined]
+                # Some Pythons go back to where they were for a size below 0, and never end.
+                if member.size < 0 or member.offset_data <= end:
+                    raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
                 if not (member.isfile() or member.isdir()) or member.issparse():
                     raise DataError(
                         f"{path}: {member.name!r} is a link, device or sparse file",
                         "shards hold plain files only; " + _REBUILD,
                     )
-                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                size = member.size if member.isfile() else 0
+                end = member.offset_data + -(-size // _BLOCK) * _BLOCK
                 if member.isfile():
                     yield member
             # tarfile takes a cut or a damaged header for the end; only zeros are the end.
             content.seek(end)
-            tail = content.read(_BLOCK)
-    except (tarfile.TarError, OSError, EOFError) as error:
+            tail = content.read(_MOST_AFTER_END + 1)
+    except DataError:
+        raise
+    except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
             raise  # the shard may be whole; whoever scans it may try again
         raise DataError(f"{path}: not a readable tar shard ({error})", _REBUILD) from None
     if len(tail) < _BLOCK:
         raise DataError(f"{path}: truncated, no end marker at byte {end}", _REBUILD)
-    if any(tail):
+    if any(tail[:_BLOCK]):
         raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
+    # Blocks of zeros in the midst, as a download or a disk leaves them, look like the end.
+    if any(tail) or len(tail) > _MOST_AFTER_END:
+        raise DataError(f"{path}: goes on after its end marker at byte {end}", _REBUILD)
 
 
 def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> int:

@@ -37,12 +37,13 @@ class TarShards:
         paths: Sequence[Path],
         classes: Sequence[str] | None = None,
         retry: Retry | None = None,
+        keep_index: bool = True,
     ) -> None:
         """Finds or makes the index of every shard; one that is damaged or wrongly labelled fails
-        by name."""
+        by name. Without `keep_index` what was made is not written anywhere."""
         self._paths = sorted(paths)
         self.retry = retry or Retry(0)
-        self._shelf = IndexShelf(self.retry)
+        self._shelf = IndexShelf(self.retry, keep_index)
         self._contents: list[ShardContent] = []
         self._indexes: list[ShardIndex] = []
         self._digest = hashlib.sha256()
@@ -65,6 +66,7 @@ class TarShards:
     def _open(self) -> None:
         plain = [path for path in self._paths if not _is_compressed(path)]
         indexed = dict(zip(plain, self._shelf.take(plain), strict=True))
+        left = _COMPRESSED_LIMIT_BYTES
         for path in self._paths:
             if path in indexed:
                 stamp, index = indexed[path]
@@ -73,7 +75,8 @@ class TarShards:
                 self._indexes.append(index)
                 told = f"{path.name}\0{stamp.size}\0{stamp.mtime_ns}\0".encode() + stamp.probe
             else:
-                unpacked = UnpackedShard(path)
+                unpacked = UnpackedShard(path, left)
+                left -= len(unpacked.data)
                 self._contents.append(unpacked)
                 self._indexes.append(scan_shard(path, io.BytesIO(unpacked.data)))
                 told = hashlib.sha256(unpacked.data).digest()

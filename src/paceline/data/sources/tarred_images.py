@@ -8,8 +8,7 @@ lie: nothing is unpacked. Opening lists every member; `paceline pack` does that 
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.data.randomness import Int64
+from paceline.data.sources.file_window import FileWindow
 from paceline.data.sources.flat_folder import known_classes, label_file
 from paceline.data.sources.flat_labels import read_flat_labels
 from paceline.data.sources.image_files import is_image
@@ -46,18 +46,19 @@ class TarredImages:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        stamps: Mapping[Path, ShardStamp],
         places: Sequence[_Place],
         labels: Sequence[int],
         classes: Sequence[str],
-        retry: Retry | None = None,
+        retry: Retry,
     ) -> None:
-        self.retry = retry or Retry(0)
-        self._paths = list(paths)
-        self._stamps = [_stamp(path, self.retry) for path in paths]
+        """`stamps` are those from before the tars were listed."""
+        self.retry = retry
+        self._paths = list(stamps)
+        self._stamps = list(stamps.values())
         self._files = [
             ShardFile(path, stamp, self.retry, keep_open=number < _DESCRIPTORS_KEPT)
-            for number, (path, stamp) in enumerate(zip(paths, self._stamps, strict=True))
+            for number, (path, stamp) in enumerate(stamps.items())
         ]
         self._places: Int64 = np.array(
             [(place.file, place.offset, place.size) for place in places], dtype=np.int64
@@ -78,7 +79,8 @@ class TarredImages:
         return f"{self._paths[int(self._places[i, 0])].name}:{self._names[i]}"
 
     def identity(self) -> bytes:
-        digest = hashlib.sha256(self._names.parts[1])
+        ends, letters = self._names.parts
+        digest = hashlib.sha256(ends.tobytes() + letters)
         for stamp in self._stamps:
             digest.update(f"{stamp.size}\0{stamp.mtime_ns}\0".encode() + stamp.probe)
         return digest.digest()
@@ -92,13 +94,13 @@ class TarredImages:
 def open_class_tars(
     paths: Sequence[Path], classes: Sequence[str] | None, retry: Retry | None = None
 ) -> TarredImages:
-    """`<class>.tar` each, or one tar of these."""
-    paths = sorted(paths)
+    """`<class>.tar` each, or one tar of these. An empty one fails: it would shift the labels."""
+    paths, retry = sorted(paths), retry or Retry(0)
+    # A tar that changes while it is listed no longer fits its stamp.
+    stamps = {path: _stamp(path, retry) for path in paths}
     places: list[_Place] = []
     for number, path in enumerate(paths):
         places += _listed(path, number, retry)
-    if not places:
-        raise DataError(f"{paths[0]}: no image in it", "fetch the archive again")
     found = sorted({place.class_name for place in places})
     names = found if classes is None else classes
     index = {name: i for i, name in enumerate(names)}
@@ -109,35 +111,45 @@ def open_class_tars(
                 "remove it, or add the class to the training split",
             )
     places.sort(key=lambda place: (place.class_name, place.name))
-    return TarredImages(paths, places, [index[p.class_name] for p in places], names, retry)
+    return TarredImages(stamps, places, [index[p.class_name] for p in places], names, retry)
 
 
 def open_flat_tar(
     path: Path, classes: Sequence[str] | None, retry: Retry | None = None
 ) -> TarredImages:
     """One tar of images, their classes in a label file beside it."""
+    retry = retry or Retry(0)
+    stamps = {path: _stamp(path, retry)}
     places = sorted(_listed(path, 0, retry), key=lambda place: place.name)
     known = known_classes(path, classes)
     # The label file is looked for where it would be for a folder val/ in the tar's place.
     labels = read_flat_labels(label_file(path), [place.name for place in places], known)
-    return TarredImages([path], places, labels, known, retry)
+    return TarredImages(stamps, places, labels, known, retry)
 
 
-def _listed(path: Path, number: int, retry: Retry | None) -> list[_Place]:
+def _listed(path: Path, number: int, retry: Retry) -> list[_Place]:
     def scan() -> list[_Place]:
         with path.open("rb") as content:
             if path.name != TRAIN_TAR:
-                return list(_images(path, number, content, path.stem, 0))
+                found = _images(path, number, content, path.stem, 0)
+                if not found:
+                    raise _empty(path)
+                return found
             places: list[_Place] = []
             for member in tar_members(path, content):
                 if member.name.endswith(".tar"):
-                    inner = _Window(content, member.offset_data, member.size)
+                    inner = FileWindow(content, member.offset_data, member.size)
                     name = Path(member.name).stem
-                    places += _images(path, number, inner, name, member.offset_data)
+                    found = _images(path, number, inner, name, member.offset_data)
+                    if not found:
+                        raise _empty(f"{path}: {member.name}")
+                    places += found
+            if not places:
+                raise _empty(path)
             return places
 
     try:
-        return (retry or Retry(0)).call(scan)
+        return retry.call(scan)
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -151,32 +163,15 @@ def _stamp(path: Path, retry: Retry) -> ShardStamp:
 
 def _images(
     path: Path, number: int, content: BinaryIO, class_name: str, start: int
-) -> Iterator[_Place]:
+) -> list[_Place]:
+    places = []
     for member in tar_members(path, content):
         name = member.name.rpartition("/")[2]
         if is_image(name):
-            yield _Place(number, start + member.offset_data, member.size, name, class_name)
+            place = _Place(number, start + member.offset_data, member.size, name, class_name)
+            places.append(place)
+    return places
 
 
-class _Window(io.BytesIO):
-    """A stretch of a file, read as if it were a file of its own."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        super().__init__()
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(wanted)
-        self._at += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        base = {0: 0, 1: self._at, 2: self._size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
+def _empty(path: Path | str) -> DataError:
+    return DataError(f"{path}: no image in it", "fetch the archive again")
