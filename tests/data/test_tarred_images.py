@@ -129,5 +129,9 @@ def test_class_folders_and_tars_at_once(tmp_path: Path, write_tar: Write) -> Non
     inner(tmp_path / "train", write_tar)
     (tmp_path / "train" / WNIDS[0]).mkdir()
     (tmp_path / "train" / WNIDS[0] / "1.JPEG").write_bytes(b"image")
-    with pytest.raises(DataError, match=r"train: holds class folders \(n0144.*\) and tars \(n0144"):
+    with pytest.raises(DataError, match=r"class folders \(n0144.*\) and tars without one \(n0144"):
         open_source(DataSettings(dir=str(tmp_path)), "train")
+    for name in WNIDS[1:]:
+        (tmp_path / "train" / name).mkdir()
+        (tmp_path / "train" / name / "1.JPEG").write_bytes(b"image")
+    assert len(open_source(DataSettings(dir=str(tmp_path)), "train")) == len(WNIDS)

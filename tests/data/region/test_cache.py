@@ -66,9 +66,34 @@ def test_a_library_that_is_a_link(folder: Path, tmp_path: Path) -> None:
 
 def test_what_belongs_to_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached_library()
-    another = os.geteuid() + 1
-    monkeypatch.setattr(cache.os, "geteuid", lambda: another)
+    if os.geteuid() == 0:
+        os.chown(folder, 4321, -1)
+    else:
+        another = os.geteuid() + 1
+        monkeypatch.setattr(cache.os, "geteuid", lambda: another)
     assert f"{folder} belongs to another user" in refusal()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what is root's")
+def test_what_belongs_to_root_is_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cached_library()
+    monkeypatch.setattr(cache.os, "geteuid", lambda: 4321)
+    assert cached_library() == path
+
+
+def test_without_headers_a_library_of_the_same_code_will_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise BuildError("no jpeglib.h", "install it")
+
+    path = cached_library()
+    monkeypatch.setattr(cache, "_libjpeg_headers", list)
+    monkeypatch.setenv("CC", "another")
+    monkeypatch.setattr(building, "build", fail)
+    assert cached_library() == path
+    monkeypatch.setattr(cache, "_code_key", lambda: "other-code")
+    assert "no jpeglib.h" in refusal()
 
 
 @pytest.mark.parametrize("base", ["", "relative", "./here"])

@@ -17,6 +17,15 @@ from PIL import Image
 
 from paceline.core.errors import ConfigError
 
+# How torch, DALI and C++ say that memory is short, in lower case.
+_NO_MEMORY = (
+    "out of memory",
+    "failed to allocate",
+    "allocation failed",
+    "bad_alloc",
+    "memoryallocation",
+)
+
 DEVICE_DECODERS = ("nvjpeg", "dali")
 # Files of one call. torchvision decodes one call at a time, whatever the threads: many files keep the
 # GPU's JPEG engines busy, few let the next call's reading begin sooner. To be measured on a GPU.
@@ -70,12 +79,13 @@ def sound_jpeg() -> bytes:
 
 
 def words_of(error: Exception) -> str:
-    """An error's own words, without the trace that torch may add to them."""
-    return " ".join(str(error).partition("Exception raised from")[0].split())
+    """An error's own words, without the trace that torch or DALI may add to them."""
+    words = str(error).partition("Exception raised from")[0].partition("Stacktrace (")[0]
+    return " ".join(words.split())
 
 
 def raise_if_memory(error: Exception) -> None:
     """Libraries wrap running out of memory in errors of their own, which look like a bad file's."""
     words = words_of(error).lower()
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc" in words:
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in words for sign in _NO_MEMORY):
         raise torch.OutOfMemoryError(words_of(error)) from error

@@ -33,6 +33,8 @@ def _problem(device: torch.device, size: int, hole: int, interleaved: bool) -> s
     try:
         with drained_stream(device):
             right = _stretched(device, size, hole, interleaved)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001  (compilers and drivers raise what they like)
         lines = str(error).splitlines()
         return f"no kernel can be built: {lines[0][:160] if lines else type(error).__name__}"

@@ -46,6 +46,7 @@ class NvJpegDecoder:
         try:
             self._decode_sound()
         except (RuntimeError, AttributeError) as error:
+            raise_if_memory(error)
             raise ConfigError(
                 "data.decoder", "nvjpeg", f"torchvision cannot decode on the GPU ({_line(error)})",
                 f"install a torchvision built with nvJPEG, {_INSTEAD}",

@@ -57,7 +57,12 @@ class PackedSplit:
         """DataError where one is missing or of another size; its bytes are not read."""
         for shard in self.shards:
             path = directory / shard.name
-            size = path.stat().st_size if path.is_file() else None
+            try:
+                size = path.stat().st_size if path.is_file() else None
+            except OSError as error:
+                raise DataError(
+                    f"{path}: cannot be looked at ({error.strerror})", "check that it is mounted"
+                ) from None
             if size != shard.bytes:
                 found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
                 raise DataError(

@@ -148,10 +148,11 @@ def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry:
     if classes is None and split != "train":
         classes = _training_classes(directory / "train")
     folders, tars = class_directories(root), _tars(root)
-    if folders and tars:
+    # Tars kept beside what was extracted from them do no harm; one without its folder does.
+    if folders and (lonely := [tar for tar in tars if tar.stem not in folders]):
         raise DataError(
-            f"{root}: holds class folders ({folders[0]}) and tars ({tars[0].name})",
-            "remove one kind, or move it elsewhere: which of them is the data set?",
+            f"{root}: holds class folders ({folders[0]}) and tars without one ({lonely[0].name})",
+            "extract it, or move tars or folders elsewhere: which of them is the data set?",
         )
     if folders:
         return ImageFolder(root, classes, retry)

@@ -132,7 +132,10 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
         raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
     # Blocks of zeros in the midst, as a download or a disk leaves them, look like the end.
     if any(tail) or len(tail) > _MOST_AFTER_END:
-        raise DataError(f"{path}: goes on after its end marker at byte {end}", _REBUILD)
+        raise DataError(
+            f"{path}: goes on after its end marker at byte {end}",
+            f"{_REBUILD}; records are 10,240 bytes (`tar -b 20`, the default)",
+        )
 
 
 def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> int:
