@@ -129,3 +129,14 @@ def test_steps_and_ranks_that_do_not_exist() -> None:
         plan.step_range(1)
     with pytest.raises(IndexError, match="rank 2 of 2"):
         plan.micro_batches(0, 2)
+
+
+def test_every_so_many_epochs() -> None:
+    """Ten samples an epoch, a step of 4: epochs end in steps 2, 4, 7 and 9."""
+    plan = BatchPlan(samples=10, epochs=4, global_batch=4, micro_batch=4, world_size=1)
+    steps = range(plan.total_steps)
+    assert [s for s in steps if plan.ends_epoch(s)] == [2, 4, 7, 9]
+    assert [s for s in steps if plan.ends_epoch(s, 2)] == [4, 9]
+    assert [s for s in steps if plan.ends_epoch(s, 3)] == [7]
+    several = BatchPlan(samples=2, epochs=8, global_batch=6, micro_batch=6, world_size=1)
+    assert [s for s in range(several.total_steps) if several.ends_epoch(s, 4)] == [1, 2]

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
 import os
-import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from interpreter_run import needs_triton, run_interpreted
 
 CASES = Path(__file__).with_name("crop_cases.py")
 ROOT = CASES.parent.parent.parent
@@ -29,28 +28,11 @@ for hole, interleaved in ((0, False), (16, True)):
     triton.compile(ASTSource(kernel, kinds, constants, {}), target=GPUTarget("cuda", 90, 32))
 """
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason=f"triton has no wheel for {platform.machine()}, or is not installed",
-)
+pytestmark = needs_triton
 
 
 def test_the_kernel_in_tritons_interpreter() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET as it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 4, done.stdout[-500:]
-    assert "skipped" not in done.stdout
+    run_interpreted(CASES, at_least=4)
 
 
 def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:

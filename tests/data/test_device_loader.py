@@ -2,11 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
-import platform
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from interpreter_run import needs_triton, run_interpreted
 from paceline.core.errors import ConfigError
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.create_loader import create_eval_loader, create_train_loader
@@ -24,27 +20,12 @@ from paceline.data.settings import DataSettings
 
 CASES = Path(__file__).with_name("device_loader_cases.py")
 ROOT = CASES.parent.parent.parent
-TRITON = importlib.util.find_spec("triton") is not None
 TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 
-@pytest.mark.skipif(not TRITON, reason=f"no triton for {platform.machine()}, or not installed")
+@needs_triton
 def test_the_loaders_with_the_kernel_in_tritons_interpreter() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET as it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 5, done.stdout[-500:]
-    assert "skipped" not in done.stdout
+    run_interpreted(CASES, at_least=5)
 
 
 @pytest.mark.parametrize(

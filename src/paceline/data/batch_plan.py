@@ -72,7 +72,8 @@ class BatchPlan:
             for j in range(rank, pieces, self.world_size)
         ]
 
-    def ends_epoch(self, step: int) -> bool:
-        """Whether at least one epoch is complete after `step` that was not before it."""
-        start, stop = self.step_range(step)
-        return start // self.samples < stop // self.samples
+    def ends_epoch(self, step: int, every: int = 1) -> bool:
+        """Whether an epoch is complete after `step` that was not before it, and whose number `every`
+        divides; a step may complete several."""
+        start, stop = (position // self.samples for position in self.step_range(step))
+        return start // every < stop // every

@@ -7,7 +7,7 @@ rank, rank + world_size, … in order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import numpy as np
@@ -20,6 +20,15 @@ from paceline.data.settings import DataSettings
 
 Unfilled = list[tuple[int, CorruptSample]]
 EvalJob = Job[Unfilled, Batch]
+
+
+def in_batch(firsts: Sequence[int], parts: Sequence[Unfilled]) -> Unfilled:
+    """What each part of a batch left unfilled, by its row in the batch; `firsts` are the parts' own."""
+    return [
+        (first + row, sample)
+        for first, part in zip(firsts, parts, strict=True)
+        for row, sample in part
+    ]
 
 
 class EvalPasses(ABC):

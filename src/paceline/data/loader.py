@@ -13,7 +13,7 @@ from paceline.data.batch import Batch, BatchBuffer
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.corrupt import CorruptSample
 from paceline.data.decoding.create_preparer import create_preparer
-from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled
+from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled, in_batch
 from paceline.data.prefetch import Job, cut
 from paceline.data.randomness import Int64
 from paceline.data.sample_reader import SampleReader
@@ -124,11 +124,7 @@ class EvalLoader(EvalPasses):
         return Job(chunks, partial(self._finish, buffer, [first for first, _ in cuts]))
 
     def _finish(self, buffer: BatchBuffer, firsts: list[int], parts: list[Unfilled]) -> Batch:
-        unfilled = [
-            (first + row, sample)
-            for first, part in zip(firsts, parts, strict=True)
-            for row, sample in part
-        ]
+        unfilled = in_batch(firsts, parts)
         corrupt = self._log.report(sample for _, sample in unfilled)
         return buffer.batch(corrupt, [row for row, _ in unfilled])
 

@@ -9,26 +9,23 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import PacelineError
 from paceline.core.events import (
     CheckpointEvent,
-    CorruptEvent,
     EvalEvent,
-    NoteEvent,
     StartEvent,
     StepEvent,
     StopEvent,
     TrustEvent,
 )
-from paceline.data.batch import CorruptSample
 from paceline.data.corrupt import allowed_corrupt
 from paceline.data.create_loader import create_eval_loader
 from paceline.train.corrupt_tally import CorruptTally
 from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
+from paceline.train.input_notes import InputNotes
 from paceline.train.machine import hardware, versions
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
@@ -59,8 +56,7 @@ class TrainingLoop:
             training.config.data.max_corrupt_share,
             training.group,
         )
-        self._named: set[str] = set()
-        self._noted: set[str] = set()
+        self._notes = InputNotes(training.emit, training.is_main)
         self._save_owed = False
 
     def run(self) -> RunResult:
@@ -85,7 +81,7 @@ class TrainingLoop:
         try:
             result = self._catch_up() or self._steps()
         finally:  # also where an error ends it
-            self._note(t.step.loader.remark())
+            self._notes.remark(t.step.loader.remark())
         progress.train_s = self._elapsed()
         if self._saved_step != progress.step:
             self._save(best=False)
@@ -174,8 +170,9 @@ class TrainingLoop:
             names = t.step.update.names
             t.emit(TrustEvent(progress.step, dict(zip(names, ratios, strict=True))))
         if outcome.corrupt_count:
-            self._name_corrupt(self._tally.add(outcome.corrupt_here), "train")
-            self._note_elsewhere(outcome.corrupt_count - len(outcome.corrupt_here))
+            new = self._tally.add(outcome.corrupt_here)
+            self._notes.corrupt(progress.step, new, "train")
+            self._notes.elsewhere(outcome.corrupt_count - len(outcome.corrupt_here))
             self._tally.check()
         if outcome.skipped:
             check_divergence(t, outcome)
@@ -185,36 +182,13 @@ class TrainingLoop:
         interval = self._t.config.optim.trust_log_interval
         return interval > 0 and step % interval == 0
 
-    def _name_corrupt(self, samples: Sequence[CorruptSample], split: str) -> None:
-        for sample in samples:
-            if sample.name not in self._named:
-                self._named.add(sample.name)
-                step = self._t.progress.step
-                self._t.emit(CorruptEvent(step, sample.name, sample.reason, split))
-
-    def _note(self, remark: str, where: str = "") -> None:
-        """Once, though every evaluation may remark the same."""
-        if remark and where + remark not in self._noted:
-            self._noted.add(where + remark)
-            self._t.emit(NoteEvent(where + remark))
-
-    def _note_elsewhere(self, count: int) -> None:
-        """Only rank 0 has a display; what other ranks met is named in their own records."""
-        if count > 0 and self._t.is_main:
-            self._t.emit(NoteEvent(f"{count} corrupt on other ranks; see metrics.rank*.jsonl"))
-
     def _evaluation_is_due(self, step: int) -> bool:
         t = self._t
         if step == 0 or t.progress.evaluated_step == step:
             return False
         if step == t.plan.total_steps:
             return True
-        if not t.plan.ends_epoch(step - 1):
-            return False
-        # A step may complete several epochs; it is due if a multiple of the interval is among them.
-        interval = t.config.run.eval_interval_epochs
-        before = int(t.plan.epoch_at(step - 1))
-        return int(t.plan.epoch_at(step)) // interval > before // interval
+        return t.plan.ends_epoch(step - 1, t.config.run.eval_interval_epochs)
 
     def _evaluate(self) -> RunResult | None:
         """Evaluates, keeps the best, saves; a result means that the run ends here."""
@@ -232,7 +206,7 @@ class TrainingLoop:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
             )
-        self._note(loader.remark(), "evaluation: ")
+        self._notes.remark(loader.remark(), "evaluation: ")
         if isinstance(found, signal.Signals):
             return RunResult(found.name, found)
         progress.train_s = self._elapsed()
@@ -243,8 +217,8 @@ class TrainingLoop:
         best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._is_sound
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
-        self._name_corrupt(found.corrupt_here, "val")
-        self._note_elsewhere(found.corrupt_count - len(found.corrupt_here))
+        self._notes.corrupt(progress.step, found.corrupt_here, "val")
+        self._notes.elsewhere(found.corrupt_count - len(found.corrupt_here))
         t.emit(
             EvalEvent(
                 step=progress.step,
@@ -271,16 +245,11 @@ class TrainingLoop:
             return False
         if self._save_owed or step == t.plan.total_steps:
             return True
-        every_steps, every_epochs = (
-            t.config.checkpoint.interval_steps,
-            t.config.checkpoint.interval_epochs,
-        )
-        if every_steps and step % every_steps == 0:
+        intervals = t.config.checkpoint
+        if intervals.interval_steps and step % intervals.interval_steps == 0:
             return True
-        if not every_epochs or not t.plan.ends_epoch(step - 1):
-            return False
-        before, now = int(t.plan.epoch_at(step - 1)), int(t.plan.epoch_at(step))
-        return now // every_epochs > before // every_epochs
+        every = intervals.interval_epochs
+        return every > 0 and t.plan.ends_epoch(step - 1, every)
 
     @property
     def _is_sound(self) -> bool:

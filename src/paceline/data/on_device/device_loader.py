@@ -16,7 +16,7 @@ from paceline.data.batch import Batch
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.cause_clock import CauseClock
 from paceline.data.corrupt import CorruptSample
-from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled
+from paceline.data.eval_passes import EvalJob, EvalPasses, Unfilled, in_batch
 from paceline.data.on_device.batch_decoder import CHUNK
 from paceline.data.on_device.device_reader import DeviceReader
 from paceline.data.on_device.own_stream import marked
@@ -134,11 +134,7 @@ class DeviceEvalLoader(EvalPasses):
         firsts: list[int],
         found: list[Unfilled],
     ) -> Batch:
-        unfilled = [
-            (first + row, sample)
-            for first, part in zip(firsts, found, strict=True)
-            for row, sample in part
-        ]
+        unfilled = in_batch(firsts, found)
         corrupt = self._log.report(sample for _, sample in unfilled)
         images = _together(parts)
         if not unfilled:

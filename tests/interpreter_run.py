@@ -1,0 +1,41 @@
+"""Cases that need Triton's interpreter, run in a process of their own.
+
+In: a file of cases. Out: an error with its output unless at least so many pass and none is skipped.
+Triton reads TRITON_INTERPRET as it is imported, so the process that asks cannot run them itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason=f"triton has no wheel for {platform.machine()}, or is not installed",
+)
+
+
+def run_interpreted(cases: Path, at_least: int, timeout_s: float = 110) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= at_least, done.stdout[-500:]
+    assert "skipped" not in done.stdout
