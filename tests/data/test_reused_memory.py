@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from paceline.data.on_device.reused_memory import ReusedMemory
+from paceline.data.reused_memory import ReusedMemory
 
 
 def test_memory_that_nobody_holds_is_taken_again() -> None:

@@ -44,7 +44,7 @@ def test_a_device_that_was_busy_meanwhile_lost_nothing() -> None:
 def test_the_devices_own_work_on_a_batch_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood still for 1 ms, then augmented for 8."""
     wait, marks = InputWait(torch.device("cuda")), iter((Clocked(0.0), Clocked(9.0)))
-    monkeypatch.setattr(wait, "_mark", lambda: next(marks))
+    monkeypatch.setattr("paceline.train.input_wait.marked", lambda device: next(marks))
     with wait:
         time.sleep(0.002)
     wait.put_down_to({"augment": 1.0}, Clocked(1.0))

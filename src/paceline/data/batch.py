@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.data.corrupt import CorruptSample
-from paceline.data.on_device.reused_memory import ReusedMemory
+from paceline.data.reused_memory import ReusedMemory
 
 # Pageable images only: torch itself keeps pinned memory for the next batch. As many as a loader may have
 # ready, and some.

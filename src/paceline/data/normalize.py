@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from paceline.data.on_device.reused_memory import ReusedMemory
+from paceline.data.reused_memory import ReusedMemory
 
 # Values that fit into a core's own cache, so that three passes over them cost one over memory.
 _CHUNK = 64 * 1024

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from paceline.data.cause_clock import added, shared_out
+from paceline.data.on_device.own_stream import marked
 
 
 class InputWait:
     """One a step. A context manager around the wait for each batch; `stall` once the step is over."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._before: Any = None
         self._started = 0.0
         self._host_s = 0.0
@@ -29,12 +30,13 @@ class InputWait:
         self._events: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> None:
-        self._before = self._mark()
+        self._before = marked(self._device)
         self._started = time.perf_counter()
 
     def __exit__(self, *details: object) -> None:
+        # Behind all that was queued so far, which may include the wait for a copy.
         self._host_s = time.perf_counter() - self._started
-        self._events = (self._before, self._mark())
+        self._events = (self._before, marked(self._device))
 
     def put_down_to(self, spent: Mapping[str, float], begun: Any = None) -> None:
         """What making the batch just waited for took, and its `begun`."""
@@ -44,14 +46,6 @@ class InputWait:
     def stall(self) -> dict[str, float]:
         """Seconds by cause. On a GPU the step's work must be done."""
         return added(*(_causes(*wait) for wait in self._waits))
-
-    def _mark(self) -> Any:
-        """An event behind all that was queued so far, which may include the wait for a copy."""
-        if not self._on_gpu:
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 def _causes(host_s: float, spent: Mapping[str, float], before: Any, after: Any) -> dict[str, float]:

@@ -23,9 +23,8 @@ def drained_stream(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        finish(
-            stream
-        )  # torch has a few streams and hands them out in turn: somebody may have work there
+        # torch has a few streams and hands them out in turn: somebody may have work there.
+        finish(stream)
         with torch.cuda.stream(stream):
             try:
                 yield
