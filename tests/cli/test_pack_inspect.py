@@ -87,7 +87,7 @@ def test_control_c(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "interrupted: finished shards are kept; the same command goes on\n"
-    assert not list((tmp_path / "out").glob(".*.part"))
+    assert not list((tmp_path / "out").glob(".*.tmp"))
     shards = sorted((tmp_path / "out").glob("*.tar"))
     told = json.loads((tmp_path / "out" / "pack.json").read_text())
     kept = [shard["name"] for shard in told["splits"]["train"]["shards"]]

@@ -81,7 +81,7 @@ def test_a_damaged_file_is_a_miss_and_written_anew(tmp_path: Path) -> None:
 def test_what_a_crash_left_is_given_back(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put(1, bytes(500))
-    part = files(tmp_path)[0].with_name(".1.77.88.part")
+    part = files(tmp_path)[0].with_name(".1.77.88.tmp")
     part.write_bytes(bytes(300))
     store._reserve(3000)  # and never written
     other = open_store(tmp_path)  # not alone: whoever is here may still be writing

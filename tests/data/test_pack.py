@@ -112,7 +112,7 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path, memory_source: type, at: in
     finished = contents(parts)
     assert sorted(finished) == [shard.name for shard in shards if shard.stop < at]
     assert all(content == contents(whole)[name] for name, content in finished.items())
-    assert not list(parts.glob(".*.part"))
+    assert not list(parts.glob(".*.tmp"))
     times = {name: (parts / name).stat().st_mtime_ns for name in finished}
     pack(sources, parts, options, workers=2)
     assert contents(parts) == contents(whole)
@@ -122,9 +122,9 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path, memory_source: type, at: in
 
 def test_what_a_killed_pack_left_is_swept(tmp_path: Path, memory_source: type) -> None:
     pack({"train": memory_source(5)}, tmp_path, SHORT)
-    (tmp_path / ".train-00001.tar.77.part").write_bytes(b"half")
+    (tmp_path / ".train-00001.tar.77.tmp").write_bytes(b"half")
     pack({"train": memory_source(5)}, tmp_path, SHORT)
-    assert not list(tmp_path.glob(".*.part"))
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_other_options_or_data_are_refused(tmp_path: Path, memory_source: type) -> None:
@@ -216,7 +216,7 @@ def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
     ):
         pack({"train": memory_source(20)}, tmp_path, SHORT, workers=1)
     assert list(contents(tmp_path)) == ["train-00000.tar"]
-    assert not list(tmp_path.glob(".*.part"))
+    assert not list(tmp_path.glob(".*.tmp"))
     monkeypatch.undo()
     assert pack({"train": memory_source(20)}, tmp_path, SHORT).splits["train"].packed == 20
 
@@ -311,7 +311,7 @@ def test_without_locks_nothing_of_another_pack_is_swept(
     tmp_path: Path, memory_source: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack_module, "file_lock", lambda path, wait: nullcontext(None))
-    part = tmp_path / ".train-00000.tar.77.part"
+    part = tmp_path / ".train-00000.tar.77.tmp"
     part.write_bytes(b"somebody is writing this")
     told: list[str] = []
     pack({"train": memory_source(5)}, tmp_path, SHORT, tell=told.append)
@@ -324,7 +324,7 @@ def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".train-00000.tar.0123.part").symlink_to(victim)
+    (tmp_path / "out" / ".train-00000.tar.0123.tmp").symlink_to(victim)
     pack({"train": memory_source(5)}, tmp_path / "out", SHORT)
     assert victim.read_bytes() == b"precious"
-    assert not list((tmp_path / "out").glob(".*.part"))
+    assert not list((tmp_path / "out").glob(".*.tmp"))

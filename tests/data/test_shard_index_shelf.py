@@ -188,7 +188,7 @@ def test_of_many_processes_one_builds(shards: list[Path]) -> None:
     answers = [process.communicate()[0].split() for process in started]
     assert [answer[1] for answer in answers] == ["12"] * 4
     assert sum(int(answer[0]) for answer in answers) == 3
-    assert not list(shards[0].parent.glob(".*.part"))
+    assert not list(shards[0].parent.glob(".*.tmp"))
 
 
 def test_a_user_without_a_home(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

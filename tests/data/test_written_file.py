@@ -52,12 +52,12 @@ def test_nobody_can_lay_a_link_where_it_will_write(
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
-    (tmp_path / f".file.{os.getpid()}.part").symlink_to(victim)
+    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
     write_file(tmp_path / "file", b"new")
     assert victim.read_bytes() == b"precious"
     # Not even who could guess it.
     monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 16)
-    (tmp_path / ".file.0000000000000000.part").symlink_to(victim)
+    (tmp_path / ".file.0000000000000000.tmp").symlink_to(victim)
     with pytest.raises(DataError, match=r"file: cannot be written \(File exists"):
         write_file(tmp_path / "file", b"newer")
     assert victim.read_bytes() == b"precious"

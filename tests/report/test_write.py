@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core import whole_file
 from paceline.core.errors import DataError
-from paceline.report import write
 from paceline.report.html_page import render
 from paceline.report.run_files import RunFiles
 from paceline.report.write import write_page, write_report
@@ -55,7 +55,7 @@ def test_a_full_disk_leaves_the_old_report(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write.os, "fsync", full)
+    monkeypatch.setattr(whole_file.os, "fsync", full)
     assert "report.html cannot be written: No space left on device" in fails(finished_run)
     assert (finished_run / "report.html").read_text("utf-8") == "old"
     assert names(finished_run) == ["config.toml", "metrics.jsonl", "report.html", "summary.json"]

@@ -6,10 +6,10 @@ written anew sees the old one.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from paceline.core.errors import DataError
+from paceline.core.whole_file import whole_file
 from paceline.report.html_page import render
 from paceline.report.run_files import RunFiles
 
@@ -27,17 +27,9 @@ def write_page(page: str, target: Path, name: str) -> Path:
     try:
         if target.is_dir():
             target = target / name
-        # Beside the target, because a rename is atomic only within one file system.
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(page.encode("utf-8"))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(target) as file:
+            file.write(page.encode("utf-8"))
     except OSError as error:
         raise DataError(
             f"report {target} cannot be written: {error.strerror}",

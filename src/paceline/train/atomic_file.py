@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all.
+"""Whole files of a run: checkpoints, records, weights.
 
 In: a path and its content. Out: the file in its place, on disk; or the old one untouched and an error
 that says why.
@@ -13,49 +13,33 @@ import shutil
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError
+from paceline.core.whole_file import part_path, sync_directory, whole_file
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Temporary file, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with whole_file(path) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise CheckpointError(*_explain(path, len(content), error)) from error
 
 
 def link_atomically(source: Path, path: Path) -> None:
     """A second name for `source`; a copy where the file system has no hard links."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = part_path(path)
     try:
-        temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:
             shutil.copyfile(source, temporary)
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise CheckpointError(*_explain(path, source.stat().st_size, error)) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename in `folder` last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _explain(path: Path, length: int, error: OSError) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError
+from paceline.core.whole_file import LEFTOVERS
 from paceline.train.atomic_file import link_atomically
 from paceline.train.checkpoint import Checkpoint
 
@@ -57,7 +58,7 @@ class CheckpointShelf:
             self.path(step).replace(self.path(step).with_suffix(".pt.abandoned"))
         for step in self.steps()[: -self._keep] if forget else ():
             self.path(step).unlink(missing_ok=True)
-        for leftover in self.folder.glob(".*.tmp"):
+        for leftover in self.folder.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
         return path
 

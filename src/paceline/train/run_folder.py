@@ -16,6 +16,7 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.settings import flatten
+from paceline.core.whole_file import LEFTOVERS
 from paceline.train.atomic_file import write_atomically
 from paceline.train.checkpoint_shelf import CheckpointShelf
 
@@ -66,7 +67,7 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Removes what a killed process had begun to write here."""
-        for leftover in self.path.glob(".*.tmp"):
+        for leftover in self.path.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
 
     def write_config(self, config: RunConfig) -> None:

@@ -15,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.core.errors import DataError
+from paceline.core.whole_file import open_part, part_path
 from paceline.data.caching.cache_entry import from_entry, to_entry
 from paceline.data.caching.cache_store import Data
-from paceline.data.written_file import open_part, part_path, unwritable
+from paceline.data.written_file import unwritable
 
 _USED_FILE = "used"
 _USERS_FILE = "users"

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.core.errors import DataError
+from paceline.core.whole_file import LEFTOVERS
 from paceline.data.file_lock import file_lock
 from paceline.data.packing.pack_manifest import FILE_NAME as MANIFEST_FILE
 from paceline.data.packing.pack_manifest import PackedSplit, PackManifest
@@ -117,6 +118,6 @@ def _write_classes(directory: Path, source: Source) -> None:
 
 def _sweep(directory: Path) -> None:
     """Removes what an earlier pack left half-written when it was killed."""
-    for path in directory.glob(".*.part"):
+    for path in directory.glob(LEFTOVERS):
         with suppress(OSError):
             path.unlink()

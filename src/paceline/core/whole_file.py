@@ -1,0 +1,62 @@
+"""Files that are there whole or not at all.
+
+In: a path and what is written to it. Out: the file under its own name, after its bytes have reached the
+disk; until then it has a hidden name beside it, and none after a failure. Errors come as the operating
+system gives them: each room says in its own words what they mean to its user.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+# What whole files are called while they are written; a killed process leaves such.
+LEFTOVERS = ".*.tmp"
+# A directory that may not be read, or a file system that cannot sync one: the rename is as good as it is.
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EACCES})
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write and read back; renamed to `path` at the end of the block, if it ends well."""
+    part = part_path(path)
+    try:
+        with open_part(part) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync_directory(path.parent)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def part_path(path: Path) -> Path:
+    """A name beside `path` for what is half-written. Nobody can guess it and lay a link there first,
+    and two writers of one name never meet: the last one to rename wins."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def open_part(part: Path) -> BinaryIO:
+    """A new file, to write and read back. OSError where there is one already, or a link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(part, flags, 0o666), "w+b")
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes a rename in it last through a power cut."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
