@@ -12,10 +12,15 @@ import torch
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.data.on_device import dali_decode
-from paceline.data.on_device.batch_decoder import sound_jpeg
+from paceline.data.on_device.batch_decoder import DeviceImage, sound_jpeg
 from paceline.data.on_device.dali_decode import DaliDecoder
+from paceline.data.on_device.jpeg_facts import JpegFile
 
 CPU = torch.device("cpu")
+
+
+def of(data: bytes) -> JpegFile:
+    return JpegFile(data, 2, 2, b"")
 
 
 class StandIn:
@@ -80,15 +85,18 @@ def test_images_are_copies_that_are_there_before_the_next_run(
     waits: list[torch.device] = []
     monkeypatch.setattr(dali_decode, "finish_current", waits.append)
     decoder = DaliDecoder(CPU)
-    first, second = decoder([b"1", b"22"]).images, decoder([b"4444"]).images
-    assert [float(image.mean()) for image in (*first, *second) if image is not None] == [1, 2, 4]
+    first, second = decoder([of(b"1"), of(b"22")]), decoder([of(b"4444")])
+    held = (*first.held, *second.held)
+    assert [float(image.mean()) for image in held] == [1, 2, 4]
+    images = (*first.images, *second.images)
+    assert images == tuple(DeviceImage(image.data_ptr(), 2, 2) for image in held)
     assert waits == [CPU] * 3  # the probe's, too
     assert dali.built == 2  # the probe's, and this thread's
 
 
 def test_a_file_that_it_refuses(dali: StandIn) -> None:
     decoder, dali.refused = DaliDecoder(CPU), {b"odd": "unsupported"}
-    found = decoder([b"1", b"odd", b"22"])
+    found = decoder([of(b"1"), of(b"odd"), of(b"22")])
     assert [image is not None for image in found.images] == [True, False, True]
     assert found.problem == "unsupported"
 
@@ -96,19 +104,19 @@ def test_a_file_that_it_refuses(dali: StandIn) -> None:
 def test_a_pipeline_that_cannot_be_built_is_no_files_fault(dali: StandIn) -> None:
     decoder, dali.no_build = DaliDecoder(CPU), "no driver"
     with pytest.raises(RunError, match=r"DALI cannot build its decoder \(no driver\)"):
-        decoder([b"1", b"22"])
+        decoder([of(b"1"), of(b"22")])
     with pytest.raises(ConfigError, match="data.decoder = 'dali': DALI cannot decode here"):
         DaliDecoder(CPU)
 
 
 def test_a_decoder_that_is_broken_ends_the_run(dali: StandIn) -> None:
     decoder = DaliDecoder(CPU)
-    dali.refused = {b"odd": "unsupported", sound_jpeg(): "unsupported"}
+    dali.refused = {b"odd": "unsupported", bytes(sound_jpeg().data): "unsupported"}
     with pytest.raises(RunError, match="no longer decodes even a sound file"):
-        decoder([b"1", b"odd"])
+        decoder([of(b"1"), of(b"odd")])
 
 
 def test_neither_is_memory(dali: StandIn) -> None:
     decoder, dali.refused = DaliDecoder(CPU), {b"big": "CUDA allocation failed"}
     with pytest.raises(torch.OutOfMemoryError, match="CUDA allocation failed"):
-        decoder([b"1", b"big"])
+        decoder([of(b"1"), of(b"big")])

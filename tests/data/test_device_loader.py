@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from paceline.data.on_device.batch_decoder import create_batch_decoder
 from paceline.data.on_device.device_loader import chunks_of
 from paceline.data.on_device.device_reader import check_settings
 from paceline.data.settings import DataSettings
+from paceline.data.sources.tar_shards import TarShards
 
+Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 CASES = Path(__file__).with_name("device_loader_cases.py")
 ROOT = CASES.parent.parent.parent
 TORCHVISION = importlib.util.find_spec("torchvision") is not None
@@ -25,7 +28,7 @@ TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 @needs_triton
 def test_the_loaders_with_the_kernel_in_tritons_interpreter() -> None:
-    run_interpreted(CASES, at_least=5)
+    run_interpreted(CASES, at_least=6)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,7 @@ def test_without_a_gpu_it_says_so(name: str) -> None:
 def test_a_missing_library_is_named() -> None:
     if TORCHVISION or importlib.util.find_spec("nvidia") is not None:
         pytest.skip("torchvision or a package of nvidia's is installed here")
-    with pytest.raises(ConfigError, match="torchvision cannot be imported"):
+    with pytest.raises(ConfigError, match="nvJPEG cannot be loaded .*libnvjpeg.so"):
         create_batch_decoder("nvjpeg", torch.device("cuda", 0))
     with pytest.raises(ConfigError, match="NVIDIA DALI cannot be imported"):
         create_batch_decoder("dali", torch.device("cuda", 0))
@@ -98,7 +101,6 @@ class Jpegs:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.skipif(not TORCHVISION, reason="needs torchvision")
 def test_on_a_gpu_nvjpeg_gives_the_threads_batches_within_a_few_levels() -> None:
     source, plan = Jpegs(), BatchPlan(24, 4, 16, 16, 1)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -124,7 +126,6 @@ def test_on_a_gpu_nvjpeg_gives_the_threads_batches_within_a_few_levels() -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.skipif(not TORCHVISION, reason="needs torchvision")
 def test_on_a_gpu_evaluation_too() -> None:
     source, device = Jpegs(), torch.device("cuda", torch.cuda.current_device())
     common = {"max_corrupt_share": 0.1, "resident": "off", "workers": 2}
@@ -145,7 +146,33 @@ def test_on_a_gpu_evaluation_too() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.skipif(not TORCHVISION, reason="needs torchvision")
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path, write_tar: Write, share: float) -> None:
+    files = [file for i, file in enumerate(Jpegs().files) if i not in (4, 5)]
+    samples = [(f"{i:03}.jpg", file) for i, file in enumerate(files)]
+    labels = [(f"{i:03}.cls", str(i).encode()) for i in range(len(files))]
+    pairs = [member for pair in zip(samples, labels, strict=True) for member in pair]
+    source = TarShards([write_tar(tmp_path / "train-0.tar", pairs)])
+    device = torch.device("cuda", torch.cuda.current_device())
+    common = {"resident": "off", "workers": 2}
+    loaders = [
+        create_train_loader(
+            source, BatchPlan(len(files), 8, 11, 11, 1), DataSettings(**settings, **common), seed=1,
+            rank=0, first_step=0, device=device,
+        )
+        for settings in ({"decoder": "nvjpeg", "host_share": share}, {"decoder": "pillow"})
+    ]  # fmt: skip
+    with loaders[0] as there, loaders[1] as here:
+        for got, wanted in zip(there, here, strict=True):
+            assert got.labels.tolist() == wanted.labels.tolist()
+            apart = (got.images.int() - wanted.images.int()).abs().float().mean(dim=(1, 2, 3))
+            assert float(apart.max()) < 4.0
+        assert there.remark() == ""
+    source.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_every_image_is_right_while_the_training_is_busy() -> None:
     """The training's stream lags behind with work in memory that comes and goes, as a step's does; a
     decoder that wrote too early, or too late, would spoil some image of some round."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.on_device.jpeg_facts import jpeg_size
+from paceline.data.on_device.jpeg_facts import jpeg_file
 
 
 def jpeg(mode: str = "RGB", size: tuple[int, int] = (21, 13), **options: Any) -> bytes:
@@ -37,13 +37,29 @@ def exif(orientation: int) -> bytes:
     ],
 )
 def test_what_the_device_takes(options: dict[str, Any]) -> None:
-    assert jpeg_size(jpeg(**options)) == options.get("size", (21, 13))
-    assert jpeg_size(jpeg(**options) + b"\0" * 8) is not None
+    data = jpeg(**options)
+    for form in (data, memoryview(data)):
+        found = jpeg_file(form)
+        assert found is not None
+        assert (found.width, found.height) == options.get("size", (21, 13))
+        assert found.data is form
+    assert jpeg_file(data + b"\0" * 8) is not None
+
+
+def test_kinds_tell_codings_apart_and_no_sizes() -> None:
+    def kind(**options: Any) -> bytes:
+        found = jpeg_file(jpeg(**options))
+        assert found is not None
+        return found.kind
+
+    assert kind() == kind(size=(300, 200)) == kind(comment=b"words")
+    others = [kind(), kind(mode="L"), kind(progressive=True), kind(subsampling="4:4:4")]
+    assert len(set(others)) == 4
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))
 def test_what_exif_turns_goes_through_the_host(orientation: int) -> None:
-    assert jpeg_size(jpeg(exif=exif(orientation))) is None
+    assert jpeg_file(jpeg(exif=exif(orientation))) is None
 
 
 def test_so_does_everything_unusual() -> None:
@@ -60,7 +76,7 @@ def test_so_does_everything_unusual() -> None:
         b"", b"\xff\xd8", stream.getvalue(), jpeg("CMYK"), jpeg(keep_rgb=True), whole[:-40],
         whole[: frame + 3] + b"\xff\xd9", lossless, arithmetic, deep, huge, xmp,
     ):  # fmt: skip
-        assert jpeg_size(data) is None
+        assert jpeg_file(data) is None
 
 
 def test_any_bytes_are_answered() -> None:
@@ -70,5 +86,5 @@ def test_any_bytes_are_answered() -> None:
         damaged = bytearray(whole)
         for place in draw.integers(2, 300, 3):
             damaged[place] = draw.integers(256)
-        answers.add(jpeg_size(bytes(damaged)) is None)
+        answers.add(jpeg_file(bytes(damaged)) is None)
     assert answers == {True, False}

@@ -1,113 +1,185 @@
-"""What is a file's fault and what is the GPU's, with a stand-in for torchvision, on a CPU."""
+"""The decoder around nvJPEG, with a stand-in for the library in C, on a CPU: what is passed to it, what
+is a file's fault and what is the GPU's, and that nothing is kept."""
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+import ctypes
+import gc
+import shutil
+import subprocess
+import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.data.on_device.batch_decoder import sound_jpeg
-from paceline.data.on_device.nvjpeg import NvJpegDecoder, raise_unless_a_file
+from paceline.data.on_device import nvjpeg, nvjpeg_library
+from paceline.data.on_device.batch_decoder import Decoded
+from paceline.data.on_device.jpeg_facts import JpegFile
+from paceline.data.on_device.nvjpeg import NvJpegDecoder
+from paceline.data.on_device.nvjpeg_library import NvJpegLibrary, load_nvjpeg
 
 CPU = torch.device("cpu")
-SOUND, ODD, HUGE = sound_jpeg(), b"odd", b"huge"
-WRAPPED = "Error while decoding JPEG images: "
+SOURCE = Path(__file__).with_name("fake_nvjpeg.c")
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+OUT_OF_MEMORY, EXECUTION_FAILED = 5, 6
 
 
-class StandIn:
-    """Fails as torchvision does, with whatever `says` has for a file of the list."""
+class Fake:
+    """The stand-in, and the numbers in it."""
 
-    ImageReadMode = SimpleNamespace(RGB=3)
+    def __init__(self, path: Path) -> None:
+        self.library = NvJpegLibrary(str(path))
+        self._loaded = ctypes.CDLL(str(path))
 
-    def __init__(self) -> None:
-        self.says: dict[bytes, str] = {}
-        self.calls: list[int] = []
+    def __getitem__(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self._loaded, name).value
 
-    def decode_jpeg(self, files: list[torch.Tensor], **_: Any) -> list[torch.Tensor]:
-        self.calls.append(len(files))
-        for file in files:
-            words = self.says.get(bytes(file.numpy()))
-            if words is not None:
-                raise RuntimeError(f"{WRAPPED}{words}\nException raised from malloc_allocator: 4")
-        return [torch.zeros(3, 2, 2) for _ in files]
+    def __setitem__(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self._loaded, name).value = value
 
 
 @pytest.fixture
-def vision(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    stand_in, package = StandIn(), ModuleType("torchvision")
-    package.__version__ = "0.0"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchvision", package)
-    monkeypatch.setitem(sys.modules, "torchvision.io", stand_in)  # type: ignore[arg-type]
-    return stand_in
+def fake(tmp_path: Path) -> Fake:
+    """Built for each test: the numbers in it live as long as the process."""
+    target = tmp_path / "libnvjpeg.so"
+    assert COMPILER
+    subprocess.run(
+        [COMPILER, "-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-o", target, SOURCE],
+        check=True,
+    )
+    return Fake(target)
 
 
-def test_one_bad_file_is_refused_and_the_others_are_decoded(vision: StandIn) -> None:
-    decoder = NvJpegDecoder(CPU)
-    vision.says[ODD] = "Failed to parse jpeg stream: 4"
-    found = decoder([SOUND, ODD, SOUND])
-    assert [image is not None for image in found.images] == [True, False, True]
-    assert found.problem == WRAPPED + "Failed to parse jpeg stream: 4"
-    # The probe, the chunk, each file, and the sound one, which shows that the decoder is well.
-    assert vision.calls == [1, 3, 1, 1, 1, 1]
-    assert decoder([SOUND]).problem == ""
+def file(
+    width: int = 100, height: int = 70, *, batched: bool = True, level: int = 9, status: int = 0
+) -> JpegFile:
+    data = bytes([width, height, batched, level, status])
+    return JpegFile(data, width, height, b"baseline" if batched else b"progressive")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "CUDA out of memory. Tried to allocate 20.00 MiB",
-        "Failed to decode batch: 5",
-        "Failed to allocate the output",
-    ],
-)
-def test_memory_is_no_files_fault(vision: StandIn, words: str) -> None:
-    decoder = NvJpegDecoder(CPU)
-    vision.says[HUGE] = words
-    with pytest.raises(torch.OutOfMemoryError, match=words.split(".")[0]):
-        decoder([SOUND, HUGE])
-    assert vision.calls == [1, 2]  # nothing was tried again
+def planes(found: Decoded, place: int) -> np.ndarray:
+    image = found.images[place]
+    assert image is not None
+    kind = ctypes.c_uint8 * (3 * image.height * image.width)
+    return np.array(kind.from_address(image.address)).reshape(3, image.height, image.width)
 
 
-def test_memory_that_runs_out_with_a_file_alone(vision: StandIn) -> None:
-    decoder = NvJpegDecoder(CPU)
-    vision.says = {ODD: "Failed to get image info: 3", HUGE: "Failed to decode batch: 5"}
+def test_every_image_lies_where_it_says(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    files = [
+        file(70, 64, level=1), file(90, 80, level=20, batched=False), file(200, 100, level=40),
+        file(65, 190, level=60),
+    ]  # fmt: skip
+    found = decoder([*files, file(level=80)._replace(data=memoryview(file(level=80).data))])
+    for place, level in enumerate((1, 20, 40, 60, 80)):
+        shown = planes(found, place)
+        assert [set(plane.ravel()) for plane in shown] == [{level}, {level + 1}, {level + 2}]
+    assert [image[1:] for image in found.images if image][:2] == [(70, 64), (90, 80)]
+    assert found.problem == ""
+    assert (fake["batches"], fake["singles"]) == (2, 1)  # the probe's batch, too
+    assert decoder.describe() == "nvJPEG 11.12.13 (JPEG engines)"
+
+
+def test_the_engines_are_asked_once_for_a_kind_of_usual_size(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    before = fake["asked"]
+    decoder([file(), file(120), file(batched=False), file(64, 64)])
+    assert fake["asked"] == before + 2
+    decoder([file(63, 200), file(63, 200), file()])
+    assert fake["asked"] == before + 4
+
+
+def test_without_engines_each_goes_alone(fake: Fake) -> None:
+    fake["engines"] = 0
+    decoder = NvJpegDecoder(CPU, fake.library)
+    assert [planes(decoder([file(), file(level=30)]), i)[0, 0, 0] for i in (0, 1)] == [9, 30]
+    assert fake["batches"] == 0
+    assert "no JPEG engines" in decoder.describe()
+
+
+def test_one_bad_file_is_refused_and_the_others_are_decoded(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    found = decoder([file(), file(status=4), file(level=50, batched=False), file(level=3)])
+    assert [image is not None for image in found.images] == [True, False, True, True]
+    assert [int(planes(found, i)[0, 0, 0]) for i in (0, 2, 3)] == [9, 50, 3]
+    assert found.problem == "nvjpegDecodeBatched: not supported (4)"
+    assert decoder([file()]).problem == ""
+
+
+def test_memory_is_no_files_fault(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    with pytest.raises(torch.OutOfMemoryError, match="allocation failed"):
+        decoder([file(), file(status=OUT_OF_MEMORY)])
     with pytest.raises(torch.OutOfMemoryError):
-        decoder([ODD, HUGE])
+        decoder([file(status=4), file(status=OUT_OF_MEMORY)])
 
 
-def test_a_decoder_that_is_broken_ends_the_run(vision: StandIn) -> None:
-    decoder = NvJpegDecoder(CPU)
-    vision.says = {ODD: "Failed to decode batch: 6", SOUND: "Failed to decode batch: 6"}
-    with pytest.raises(RunError, match="no longer decodes even a sound file"):
-        decoder([ODD])
+def test_what_is_no_files_fault_is_raised(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    with pytest.raises(nvjpeg_library.NvJpegError, match="not initialised"):
+        decoder([file(status=1)])
 
 
-@pytest.mark.parametrize(
-    ("words", "is_a_files"),
-    [
-        ("Failed to get image info: 3", True),
-        ("Failed to decode jpeg stream: 10", True),
-        ("Unknown chroma subsampling", True),
-        ("Failed to create nvjpeg state: 1", False),
-        # 4 is not nvJPEG's "not supported" here, but a number of CUDA's.
-        ("Failed to synchronize CUDA stream: 4", False),
-        ("something new", False),
-    ],
-)
-def test_whose_fault(words: str, is_a_files: bool) -> None:
-    error = RuntimeError(WRAPPED + words)
-    if is_a_files:
-        raise_unless_a_file(error)
-    else:
-        with pytest.raises(RuntimeError, match=words):
-            raise_unless_a_file(error)
+def test_a_decoder_that_is_broken_ends_the_run(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    fake["broken"] = EXECUTION_FAILED
+    with pytest.raises(RunError, match="no longer decodes even a sound file .*execution failed"):
+        decoder([file(status=EXECUTION_FAILED)])
 
 
-def test_a_torchvision_without_nvjpeg(vision: StandIn) -> None:
-    vision.says[SOUND] = "not compiled with nvJPEG support"
-    with pytest.raises(ConfigError, match="cannot decode on the GPU .*not compiled with nvJPEG"):
+def test_one_that_never_worked_is_refused(fake: Fake) -> None:
+    fake["broken"] = 8
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': nvJPEG does not work here"):
+        NvJpegDecoder(CPU, fake.library)
+
+
+def test_threads_have_their_own_states_and_all_goes_with_the_decoder(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    levels: list[int] = []
+
+    def work(decoder: NvJpegDecoder, level: int) -> None:
+        for _ in range(50):
+            levels.append(int(planes(decoder([file(level=level)]), 0)[2, 5, 5]) - level)
+
+    threads = [threading.Thread(target=work, args=(decoder, level)) for level in (1, 50, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    decoder([file(status=4), file()])
+    assert set(levels) == {2}
+    assert fake["alive"] > 2
+    del decoder, threads, thread
+    gc.collect()
+    assert fake["alive"] == 0
+
+
+def test_no_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "libnvjpeg.so"
+    monkeypatch.setattr(nvjpeg_library, "_places", lambda _: iter([str(other)]))
+    with pytest.raises(ConfigError, match="nvJPEG cannot be loaded .*pip install nvidia-nvjpeg"):
         NvJpegDecoder(CPU)
+    source = tmp_path / "empty.c"
+    source.write_text("int nothing;")
+    assert COMPILER
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", other, source], check=True)
+    with pytest.raises(OSError, match="has no nvjpegCreateEx"):
+        load_nvjpeg("13.0")
+
+
+def test_that_of_torchs_cuda_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("nvjpeg/lib/libnvjpeg.so.12", "cu13/lib/libnvjpeg.so.13"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
+    found = {"nvidia": spec()}
+    monkeypatch.setattr(nvjpeg_library.importlib.util, "find_spec", found.get)
+    places = list(nvjpeg_library._places("13"))
+    assert [Path(place).name for place in places] == [
+        "libnvjpeg.so.13", "libnvjpeg.so.12", "libnvjpeg.so.13", "libnvjpeg.so",
+    ]  # fmt: skip
+    assert nvjpeg.load_nvjpeg is load_nvjpeg

@@ -7,6 +7,7 @@ pass's end is as rare as in a real data set.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,10 @@ class Repeated:
 
     def read(self, i: int) -> bytes | npt.NDArray[np.uint8]:
         return self._inner.read(i % len(self._inner))
+
+    def extent(self, i: int) -> Any:
+        extent = getattr(self._inner, "extent", None)
+        return extent(i % len(self._inner)) if extent is not None else None
 
     def name(self, i: int) -> str:
         return self._inner.name(i % len(self._inner))

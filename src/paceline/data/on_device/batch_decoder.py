@@ -10,12 +10,13 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from PIL import Image
 
 from paceline.core.errors import ConfigError
+from paceline.data.on_device.jpeg_facts import JpegFile, jpeg_file
 
 # How torch, DALI and C++ say that memory is short, in lower case.
 _NO_MEMORY = (
@@ -27,18 +28,25 @@ _NO_MEMORY = (
 )
 
 DEVICE_DECODERS = ("nvjpeg", "dali")
-# Files of one call. torchvision decodes one call at a time, whatever the threads: many files keep the
-# GPU's JPEG engines busy, few let the next call's reading begin sooner. To be measured on a GPU.
+# Files of one call: many keep the GPU's JPEG engines busy, few let the next call's reading begin sooner.
 CHUNK = 64
+
+
+class DeviceImage(NamedTuple):
+    """Pixels on the device: 3 × width × height bytes from `address` on."""
+
+    address: int
+    width: int
+    height: int
 
 
 @dataclass(frozen=True)
 class Decoded:
     """`images` lie on the device once the current stream gets there, and until then `held` must stay:
-    what the device may still be reading from. `problem`: what the decoder said of the first file, or
-    chunk, that it failed with."""
+    their memory, and what the device may still be reading from. `problem`: what the decoder said of the
+    first file, or chunk, that it failed with."""
 
-    images: list[torch.Tensor | None]
+    images: list[DeviceImage | None]
     held: Any
     problem: str = ""
 
@@ -49,7 +57,7 @@ class BatchDecoder(Protocol):
 
     interleaved: bool
 
-    def __call__(self, files: Sequence[bytes]) -> Decoded:
+    def __call__(self, files: Sequence[JpegFile]) -> Decoded:
         """At most CHUNK files. OutOfMemoryError, RunError: trouble that is no file's fault."""
 
     def describe(self) -> str: ...
@@ -71,11 +79,13 @@ def create_batch_decoder(name: str, device: torch.device) -> BatchDecoder:
     return NvJpegDecoder(device)
 
 
-def sound_jpeg() -> bytes:
+def sound_jpeg() -> JpegFile:
     """A small file that every decoder can decode."""
     stream = io.BytesIO()
     Image.new("RGB", (16, 16)).save(stream, "JPEG")
-    return stream.getvalue()
+    found = jpeg_file(stream.getvalue())
+    assert found is not None
+    return found
 
 
 def words_of(error: Exception) -> str:

@@ -20,10 +20,12 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.data.on_device.batch_decoder import (
     CHUNK,
     Decoded,
+    DeviceImage,
     raise_if_memory,
     sound_jpeg,
     words_of,
 )
+from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.on_device.own_stream import drained_stream, finish_current
 
 _HOST_THREADS = 2
@@ -56,10 +58,10 @@ class DaliDecoder:
             ) from None  # fmt: skip
         self._forget()  # it is this thread's, and others decode
 
-    def __call__(self, files: Sequence[bytes]) -> Decoded:
+    def __call__(self, files: Sequence[JpegFile]) -> Decoded:
         pipeline = self._pipeline()
         try:
-            return Decoded(self._decode(pipeline, files), None)
+            return _decoded(self._decode(pipeline, files))
         except RuntimeError as error:
             raise_if_memory(error)
             problem = words_of(error)[:120]
@@ -71,9 +73,9 @@ class DaliDecoder:
                 f"DALI no longer decodes even a sound file ({problem})",
                 "start again with --resume auto, or set data.decoder = 'auto'",
             )
-        return Decoded(images, None, problem)
+        return _decoded(images, problem)
 
-    def _alone(self, file: bytes) -> torch.Tensor | None:
+    def _alone(self, file: JpegFile) -> torch.Tensor | None:
         pipeline = self._pipeline()
         try:
             return self._decode(pipeline, [file])[0]
@@ -82,8 +84,8 @@ class DaliDecoder:
             self._forget()
             return None
 
-    def _decode(self, pipeline: Any, files: Sequence[bytes]) -> list[torch.Tensor | None]:
-        pipeline.feed_input("files", [np.frombuffer(file, dtype=np.uint8) for file in files])
+    def _decode(self, pipeline: Any, files: Sequence[JpegFile]) -> list[torch.Tensor | None]:
+        pipeline.feed_input("files", [np.frombuffer(file.data, dtype=np.uint8) for file in files])
         (found,) = pipeline.run()
         # Copies on the current stream, done before the next run writes into DALI's memory.
         images: list[torch.Tensor | None] = [
@@ -125,3 +127,11 @@ class DaliDecoder:
 
     def describe(self) -> str:
         return f"DALI {self._dali.__version__}"
+
+
+def _decoded(images: list[torch.Tensor | None], problem: str = "") -> Decoded:
+    found = [
+        None if image is None else DeviceImage(image.data_ptr(), image.shape[1], image.shape[0])
+        for image in images
+    ]
+    return Decoded(found, images, problem)

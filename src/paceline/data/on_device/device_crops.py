@@ -18,9 +18,10 @@ import torch
 
 from paceline.data.augmentation.augment import Pixels, SquareTransform
 from paceline.data.cause_clock import CauseClock
-from paceline.data.on_device.batch_decoder import BatchDecoder, Decoded
+from paceline.data.on_device.batch_decoder import BatchDecoder, Decoded, DeviceImage
+from paceline.data.on_device.bulk_read import BulkRead
 from paceline.data.on_device.host_share import HostShare
-from paceline.data.on_device.jpeg_facts import jpeg_size
+from paceline.data.on_device.jpeg_facts import JpegFile, jpeg_file
 from paceline.data.on_device.own_stream import finish
 from paceline.data.prefetch import Check
 from paceline.data.sources.source import Source
@@ -39,6 +40,7 @@ class DeviceCrops:
         decoder: BatchDecoder,
         device: torch.device,
         cutout: int,
+        host_share: float,
         clock: CauseClock,
     ) -> None:
         self._source = source
@@ -46,6 +48,7 @@ class DeviceCrops:
         self._decoder = decoder
         self._device = device
         self._cutout = cutout
+        self._planned_share = host_share
         self._clock = clock
         self._local = threading.local()
         self.host_share = HostShare(source, decoder.describe())
@@ -58,60 +61,56 @@ class DeviceCrops:
         check: Check,
     ) -> torch.Tensor:
         """`rows` has one for each index, empty where the transform takes none."""
-        began = perf_counter()
-        places, files, sizes = self._read(indices, check)
-        self._clock.add("read", perf_counter() - began)
         with self._own_stream() as stream:
+            began = perf_counter()
+            places, files = self._read(indices, check)
+            self._clock.add("read", perf_counter() - began)
             began = perf_counter()
             decoded = self._decoder(files) if files else Decoded([], None)
             self._clock.add("decode", perf_counter() - began)
-            self._note_failures(indices, places, sizes, decoded)
+            self._note_failures(indices, places, files, decoded)
             try:
-                out, table, missing = self._filled(indices, rows, places, sizes, decoded.images)
-                for row in missing:
-                    check()
-                    square = np.empty(out.shape[1:], dtype=np.uint8)
-                    host_way(row, square)
-                    out[row].copy_(torch.from_numpy(square))
+                out, table, missing = self._filled(indices, rows, places, files, decoded.images)
+                self._from_host(out, missing, host_way, check)
             finally:
-                # Before the memory of what was decoded goes: the decoder, on a stream of its own, would
-                # write into it while the crops still read it.
+                # Before the memory of what was read and decoded goes to others.
                 began = perf_counter()
                 finish(stream)
                 self._clock.add("augment", perf_counter() - began)
             del decoded, table
         return out
 
-    def _read(
-        self, indices: Sequence[int], check: Check
-    ) -> tuple[list[int], list[bytes], list[tuple[int, int]]]:
-        """Rows, files and sizes of those samples that the GPU takes."""
-        places, files, sizes = [], [], []
-        for row, index in enumerate(indices):
-            check()
-            if self.host_share.takes(index):
-                continue
-            data = self._source.read(index)
-            size = jpeg_size(data) if isinstance(data, bytes) else None
-            if size is None or not isinstance(data, bytes):
-                self.host_share.add(index, "unfit")
+    def _read(self, indices: Sequence[int], check: Check) -> tuple[list[int], list[JpegFile]]:
+        """Rows and files of those samples that the GPU takes."""
+        if not hasattr(self._local, "read"):
+            self._local.read = BulkRead(self._source, self._device)
+        asked = [
+            row
+            for row, index in enumerate(indices)
+            if not (is_hosts(index, self._planned_share) or self.host_share.takes(index))
+        ]
+        found = self._local.read([indices[row] for row in asked], check)
+        places, files = [], []
+        for row, data in zip(asked, found, strict=True):
+            file = jpeg_file(data) if isinstance(data, bytes | memoryview) else None
+            if file is None:
+                self.host_share.add(indices[row], "unfit")
                 continue
             places.append(row)
-            files.append(data)
-            sizes.append(size)
-        return places, files, sizes
+            files.append(file)
+        return places, files
 
     def _note_failures(
         self,
         indices: Sequence[int],
         places: list[int],
-        sizes: list[tuple[int, int]],
+        files: list[JpegFile],
         decoded: Decoded,
     ) -> None:
         refused = [
             indices[place]
-            for place, size, image in zip(places, sizes, decoded.images, strict=True)
-            if not _has_size(image, size)
+            for place, file, image in zip(places, files, decoded.images, strict=True)
+            if not _is_whole(image, file)
         ]
         for index in refused:
             self.host_share.add(index, "refused")
@@ -124,8 +123,8 @@ class DeviceCrops:
         indices: Sequence[int],
         rows: Sequence[Sequence[float]],
         places: list[int],
-        sizes: list[tuple[int, int]],
-        images: list[torch.Tensor | None],
+        files: list[JpegFile],
+        images: list[DeviceImage | None],
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """The chunk, what its kernel reads from, and its rows that are still to be filled."""
         from paceline.data.on_device import crop_kernel as kernel
@@ -135,19 +134,33 @@ class DeviceCrops:
         out = torch.empty((len(indices), size, size, 3), dtype=torch.uint8, device=self._device)
         here, boxes = kernel.new_table(len(places))
         missing, count = set(range(len(indices))), 0
-        for place, (width, height), image in zip(places, sizes, images, strict=True):
-            if image is None or not _has_size(image, (width, height)):
+        for place, file, image in zip(places, files, images, strict=True):
+            if image is None or not _is_whole(image, file):
                 continue
             row = rows[place]
             flips, hole = int(transform.flips(row)), self._hole(row)
-            here[count, :7] = (image.data_ptr(), height, width, flips, place, *hole)
-            boxes[count, kernel.BOX :] = transform.box(width, height, row)
+            here[count, :7] = (image.address, image.height, image.width, flips, place, *hole)
+            boxes[count, kernel.BOX :] = transform.box(image.width, image.height, row)
             missing.discard(place)
             count += 1
         table = torch.from_numpy(here[:count]).to(self._device)
         kernel.crop_into(out, table, hole=self._cutout, interleaved=self._decoder.interleaved)
         self._clock.add("augment", perf_counter() - began)
         return out, table, sorted(missing)
+
+    def _from_host(
+        self, out: torch.Tensor, rows: list[int], host_way: HostWay, check: Check
+    ) -> None:
+        """Fills these rows of the chunk, while the GPU is at work on the others."""
+        if not rows:
+            return
+        squares = np.empty((len(rows), *out.shape[1:]), dtype=np.uint8)
+        for row, square in zip(rows, squares, strict=True):
+            check()
+            host_way(row, square)
+        # One copy for all: it waits for what the stream was given before.
+        places = torch.tensor(rows, device=self._device)
+        out.index_copy_(0, places, torch.from_numpy(squares).to(self._device))
 
     def _hole(self, row: Sequence[float]) -> tuple[int, int]:
         """Top and left, as `TrainTransform` has them."""
@@ -171,6 +184,11 @@ class DeviceCrops:
                 yield self._local.stream
 
 
-def _has_size(image: torch.Tensor | None, size: tuple[int, int]) -> bool:
-    """The kernel reads wherever the table says: a decoder that saw another size is not believed."""
-    return image is not None and image.numel() == 3 * size[0] * size[1]
+def is_hosts(index: int, share: float) -> bool:
+    """Whether a sample is among the `share` of all that the host decodes, evenly spread."""
+    return int((index + 1) * share) > int(index * share)
+
+
+def _is_whole(image: DeviceImage | None, file: JpegFile) -> bool:
+    """Boxes are of the size that the file says: a decoder that saw another is not believed."""
+    return image is not None and image[1:] == (file.width, file.height)

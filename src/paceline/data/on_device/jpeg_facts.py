@@ -1,6 +1,6 @@
-"""Which files a JPEG decoder on the device shows as Pillow would, and how large they are.
+"""Which files a JPEG decoder on the device shows as Pillow would, how large they are, and of what kind.
 
-In: a file's bytes. Out: width and height, or None for everything that is to go through the host: other
+In: a file's bytes. Out: a `JpegFile`, or None for everything that is to go through the host: other
 formats, CMYK and RGB inside a JPEG, files turned by Exif, arithmetic or lossless coding, more than 8
 bits, absurd sizes, files cut short. Only the segments before the first scan are looked at, which takes
 microseconds.
@@ -9,7 +9,9 @@ microseconds.
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
+Bytes = bytes | memoryview
 _START = b"\xff\xd8\xff"
 _END = b"\xff\xd9"
 # Baseline, extended sequential and progressive, with Huffman codes.
@@ -25,9 +27,18 @@ _ORIENTATION_TAG = 0x0112
 _RGB_NAMES = b"RGB"
 
 
-def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a file for the device."""
-    if not data.startswith(_START) or data.rfind(_END, max(0, len(data) - _TAIL_BYTES)) < 0:
+class JpegFile(NamedTuple):
+    """`kind` is equal where the frames' ways of coding are: all but the size."""
+
+    data: Bytes
+    width: int
+    height: int
+    kind: bytes
+
+
+def jpeg_file(data: Bytes) -> JpegFile | None:
+    """The file, if it is one for the device."""
+    if data[:3] != _START or _END not in bytes(data[-_TAIL_BYTES:]):
         return None
     try:
         return _before_the_scan(data)
@@ -35,8 +46,8 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
         return None
 
 
-def _before_the_scan(data: bytes) -> tuple[int, int] | None:
-    place, size = 2, None
+def _before_the_scan(data: Bytes) -> JpegFile | None:
+    place, found = 2, None
     while True:
         if data[place] != 0xFF:
             return None
@@ -49,14 +60,16 @@ def _before_the_scan(data: bytes) -> tuple[int, int] | None:
             continue
         length: int = struct.unpack_from(">H", data, place + 2)[0]
         if marker == _SCAN:
-            return size
+            return found
         if marker in _TAKEN_FRAMES:
-            if size is not None:  # one frame is what a JPEG has
+            if found is not None:  # one frame is what a JPEG has
                 return None
-            size = _frame(data, place + 4)
-            if size is None:
+            found = _frame(data, place + 4, marker)
+            if found is None:
                 return None
-        elif marker in _TELLING and not _is_plain(marker, data[place + 4 : place + 2 + length]):
+        elif marker in _TELLING and not _is_plain(
+            marker, bytes(data[place + 4 : place + 2 + length])
+        ):
             return None
         place += 2 + length
 
@@ -71,12 +84,15 @@ def _is_plain(marker: int, segment: bytes) -> bool:
     return False
 
 
-def _frame(data: bytes, place: int) -> tuple[int, int] | None:
+def _frame(data: Bytes, place: int, marker: int) -> JpegFile | None:
     bits, height, width, components = struct.unpack_from(">BHHB", data, place)
     if bits != 8 or components not in (1, 3) or not 0 < width * height <= _MOST_PIXELS:
         return None
-    names = bytes(data[place + 6 + 3 * i] for i in range(components))
-    return None if names == _RGB_NAMES else (width, height)
+    table = bytes(data[place + 6 : place + 6 + 3 * components])
+    if len(table) < 3 * components or table[::3] == _RGB_NAMES:
+        return None
+    # Neither the components' names nor their quantisation tables make another kind.
+    return JpegFile(data, width, height, bytes([marker]) + table[1::3])
 
 
 def _is_upright(segment: bytes) -> bool:

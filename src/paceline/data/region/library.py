@@ -20,6 +20,7 @@ from paceline.data.region.agreement import disagreement
 from paceline.data.region.build import BuildError
 from paceline.data.region.cache import cached_library
 from paceline.data.region.pass_order import down_first
+from paceline.data.region.pieces import Pieces
 from paceline.data.settings import INTERPOLATIONS
 
 VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"
@@ -47,6 +48,9 @@ class RegionLibrary:
             ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
             *[ctypes.c_float] * 4, *[ctypes.c_int] * 5, ctypes.c_void_p,
         ]  # fmt: skip
+        self._read_many = library.region_read_many
+        self._read_many.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 5]
+        self._read_many.restype = None
         library.region_version.restype = ctypes.c_char_p
         self.version = str(library.region_version().decode())
         self._library = library
@@ -83,6 +87,12 @@ class RegionLibrary:
             flip, rows, _FILTERS[interpolation], turned, channels, address,
         )  # fmt: skip
         return outcome == 0
+
+    def read_many(self, pieces: Pieces) -> None:
+        """Fills the pieces' `found`; never fails, but says there what failed."""
+        arrays = (pieces.descriptors, pieces.offsets, pieces.sizes, pieces.targets, pieces.found)
+        addresses = [array.ctypes.data for array in arrays]
+        self._read_many(len(pieces.sizes), *addresses)
 
     def _decoder(self) -> int:
         held: _Decoder | None = getattr(self._local, "decoder", None)

@@ -79,4 +79,8 @@ SHOWN int region_prepare(region *self, const uint8_t *data, size_t length, float
                          float right, float bottom, int flip, int size, int filter, int down_first,
                          int channels, uint8_t *out);
 
+/* read_many.c */
+SHOWN void region_read_many(int count, const int *descriptors, const int64_t *offsets,
+                            const int64_t *sizes, uint8_t *const *targets, int64_t *found);
+
 #endif

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -62,6 +63,22 @@ class ShardFile:
                 "do not change shards under a run; copy the shard anew and resume",
             )
         return data
+
+    def lend(self) -> Lent | None:
+        """Its descriptor, until `give_back`, to read past Python; None where it is opened for each read,
+        or cannot be opened. What is read so may be of a file that has changed: see `Lent.fits`."""
+        if not self._keep_open:
+            return None
+        try:
+            handle = self._taken()
+            try:
+                self._look_at_name(handle.descriptor)
+            except BaseException:
+                self._give_back(handle)
+                raise
+        except (OSError, DataError):
+            return None  # an ordinary read then meets the same, and has retries and words for it
+        return Lent(self, handle, self._stamp)
 
     def _read(self, offset: int, size: int) -> bytes:
         if not self._keep_open:
@@ -131,6 +148,25 @@ class ShardFile:
                 if not self._handle.readers:
                     os.close(self._handle.descriptor)
                 self._handle = None
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A descriptor that is not closed before `give_back`."""
+
+    file: ShardFile
+    handle: _Handle
+    stamp: ShardStamp
+
+    @property
+    def descriptor(self) -> int:
+        return self.handle.descriptor
+
+    def fits(self, size: int, mtime_ns: int) -> bool:
+        return (size, mtime_ns) == (self.stamp.size, self.stamp.mtime_ns)
+
+    def give_back(self) -> None:
+        self.file._give_back(self.handle)
 
 
 class UnpackedShard:

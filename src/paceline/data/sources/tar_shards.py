@@ -27,6 +27,8 @@ SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 # A process may usually hold 1024 descriptors; shards beyond these are opened for each read.
 _DESCRIPTORS_KEPT = 256
 _COMPRESSED_LIMIT_BYTES = 4 << 30
+# A file, and offset and size in it.
+Extent = tuple[ShardFile, int, int]
 
 
 class TarShards:
@@ -117,6 +119,14 @@ class TarShards:
         shard, place = self._locate(i)
         index = self._indexes[shard]
         return self._contents[shard].read(int(index.offsets[place]), int(index.sizes[place]))
+
+    def extent(self, i: int) -> Extent | None:
+        """Where the encoded image lies, None where it is in no file of its own bytes."""
+        shard, place = self._locate(i)
+        content, index = self._contents[shard], self._indexes[shard]
+        if not isinstance(content, ShardFile):
+            return None
+        return content, int(index.offsets[place]), int(index.sizes[place])
 
     def name(self, i: int) -> str:
         shard, place = self._locate(i)
