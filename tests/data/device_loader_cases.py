@@ -20,7 +20,6 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.on_device import crop_kernel, device_loader, device_reader
 from paceline.data.on_device.batch_decoder import Decoded, DeviceImage
-from paceline.data.on_device.device_crops import is_hosts
 from paceline.data.on_device.device_loader import DeviceEvalLoader, DeviceTrainLoader
 from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.settings import DataSettings
@@ -122,25 +121,6 @@ def test_training_batches_are_those_of_the_threads(pillow: PillowDecoder) -> Non
         assert max(pillow.chunks) == 2
         assert "no JPEGs for the GPU, " in device.remark()
         assert "(the first: 4.jpg: width 9)" in device.remark()
-
-
-def test_the_hosts_share_gives_the_same_batches(pillow: PillowDecoder) -> None:
-    """Samples 1, 3 and 5 are the host's; of the others 2 is corrupt and 4 refused."""
-    source, plan = Jpegs(), BatchPlan(7, 2, 7, 7, 1)
-    host = DataSettings(**{**vars(SETTINGS), "decoder": "pillow"})
-    shared = DataSettings(**{**vars(SETTINGS), "host_share": 0.5})
-    common = {"seed": 3, "rank": 0}
-    with (
-        DeviceTrainLoader(source, plan, shared, device=CPU, **common) as device,
-        TrainLoader(source, plan, host, **common) as threads,
-    ):
-        for got, wanted in zip(device, threads, strict=True):
-            assert torch.equal(got.labels, wanted.labels)
-            assert int((got.images.int() - wanted.images.int()).abs().max()) <= 1
-        assert "which decode 50% of the samples themselves" in device.describe()
-    assert sum(pillow.chunks) == 5  # 0, 4 and 6, then 0 and 6
-    assert [is_hosts(i, 0.4) for i in range(5)] == [False, False, True, False, True]
-    assert not any(is_hosts(i, 0.0) for i in range(9))
 
 
 def test_evaluation_leaves_out_the_corrupt_one(pillow: PillowDecoder) -> None:

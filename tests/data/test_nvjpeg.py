@@ -137,7 +137,7 @@ def test_one_that_never_worked_is_refused(fake: Fake) -> None:
         NvJpegDecoder(CPU, fake.library)
 
 
-def test_threads_have_their_own_states_and_all_goes_with_the_decoder(fake: Fake) -> None:
+def test_threads_share_few_states_and_all_goes_with_the_decoder(fake: Fake) -> None:
     decoder = NvJpegDecoder(CPU, fake.library)
     levels: list[int] = []
 
@@ -152,7 +152,7 @@ def test_threads_have_their_own_states_and_all_goes_with_the_decoder(fake: Fake)
         thread.join()
     decoder([file(status=4), file()])
     assert set(levels) == {2}
-    assert fake["alive"] > 2
+    assert 2 < fake["alive"] <= 2 + 2 * 3  # handles, and two times what a chunk needs
     del decoder, threads, thread
     gc.collect()
     assert fake["alive"] == 0

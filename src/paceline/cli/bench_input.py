@@ -49,6 +49,8 @@ def bench_input(
     from paceline.bench.input_table import measure_rows, ratios
     from paceline.bench.input_training import measure_training
     from paceline.cli.bench import chosen_device, environment
+    from paceline.data.on_device.batch_decoder import DEVICE_DECODERS
+    from paceline.data.on_device.connections import widen_connections
 
     for flag, count in (
         ("--batch-size", batch_size), ("--rounds", rounds), ("--steps", steps),
@@ -58,6 +60,8 @@ def bench_input(
             raise ConfigError(flag, count, "must be at least 1")
     if split not in ("train", "val"):
         raise ConfigError("--split", split, "unknown", "use train or val")
+    if decoder in DEVICE_DECODERS:
+        widen_connections()  # before CUDA starts
     ours, place = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
     if synthetic_index:

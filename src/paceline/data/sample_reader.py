@@ -32,6 +32,7 @@ class SampleReader:
         self._prepare = prepare
         self._log = log
         self._clock = clock
+        self._together = prepare.together(source)
 
     def fill_stream(
         self,
@@ -47,7 +48,10 @@ class SampleReader:
         rows = uniform(order.seed, epochs, indices, self._prepare.draws).tolist()
         labels[...] = self._source.labels[indices]
         met: list[CorruptSample] = []
+        done = self._fill_together(indices.tolist(), rows, images, check)
         for i, index in enumerate(indices.tolist()):
+            if done[i]:
+                continue
             check()
             corrupt = self._fill(index, rows[i], images[i])
             if corrupt is not None:
@@ -80,12 +84,36 @@ class SampleReader:
         """The samples `indices`, a row each. Returns the rows left unfilled, and why."""
         labels[...] = self._source.labels[indices]
         unfilled = []
+        rows: list[tuple[float, ...]] = [()] * len(indices)
+        done = self._fill_together(indices.tolist(), rows, images, check)
         for i, index in enumerate(indices.tolist()):
+            if done[i]:
+                continue
             check()
             corrupt = self._fill(index, (), images[i])
             if corrupt is not None:
                 unfilled.append((i, corrupt))
         return unfilled
+
+    def _fill_together(
+        self,
+        indices: Sequence[int],
+        rows: Sequence[Sequence[float]],
+        images: Pixels,
+        check: Check,
+    ) -> list[bool]:
+        """Which rows are filled."""
+        done = [False] * len(indices)
+        if self._together is None or len(indices) == 1:
+            return done
+        unknown = [i for i, index in enumerate(indices) if self._log.known(index) is None]
+        filled = self._together(
+            [indices[i] for i in unknown], [rows[i] for i in unknown], [images[i] for i in unknown],
+            check, self._clock,
+        )  # fmt: skip
+        for i, is_filled in zip(unknown, filled, strict=True):
+            done[i] = is_filled
+        return done
 
     def _fill(self, index: int, row: Sequence[float], out: Pixels) -> CorruptSample | None:
         """None once `out` is filled."""

@@ -36,10 +36,9 @@ class DataSettings:
     crop of validation images; 0 scales them straight to `image_size`. `decoder` is region (JPEGs: only
     what the crop needs, by a C library), pillow (all of the image), or auto: region where that can be
     had; the pixels are the same; or, on a GPU, nvjpeg or dali: many at a time there, with the same
-    crops, of pixels that differ by a few levels; `host_share` of the samples, evenly spread, the host
-    decodes all the same. `workers` are threads; 0 does the work in the caller. `resident` on decodes
-    each split once, onto the training device, and augments there; auto does so on a GPU for a split
-    of at most `resident_max_mib`.
+    crops, of pixels that differ by a few levels. `workers` are threads; 0 does the work in the caller.
+    `resident` on decodes each split once, onto the training device, and augments there; auto does so on
+    a GPU for a split of at most `resident_max_mib`.
     `shuffle` global draws each epoch's order from all samples; shards shuffles the shards and then runs
     of `shuffle_run` neighbouring samples among `shuffle_window_shards` shards, and so reads mostly
     sequentially. `read_retries` is how often a read that fails for the moment is tried again. `cache`
@@ -64,7 +63,6 @@ class DataSettings:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: str = "bilinear"
     decoder: str = "auto"
-    host_share: float = 0.0
     workers: int = 2
     prefetch_batches: int = 4
     resident: str = "auto"
@@ -115,7 +113,6 @@ class DataSettings:
                 "must be in [0, 1)",
                 "0.01 lets one sample in a hundred be corrupt, 0 none",
             )
-        self._check_host_share()
         self._check_dir()
         self._check_crops()
         self._check_extras()
@@ -130,15 +127,6 @@ class DataSettings:
         value = getattr(self, name)
         if value < least:
             raise _error(name, value, f"must be at least {least}", f"set data.{name} = {least}")
-
-    def _check_host_share(self) -> None:
-        if not 0 <= self.host_share < 1:
-            raise _error("host_share", self.host_share, "must be in [0, 1)",
-                         "0.4 lets the host decode two samples in five, 0 none")  # fmt: skip
-        if self.host_share and self.decoder not in _ON_DEVICE:
-            raise _error("host_share", self.host_share,
-                         f"with data.decoder = {self.decoder!r} the host decodes all",
-                         f"set data.decoder to one of {', '.join(_ON_DEVICE)}, or this to 0")  # fmt: skip
 
     def _check_dir(self) -> None:
         """A directory that would not be read, or is missing where it must be, is a mistake."""

@@ -190,7 +190,8 @@ def test_one_that_was_mapped_already_is_really_another(
     """A path that was opened once means the old library for as long as the process lives."""
     source, path, good = tmp_path / "old.c", tmp_path / "library.so", cached_library()
     source.write_text(
-        "int region_size, region_prepare, region_close, region_read_many;"
+        "int region_size, region_sizes, region_prepare, region_prepare_many, region_close;"
+        "int region_read_many;"
         'const char *region_version(void) { return "old"; } void *region_open(void) { return 0; }'
     )
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)

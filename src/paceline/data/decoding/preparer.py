@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from paceline.data.augmentation.augment import Pixels, Transform
 from paceline.data.decoding.decode import decode
+from paceline.data.prefetch import Check
+from paceline.data.sources.source_protocol import Source
 
 Stored = bytes | npt.NDArray[np.uint8]
 
@@ -24,6 +26,20 @@ class Clock(Protocol):
     """Who wants to know what the time went into: `read`, `decode`, `augment` or `copy`."""
 
     def add(self, cause: str, seconds: float) -> None: ...
+
+
+class Together(Protocol):
+    """Used by many threads at once."""
+
+    def __call__(
+        self,
+        indices: Sequence[int],
+        rows: Sequence[Sequence[float]],
+        outs: Sequence[Pixels],
+        check: Check,
+        clock: Clock | None = None,
+    ) -> list[bool]:
+        """Which of `outs` were filled, as single calls would; the others may have anything in them."""
 
 
 class Preparer(Protocol):
@@ -36,6 +52,9 @@ class Preparer(Protocol):
         self, data: Stored, row: Sequence[float], out: Pixels, clock: Clock | None = None
     ) -> None:
         """CorruptImage leaves `out` with anything in it."""
+
+    def together(self, source: Source) -> Together | None:
+        """A quicker way to many samples of a source at once, where there is one."""
 
     def describe(self) -> str:
         """What decodes, for display; nothing where there is no choice to tell of."""
@@ -66,6 +85,9 @@ class PillowPreparer:
         self._transform(image, row, out)
         clock.add("decode", decoded - start)
         clock.add("augment", perf_counter() - decoded)
+
+    def together(self, source: Source) -> Together | None:
+        return None
 
     def describe(self) -> str:
         return self._remark

@@ -18,12 +18,13 @@ import torch
 
 from paceline.data.augmentation.augment import Pixels, SquareTransform
 from paceline.data.cause_clock import CauseClock
+from paceline.data.decoding.preparer import Stored
 from paceline.data.on_device.batch_decoder import BatchDecoder, Decoded, DeviceImage
-from paceline.data.on_device.bulk_read import BulkRead
 from paceline.data.on_device.host_share import HostShare
 from paceline.data.on_device.jpeg_facts import JpegFile, jpeg_file
 from paceline.data.on_device.own_stream import finish
 from paceline.data.prefetch import Check
+from paceline.data.region.bulk_read import BulkRead
 from paceline.data.sources.source import Source
 
 # Fills the given row of the chunk on the host, into the one square given.
@@ -40,7 +41,6 @@ class DeviceCrops:
         decoder: BatchDecoder,
         device: torch.device,
         cutout: int,
-        host_share: float,
         clock: CauseClock,
     ) -> None:
         self._source = source
@@ -48,7 +48,6 @@ class DeviceCrops:
         self._decoder = decoder
         self._device = device
         self._cutout = cutout
-        self._planned_share = host_share
         self._clock = clock
         self._local = threading.local()
         self.host_share = HostShare(source, decoder.describe())
@@ -83,13 +82,10 @@ class DeviceCrops:
     def _read(self, indices: Sequence[int], check: Check) -> tuple[list[int], list[JpegFile]]:
         """Rows and files of those samples that the GPU takes."""
         if not hasattr(self._local, "read"):
-            self._local.read = BulkRead(self._source, self._device)
-        asked = [
-            row
-            for row, index in enumerate(indices)
-            if not (is_hosts(index, self._planned_share) or self.host_share.takes(index))
-        ]
-        found = self._local.read([indices[row] for row in asked], check)
+            self._local.read = BulkRead(self._source, pinned=self._device.type == "cuda")
+        asked = [row for row, index in enumerate(indices) if not self.host_share.takes(index)]
+        wanted = [indices[row] for row in asked]
+        found: list[Stored | memoryview] = self._local.read.all(wanted, check)
         places, files = [], []
         for row, data in zip(asked, found, strict=True):
             file = jpeg_file(data) if isinstance(data, bytes | memoryview) else None
@@ -182,11 +178,6 @@ class DeviceCrops:
                 self._local.stream = stream
             with torch.cuda.stream(self._local.stream):
                 yield self._local.stream
-
-
-def is_hosts(index: int, share: float) -> bool:
-    """Whether a sample is among the `share` of all that the host decodes, evenly spread."""
-    return int((index + 1) * share) > int(index * share)
 
 
 def _is_whole(image: DeviceImage | None, file: JpegFile) -> bool:

@@ -52,13 +52,8 @@ class DeviceReader:
             settings.decoder, device, size=transform.size, hole=cutout,
             interleaved=self._decoder.interleaved,
         )  # fmt: skip
-        self._share = settings.host_share
-        self._crops = DeviceCrops(
-            source, transform, self._decoder, device, cutout, self._share, clock
-        )
-        prepare = create_preparer(
-            source, transform, replace(settings, decoder="auto", host_share=0.0)
-        )
+        self._crops = DeviceCrops(source, transform, self._decoder, device, cutout, clock)
+        prepare = create_preparer(source, transform, replace(settings, decoder="auto"))
         self._host = SampleReader(source, prepare, log, clock)
 
     def fill_stream(
@@ -110,8 +105,6 @@ class DeviceReader:
         """`remark` goes with it."""
         threads = f"{self._workers} thread{'' if self._workers == 1 else 's'}"
         text = f"{self._decoder.describe()}, {threads}"
-        if self._share:
-            text += f", which decode {self._share:.0%} of the samples themselves"
         return f"{text} ({remark})" if remark else text
 
     def remark(self) -> str:

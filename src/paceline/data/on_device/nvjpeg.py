@@ -8,9 +8,7 @@ the whole call: then each is tried alone.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from weakref import finalize
 
 import numpy as np
@@ -19,6 +17,7 @@ import torch
 from paceline.core.errors import ConfigError, RunError
 from paceline.data.on_device.batch_decoder import Decoded, DeviceImage, sound_jpeg, words_of
 from paceline.data.on_device.jpeg_facts import JpegFile
+from paceline.data.on_device.nvjpeg_handles import NvJpegHandles, NvJpegStates
 from paceline.data.on_device.nvjpeg_library import (
     Files,
     NvJpegError,
@@ -30,7 +29,7 @@ from paceline.data.on_device.own_stream import drained_stream, finish_current
 from paceline.data.randomness import Int64
 
 _INSTEAD = "or set data.decoder = 'auto'"
-_ALLOCATOR_FAILURE, _OTHER_GPU = 5, 7
+_ALLOCATOR_FAILURE = 5
 _ALIGNMENT = 256
 # Sides within which the engines' answer depends on the kind of the file alone.
 _USUAL = (64, 8192)
@@ -40,14 +39,12 @@ _FILES_FAULTS = frozenset({2, 3, 4, 6, 8, 9, 10})
 
 
 class NvJpegDecoder:
-    """ConfigError where nvJPEG cannot be loaded or does not work. Each thread that calls has states of
-    its own."""
+    """ConfigError where nvJPEG cannot be loaded or does not work."""
 
     interleaved = False
 
     def __init__(self, device: torch.device, library: NvJpegLibrary | None = None) -> None:
         self._device = device
-        self._local = threading.local()
         self._batched: dict[bytes, bool] = {}
         try:
             self._library = library or load_nvjpeg(torch.version.cuda or "")
@@ -58,7 +55,7 @@ class NvJpegDecoder:
             ) from None  # fmt: skip
         try:
             with drained_stream(device):
-                self._handles = _Handles(self._library)
+                self._handles = NvJpegHandles(self._library)
                 finalize(self, self._handles.close).atexit = False
                 self._decode_sound()
         except NvJpegError as error:
@@ -87,7 +84,6 @@ class NvJpegDecoder:
         return Decoded(images, alone, problem)
 
     def _alone(self, file: JpegFile) -> Decoded | None:
-        self._forget()  # what failed may have left the state half-way
         try:
             return self._decode([file])
         except NvJpegError as error:
@@ -95,34 +91,44 @@ class NvJpegDecoder:
             return None
 
     def _decode_sound(self) -> None:
-        self._forget()
         self._decode([sound_jpeg()])
-        finish_current(self._device)
 
     def _decode(self, files: Sequence[JpegFile]) -> Decoded:
-        library, handles, here = self._library, self._handles, self._states()
         stored = _addresses(files)
         # The decoder writes what it sees in the file, so it is asked for the size.
-        sizes = np.array([library.size(handles.any, *row) for row in stored.tolist()])
+        handle = self._handles.any
+        sizes = np.array([self._library.size(handle, *row) for row in stored.tolist()])
         memory, targets = _room(sizes, self._device)
-        batched = np.array(
-            [self._is_batched(file, *row) for file, row in zip(files, stored.tolist(), strict=True)]
-        )
-        stream = _stream(self._device)
-        if batched.any():
-            library.decode_batch(
-                handles.engine, here.batch, stored[batched], targets[batched], stream
-            )
-        for row in np.flatnonzero(~batched):
-            library.decode_one(handles.cores, here.single, stored[row], targets[row], stream)
-            finish_current(self._device)
+        with self._handles.borrowed() as states:
+            try:
+                self._decode_into(states, files, stored, targets)
+            finally:
+                finish_current(self._device)  # the next one gets the states
         images: list[DeviceImage | None] = [
             DeviceImage(address, width, height)
             for address, (width, height) in zip(targets[:, 0].tolist(), sizes.tolist(), strict=True)
         ]
-        return Decoded(images, (memory, files))
+        return Decoded(images, memory)
 
-    def _is_batched(self, file: JpegFile, address: int, length: int) -> bool:
+    def _decode_into(
+        self, states: NvJpegStates, files: Sequence[JpegFile], stored: Files, targets: Targets
+    ) -> None:
+        library, handles, stream = self._library, self._handles, _stream(self._device)
+        batched = np.array(
+            [
+                self._is_batched(states, file, *row)
+                for file, row in zip(files, stored.tolist(), strict=True)
+            ]
+        )
+        if batched.any():
+            library.decode_batch(
+                handles.engine, states.batch, stored[batched], targets[batched], stream
+            )
+        for row in np.flatnonzero(~batched):
+            library.decode_one(handles.cores, states.single, stored[row], targets[row], stream)
+            finish_current(self._device)
+
+    def _is_batched(self, states: NvJpegStates, file: JpegFile, address: int, length: int) -> bool:
         """Whether the engines take it: asked once for each kind of file of usual size."""
         engine = self._handles.engine
         if not engine:
@@ -130,73 +136,14 @@ class NvJpegDecoder:
         usual = min(file.width, file.height) >= _USUAL[0] and max(file[1:3]) <= _USUAL[1]
         known = self._batched.get(file.kind) if usual else None
         if known is None:
-            known = self._library.is_batched(engine, self._states().bitstream, address, length)
+            known = self._library.is_batched(engine, states.bitstream, address, length)
             if usual:
                 self._batched[file.kind] = known
         return known
 
-    def _states(self) -> _States:
-        if not hasattr(self._local, "states"):
-            self._local.states = self._handles.new_states()
-        states: _States = self._local.states
-        return states
-
-    def _forget(self) -> None:
-        """What this thread has, whose work, if any, is waited for."""
-        finish_current(self._device)
-        if hasattr(self._local, "states"):
-            self._handles.drop(self._local.states)
-            del self._local.states
-
     def describe(self) -> str:
         how = "JPEG engines" if self._handles.engine else "no JPEG engines"
         return f"nvJPEG {self._library.version()} ({how})"
-
-
-class _States:
-    """What one thread needs: a state for the engines' batches and one for single files."""
-
-    def __init__(self, library: NvJpegLibrary, engine: int, cores: int) -> None:
-        self.batch = library.state(engine) if engine else 0
-        self.bitstream = library.bitstream(engine) if engine else 0
-        self.single = library.state(cores)
-
-
-class _Handles:
-    """nvJPEG's handles on the current device, and the states made of them."""
-
-    def __init__(self, library: NvJpegLibrary) -> None:
-        self._library = library
-        self._lock = threading.Lock()
-        self._made: list[_States] = []
-        self.cores = library.handle("default")
-        try:
-            self.engine = library.handle("hardware")
-        except NvJpegError as error:
-            if error.status != _OTHER_GPU:
-                raise
-            self.engine = 0
-        self.any = self.engine or self.cores
-
-    def new_states(self) -> _States:
-        states = _States(self._library, self.engine, self.cores)
-        with self._lock:
-            self._made.append(states)
-        return states
-
-    def drop(self, states: _States) -> None:
-        with self._lock:
-            self._made.remove(states)
-        with suppress(NvJpegError):  # of a state that failed; a new one takes its place
-            self._library.destroy(state=states.batch, bitstream=states.bitstream)
-            self._library.destroy(state=states.single)
-
-    def close(self) -> None:
-        for states in list(self._made):
-            self.drop(states)
-        with suppress(NvJpegError):
-            self._library.destroy(handle=self.engine)
-            self._library.destroy(handle=self.cores)
 
 
 def _addresses(files: Sequence[JpegFile]) -> Files:

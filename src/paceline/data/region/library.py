@@ -12,7 +12,11 @@ import functools
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import PacelineError
 from paceline.data.augmentation.augment import Box, Pixels
@@ -20,7 +24,7 @@ from paceline.data.region.agreement import disagreement
 from paceline.data.region.build import BuildError
 from paceline.data.region.cache import cached_library
 from paceline.data.region.pass_order import down_first
-from paceline.data.region.pieces import Pieces
+from paceline.data.region.pieces import Pieces, StoredFiles
 from paceline.data.settings import INTERPOLATIONS
 
 VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"
@@ -48,6 +52,15 @@ class RegionLibrary:
             ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
             *[ctypes.c_float] * 4, *[ctypes.c_int] * 5, ctypes.c_void_p,
         ]  # fmt: skip
+        self._sizes = library.region_sizes
+        self._sizes.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3]
+        self._sizes.restype = None
+        self._prepare_many = library.region_prepare_many
+        self._prepare_many.argtypes = [
+            ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 3,
+            *[ctypes.c_void_p] * 2,
+        ]  # fmt: skip
+        self._prepare_many.restype = None
         self._read_many = library.region_read_many
         self._read_many.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 5]
         self._read_many.restype = None
@@ -77,9 +90,8 @@ class RegionLibrary:
     ) -> bool:
         """Fills `out` with `box` of the image, whose `size` is `shape`. False where the file is not as
         it should be; then there may be anything in `out`."""
-        rows, columns, channels = out.shape
-        if rows != columns or not out.flags.c_contiguous or not out.flags.writeable:
-            raise ValueError(f"a contiguous square is filled, not {out.shape}")
+        _check_square(out)
+        rows, _, channels = out.shape
         turned = down_first(*shape, rows)
         address = out.__array_interface__["data"][0]
         outcome: int = self._prepare(
@@ -87,6 +99,39 @@ class RegionLibrary:
             flip, rows, _FILTERS[interpolation], turned, channels, address,
         )  # fmt: skip
         return outcome == 0
+
+    def sizes(self, files: StoredFiles) -> npt.NDArray[np.int32]:
+        """A row each: `size`, 0 and 0 where that is None."""
+        sizes = np.zeros((len(files.lengths), 2), dtype=np.int32)
+        self._sizes(
+            len(sizes), files.addresses.ctypes.data, files.lengths.ctypes.data, sizes.ctypes.data
+        )
+        sizes[sizes[:, 1] > _TALLEST * sizes[:, 0]] = 0
+        return sizes
+
+    def prepare_many(
+        self,
+        files: StoredFiles,
+        boxes: npt.NDArray[np.float32],
+        turns: npt.NDArray[np.int32],
+        interpolation: str,
+        outs: Sequence[Pixels],
+    ) -> list[bool]:
+        """`prepare` for each file; `turns` has flip and `down_first`. Which of `outs` were filled."""
+        count, (side, _, channels) = len(outs), outs[0].shape
+        for out in outs:
+            _check_square(out)
+        targets = np.array([out.__array_interface__["data"][0] for out in outs], dtype=np.uint64)
+        assert len(files.lengths) == len(boxes) == len(turns) == count
+        assert boxes.flags.c_contiguous
+        assert turns.flags.c_contiguous
+        outcomes = np.full(count, -1, dtype=np.int32)
+        self._prepare_many(
+            self._decoder(), count, files.addresses.ctypes.data, files.lengths.ctypes.data,
+            boxes.ctypes.data, turns.ctypes.data, side, _FILTERS[interpolation], channels,
+            targets.ctypes.data, outcomes.ctypes.data,
+        )  # fmt: skip
+        return [outcome == 0 for outcome in outcomes.tolist()]
 
     def read_many(self, pieces: Pieces) -> None:
         """Fills the pieces' `found`; never fails, but says there what failed."""
@@ -99,6 +144,11 @@ class RegionLibrary:
         if held is None:
             held = self._local.decoder = _Decoder(self._library)
         return held.handle
+
+
+def _check_square(out: Pixels) -> None:
+    if out.shape[0] != out.shape[1] or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"a contiguous square is filled, not {out.shape}")
 
 
 class _Decoder:

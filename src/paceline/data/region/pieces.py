@@ -31,17 +31,17 @@ class Pieces:
             assert array.flags.c_contiguous
             assert array.shape == self.sizes.shape
 
-    @classmethod
-    def of(
-        cls,
-        descriptors: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        targets: Sequence[int],
-    ) -> Pieces:
-        return cls(
-            np.array(descriptors, dtype=np.int32),
-            np.array(offsets, dtype=np.int64),
-            np.array(sizes, dtype=np.int64),
-            np.array(targets, dtype=np.uint64),
-        )
+
+class StoredFiles:
+    """Where whole files lie in memory. `held` keeps them there."""
+
+    def __init__(self, held: Sequence[bytes | memoryview]) -> None:
+        views = [np.frombuffer(data, dtype=np.uint8) for data in held]
+        self.held = held
+        places = [view.__array_interface__["data"][0] for view in views]
+        self.addresses = np.array(places, dtype=np.uint64)
+        self.lengths = np.array([len(view) for view in views], dtype=np.int64)
+
+    def of(self, rows: Sequence[int]) -> StoredFiles:
+        """Some of them."""
+        return StoredFiles([self.held[row] for row in rows])

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from paceline.data.augmentation.augment import Pixels, SquareTransform
-from paceline.data.decoding.preparer import Clock, PillowPreparer, Stored
+from paceline.data.decoding.preparer import Clock, PillowPreparer, Stored, Together
 from paceline.data.region.library import RegionLibrary
+from paceline.data.region.together import RegionTogether
+from paceline.data.sources.source import Source
 
 
 class RegionPreparer:
@@ -54,10 +56,20 @@ class RegionPreparer:
         box, flip = transform.box(*shape, row), transform.flips(row)
         return self._library.prepare(data, shape, box, flip, transform.interpolation, out)
 
+    def together(self, source: Source) -> Together | None:
+        """Only where files can be read together."""
+        if not hasattr(source, "extent"):
+            return None
+        return RegionTogether(source, self._transform, self._library, self._count_done)
+
     def _count(self, done: bool) -> None:
         with self._lock:
             self._seen += 1
             self._refused += not done
+
+    def _count_done(self, samples: int) -> None:
+        with self._lock:
+            self._seen += samples
 
     def remark(self) -> str:
         if not self._refused:

@@ -79,6 +79,13 @@ SHOWN int region_prepare(region *self, const uint8_t *data, size_t length, float
                          float right, float bottom, int flip, int size, int filter, int down_first,
                          int channels, uint8_t *out);
 
+/* many.c */
+SHOWN void region_sizes(int count, const uint8_t *const *files, const int64_t *lengths, int32_t *sizes);
+SHOWN void region_prepare_many(region *self, int count, const uint8_t *const *files,
+                               const int64_t *lengths, const float *boxes, const int32_t *turns,
+                               int size, int filter, int channels, uint8_t *const *targets,
+                               int32_t *outcomes);
+
 /* read_many.c */
 SHOWN void region_read_many(int count, const int *descriptors, const int64_t *offsets,
                             const int64_t *sizes, uint8_t *const *targets, int64_t *found);
