@@ -146,7 +146,7 @@ def test_a_half_written_file_beside_the_good_ones_is_no_checkpoint(
 ) -> None:
     run(small("--output", "run", *SAVES), tmp_path, partial(faults.at_evaluation, 1, KILL))
     newest = tmp_path / CHECKPOINTS / "step-00000006.pt"
-    rest = tmp_path / CHECKPOINTS / ".step-00000009.pt.4711.tmp"
+    rest = tmp_path / CHECKPOINTS / ".step-00000009.pt.0123456789abcdef.tmp"
     rest.write_bytes(newest.read_bytes()[:5000])
     assert "resumed from run/checkpoints/step-00000006.pt at step 6" in resume(tmp_path).out
     assert_same_end(tmp_path / "run", whole)

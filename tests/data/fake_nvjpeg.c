@@ -6,7 +6,7 @@
 
 typedef struct { uint8_t *channel[4]; size_t pitch[4]; } image;
 
-int alive = 0, engines = 1, broken = 0, batches = 0, singles = 0, asked = 0, parsed_batched = 0;
+int alive = 0, engines = 1, broken = 0, batches = 0, singles = 0, asked = 0, parsed_batched = 0, takes_sound = 1;
 
 static int is_sound(const uint8_t *file) { return file[0] == 0xff && file[1] == 0xd8; }
 
@@ -25,19 +25,19 @@ int nvjpegGetImageInfo(void *handle, const uint8_t *file, size_t length, int *co
                        int *widths, int *heights) {
     if (!handle || length < 5) return 3;
     *components = 3; *sampling = 0;
-    widths[0] = is_sound(file) ? 16 : file[0];
-    heights[0] = is_sound(file) ? 16 : file[1];
+    widths[0] = is_sound(file) ? 128 : file[0];
+    heights[0] = is_sound(file) ? 128 : file[1];
     return 0;
 }
 int nvjpegJpegStreamParseHeader(void *handle, const uint8_t *file, size_t length, void *stream) {
     if (!handle || !stream || length < 5) return 3;
-    asked++; parsed_batched = is_sound(file) ? 1 : file[2]; return 0;
+    asked++; parsed_batched = is_sound(file) ? takes_sound : file[2]; return 0;
 }
 int nvjpegDecodeBatchedSupported(void *handle, void *stream, int *no) {
     *no = !parsed_batched; return handle && stream ? 0 : 2;
 }
 static int show(const uint8_t *file, image *target) {
-    int sound = is_sound(file), width = sound ? 16 : file[0], height = sound ? 16 : file[1];
+    int sound = is_sound(file), width = sound ? 128 : file[0], height = sound ? 128 : file[1];
     if (sound && broken) return broken;
     if (!sound && file[4]) return file[4];
     for (int plane = 0; plane < 3; plane++)

@@ -53,8 +53,22 @@ def test_kinds_tell_codings_apart_and_no_sizes() -> None:
         return found.kind
 
     assert kind() == kind(size=(300, 200)) == kind(comment=b"words")
-    others = [kind(), kind(mode="L"), kind(progressive=True), kind(subsampling="4:4:4")]
-    assert len(set(others)) == 4
+    others = [
+        kind(), kind(mode="L"), kind(progressive=True), kind(subsampling="4:4:4"),
+        kind(restart_marker_blocks=2),
+    ]  # fmt: skip
+    assert len(set(others)) == 5
+
+
+def test_what_decoders_might_see_otherwise_goes_through_the_host() -> None:
+    whole = jpeg()
+    scan, frame = whole.index(b"\xff\xda"), whole.index(b"\xff\xc0")
+    assert whole[scan + 4] == 3
+    one_by_one = whole[: scan + 4] + b"\x01" + whole[scan + 5 :]
+    assert jpeg_file(one_by_one) is None
+    for marker in (b"\x00", b"\xd8", b"\xd9", b"\xdc"):
+        hidden = b"\xff" + marker + b"\x00\x08" + b"\xff\xc0\xff\xff\xff\xff"
+        assert jpeg_file(whole[:frame] + hidden + whole[frame:]) is None
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))

@@ -87,10 +87,13 @@ def test_every_image_lies_where_it_says(fake: Fake) -> None:
 def test_the_engines_are_asked_once_for_a_kind_of_usual_size(fake: Fake) -> None:
     decoder = NvJpegDecoder(CPU, fake.library)
     before = fake["asked"]
-    decoder([file(), file(120), file(batched=False), file(64, 64)])
-    assert fake["asked"] == before + 2
+    decoder([file(), file(120), file(64, 64)])
+    assert fake["asked"] == before + 1
     decoder([file(63, 200), file(63, 200), file()])
-    assert fake["asked"] == before + 4
+    assert fake["asked"] == before + 3
+    # A refusal is one file's: the next of its kind may be better.
+    decoder([file(batched=False), file(batched=False)])
+    assert fake["asked"] == before + 5
 
 
 def test_without_engines_each_goes_alone(fake: Fake) -> None:
@@ -99,6 +102,23 @@ def test_without_engines_each_goes_alone(fake: Fake) -> None:
     assert [planes(decoder([file(), file(level=30)]), i)[0, 0, 0] for i in (0, 1)] == [9, 30]
     assert fake["batches"] == 0
     assert "no JPEG engines" in decoder.describe()
+
+
+def test_engines_that_do_not_take_a_sound_file_are_none(fake: Fake) -> None:
+    fake["takes_sound"] = 0
+    decoder = NvJpegDecoder(CPU, fake.library)
+    assert "no JPEG engines" in decoder.describe()
+    decoder([file(), file()])
+    assert fake["batches"] == 0
+
+
+def test_a_file_of_another_size_than_it_seemed_is_never_decoded(fake: Fake) -> None:
+    decoder = NvJpegDecoder(CPU, fake.library)
+    found = decoder([file(), file()._replace(width=99), file(level=30)])
+    assert [image is not None for image in found.images] == [True, False, True]
+    assert int(planes(found, 2)[0, 0, 0]) == 30
+    assert found.problem == "not the size that the file says"
+    assert decoder([file()._replace(height=1)]).images == [None]
 
 
 def test_one_bad_file_is_refused_and_the_others_are_decoded(fake: Fake) -> None:
@@ -120,8 +140,11 @@ def test_memory_is_no_files_fault(fake: Fake) -> None:
 
 def test_what_is_no_files_fault_is_raised(fake: Fake) -> None:
     decoder = NvJpegDecoder(CPU, fake.library)
-    with pytest.raises(nvjpeg_library.NvJpegError, match="not initialised"):
+    with pytest.raises(RunError, match=r"nvJPEG fails \(nvjpegDecodeBatched: not initialised"):
         decoder([file(status=1)])
+    decoder([file()])  # and nobody waits for states that are gone
+    decoder([file()])
+    decoder([file()])
 
 
 def test_a_decoder_that_is_broken_ends_the_run(fake: Fake) -> None:

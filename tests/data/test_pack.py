@@ -122,7 +122,7 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path, memory_source: type, at: in
 
 def test_what_a_killed_pack_left_is_swept(tmp_path: Path, memory_source: type) -> None:
     pack({"train": memory_source(5)}, tmp_path, SHORT)
-    (tmp_path / ".train-00001.tar.77.tmp").write_bytes(b"half")
+    (tmp_path / ".train-00001.tar.0123456789abcdef.tmp").write_bytes(b"half")
     pack({"train": memory_source(5)}, tmp_path, SHORT)
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -311,7 +311,7 @@ def test_without_locks_nothing_of_another_pack_is_swept(
     tmp_path: Path, memory_source: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack_module, "file_lock", lambda path, wait: nullcontext(None))
-    part = tmp_path / ".train-00000.tar.77.tmp"
+    part = tmp_path / ".train-00000.tar.0123456789abcdef.tmp"
     part.write_bytes(b"somebody is writing this")
     told: list[str] = []
     pack({"train": memory_source(5)}, tmp_path, SHORT, tell=told.append)
@@ -324,7 +324,7 @@ def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".train-00000.tar.0123.tmp").symlink_to(victim)
+    (tmp_path / "out" / ".train-00000.tar.0123456789abcdef.tmp").symlink_to(victim)
     pack({"train": memory_source(5)}, tmp_path / "out", SHORT)
     assert victim.read_bytes() == b"precious"
     assert not list((tmp_path / "out").glob(".*.tmp"))

@@ -83,3 +83,15 @@ def test_another_version(shard: Path) -> None:
     path.mkdir()
     with pytest.raises(UnfitIndexError, match="cannot be read"):
         read_index(path, ShardStamp.of(shard))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("offsets", -512), ("sizes", -1), ("sizes", 2**62), ("offsets", 2**62)]
+)
+def test_places_outside_of_the_shard_are_not_believed(shard: Path, name: str, value: int) -> None:
+    """The checksum has no key: whoever writes an index can make one that holds."""
+    index = scanned(shard)
+    getattr(index, name)[3] = value
+    write_index(index_path(shard), index, ShardStamp.of(shard))
+    with pytest.raises(UnfitIndexError, match="outside of the shard"):
+        read_index(index_path(shard), ShardStamp.of(shard))

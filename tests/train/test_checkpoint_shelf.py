@@ -38,7 +38,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_taken_for_checkpoints(
     tmp_path: Path,
 ) -> None:
     shelf = CheckpointShelf(tmp_path, keep=2)
-    (tmp_path / ".step-00000050.pt.77.tmp").write_text("half")
+    (tmp_path / ".step-00000050.pt.0123456789abcdef.tmp").write_text("half")
     assert shelf.newest() is None
     put(shelf, 60)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000060.pt"]

@@ -60,7 +60,9 @@ def bench_input(
             raise ConfigError(flag, count, "must be at least 1")
     if split not in ("train", "val"):
         raise ConfigError("--split", split, "unknown", "use train or val")
-    if decoder in DEVICE_DECODERS:
+    if decoder:
+        settings = [*settings, f"data.decoder={decoder}"]
+    if any(text.partition("=")[2] in DEVICE_DECODERS for text in settings):
         widen_connections()  # before CUDA starts
     ours, place = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
@@ -73,8 +75,6 @@ def bench_input(
                 tell=_tell,
             )  # fmt: skip
     else:
-        if decoder:
-            settings = [*settings, f"data.decoder={decoder}"]
         rows, notes = _rows(
             data_dir, peer_dir or data_dir, split, batch_size, image_size, place, ours,
             _counts("--peer-workers", peer_workers), _names(peers), settings,

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+_TOKEN_BYTES = 8
 # What whole files are called while they are written; a killed process leaves such.
-LEFTOVERS = ".*.tmp"
+LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.tmp"
 # A directory that may not be read, or a file system that cannot sync one: the rename is as good as it is.
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EACCES})
 
@@ -40,7 +41,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def part_path(path: Path) -> Path:
     """A name beside `path` for what is half-written. Nobody can guess it and lay a link there first,
     and two writers of one name never meet: the last one to rename wins."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
 
 
 def open_part(part: Path) -> BinaryIO:

@@ -116,7 +116,7 @@ class Prefetcher(Generic[Part, Result]):
         self._waiting.clear()
 
     def close(self) -> None:
-        """Returns once no thread is left; each finishes the sample in hand and no more."""
+        """Returns once no thread is left; each finishes what it has in hand and no more."""
         self._stopping.set()
         self._shut_down()
 

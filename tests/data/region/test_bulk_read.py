@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
 from paceline.data.region import bulk_read
 from paceline.data.region.bulk_read import BulkRead
 from paceline.data.region.library import RegionUnavailableError, region_library
+from paceline.data.region.pieces import Pieces
 from paceline.data.sources import shard_file, tar_shards
 from paceline.data.sources.tar_shards import TarShards
 
@@ -72,8 +74,11 @@ def test_shards_that_are_opened_for_each_read(
 ) -> None:
     monkeypatch.setattr(tar_shards, "_DESCRIPTORS_KEPT", 1)
     opened = TarShards([write_tar(tmp_path / f"train-{i}.tar", samples(5)) for i in range(2)])
+    before = len(list(Path("/proc/self/fd").iterdir()))
     found = BulkRead(opened).all([0, 7], go_on)
-    assert [type(data) for data in found] == [memoryview, bytes]
+    BulkRead(opened).all([7, 7, 6, 0], go_on)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1  # the one that is kept
+    assert [type(data) for data in found] == [memoryview, memoryview]
     assert [bytes(data) for data in found] == [opened.read(0), opened.read(7)]
     opened.close()
 
@@ -104,16 +109,47 @@ def test_so_is_one_that_is_cut(plain: tuple[TarShards, Path]) -> None:
         read.all([4], go_on)
 
 
-def test_and_one_that_vanishes(
-    plain: tuple[TarShards, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replaced", [False, True])
+def test_and_one_that_vanishes_or_is_replaced(
+    plain: tuple[TarShards, Path], monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    monkeypatch.setattr(shard_file, "_LOOK_EVERY_S", 0.0)
+    """Looked for once a second: the reader who looks must not hide it from the one who can say it."""
     opened, path = plain
+    clock = [100.0]
+    monkeypatch.setattr(shard_file.time, "monotonic", lambda: clock[0])
     read = BulkRead(opened)
     read.all([4], go_on)
     path.unlink()
-    with pytest.raises(DataError, match=r"train-0\.tar: cannot be read \(No such file"):
+    if replaced:
+        path.write_bytes(bytes(5000))
+    read.all([4], go_on)  # the descriptor is good, and nobody looks yet
+    clock[0] += 1.5
+    words = "has changed since the start" if replaced else r"cannot be read \(No such file"
+    with pytest.raises(DataError, match=rf"train-0\.tar: {words}"):
         read.all([4], go_on)
+
+
+def test_large_files_are_left_to_the_ordinary_way(
+    plain: tuple[TarShards, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, _ = plain
+    size = len(opened.read(0))
+    wanted = [opened.read(i) for i in range(5)]
+    monkeypatch.setattr(bulk_read, "_MOST_BYTES", 2 * size + 10)
+    found = BulkRead(opened).all(range(5), go_on)
+    assert [bytes(data) for data in found] == wanted
+    assert [type(data) for data in found][:3] == [memoryview, memoryview, bytes]
+    monkeypatch.setattr(bulk_read, "_LARGEST_FILE", 1)
+    assert {type(data) for data in BulkRead(opened).all(range(5), go_on)} == {bytes}
+
+
+@pytest.mark.parametrize(("offset", "size"), [(-1, 4), (0, -4), (0, [4, 4])])
+def test_pieces_that_cannot_be_are_refused(offset: int, size: int | list[int]) -> None:
+    numbers = [np.array([value], dtype=np.int64) for value in (3, offset)]
+    with pytest.raises(ValueError, match="piece"):
+        Pieces(
+            numbers[0].astype(np.int32), numbers[1], np.atleast_1d(size), numbers[0].astype("u8")
+        )
 
 
 def test_descriptors_are_given_back(plain: tuple[TarShards, Path]) -> None:

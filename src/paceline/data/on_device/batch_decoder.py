@@ -1,7 +1,7 @@
 """`BatchDecoder`: many JPEG files to pixels on the device at once.
 
-In: files. Out: their pixels as tensors on the device, None for one that it cannot take. Two libraries do
-it: nvJPEG through torchvision, and DALI. Trouble that is no file's fault ends the run: sent on to the
+In: files. Out: where their pixels lie on the device, None for one that it cannot take. Two libraries do
+it: nvJPEG and DALI. Trouble that is no file's fault ends the run: sent on to the
 host, it would only be slow, and nobody would know why.
 """
 
@@ -80,9 +80,9 @@ def create_batch_decoder(name: str, device: torch.device) -> BatchDecoder:
 
 
 def sound_jpeg() -> JpegFile:
-    """A small file that every decoder can decode."""
+    """A file that every decoder can decode, of a size and kind that JPEG engines take too."""
     stream = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(stream, "JPEG")
+    Image.new("RGB", (128, 128)).save(stream, "JPEG", subsampling="4:2:0")
     found = jpeg_file(stream.getvalue())
     assert found is not None
     return found

@@ -17,7 +17,10 @@ _END = b"\xff\xd9"
 # Baseline, extended sequential and progressive, with Huffman codes.
 _TAKEN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 _OTHER_FRAMES = frozenset({0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
-_SCAN, _APP1, _ADOBE = 0xDA, 0xE1, 0xEE
+_SCAN, _APP1, _ADOBE, _RESTART = 0xDA, 0xE1, 0xEE, 0xDD
+_PROGRESSIVE = 0xC2
+# Zero, start, end and number of lines: decoders differ in what they make of these before a scan.
+_MISPLACED = frozenset({0x00, 0xD8, 0xD9, 0xDC})
 _TELLING = _OTHER_FRAMES | {_APP1, _ADOBE}
 _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 # Padding that some writers leave behind the end.
@@ -47,7 +50,7 @@ def jpeg_file(data: Bytes) -> JpegFile | None:
 
 
 def _before_the_scan(data: Bytes) -> JpegFile | None:
-    place, found = 2, None
+    place, found, restarts = 2, None, False
     while True:
         if data[place] != 0xFF:
             return None
@@ -58,9 +61,12 @@ def _before_the_scan(data: Bytes) -> JpegFile | None:
         if marker in _ALONE:
             place += 2
             continue
+        if marker in _MISPLACED:
+            return None
         length: int = struct.unpack_from(">H", data, place + 2)[0]
         if marker == _SCAN:
-            return found
+            return _at_the_scan(found, data[place + 4], restarts)
+        restarts |= marker == _RESTART
         if marker in _TAKEN_FRAMES:
             if found is not None:  # one frame is what a JPEG has
                 return None
@@ -72,6 +78,13 @@ def _before_the_scan(data: Bytes) -> JpegFile | None:
         ):
             return None
         place += 2 + length
+
+
+def _at_the_scan(found: JpegFile | None, components: int, restarts: bool) -> JpegFile | None:
+    """JPEG engines take no file whose components come one after the other."""
+    if found is None or (found.kind[0] != _PROGRESSIVE and components != len(found.kind) - 1):
+        return None
+    return found._replace(kind=found.kind + bytes([restarts]))
 
 
 def _is_plain(marker: int, segment: bytes) -> bool:

@@ -31,6 +31,7 @@ from paceline.data.randomness import Int64
 _INSTEAD = "or set data.decoder = 'auto'"
 _ALLOCATOR_FAILURE = 5
 _ALIGNMENT = 256
+_OTHER_SIZE = "not the size that the file says"
 # Sides within which the engines' answer depends on the kind of the file alone.
 _USUAL = (64, 8192)
 # Invalid parameter, bad JPEG, not supported, execution failed, internal error, not implemented,
@@ -45,7 +46,8 @@ class NvJpegDecoder:
 
     def __init__(self, device: torch.device, library: NvJpegLibrary | None = None) -> None:
         self._device = device
-        self._batched: dict[bytes, bool] = {}
+        # Kinds of files that the engines take.
+        self._batched: set[bytes] = set()
         try:
             self._library = library or load_nvjpeg(torch.version.cuda or "")
         except OSError as error:
@@ -55,7 +57,7 @@ class NvJpegDecoder:
             ) from None  # fmt: skip
         try:
             with drained_stream(device):
-                self._handles = NvJpegHandles(self._library)
+                self._handles = NvJpegHandles(self._library, device, sound_jpeg())
                 finalize(self, self._handles.close).atexit = False
                 self._decode_sound()
         except NvJpegError as error:
@@ -95,20 +97,22 @@ class NvJpegDecoder:
 
     def _decode(self, files: Sequence[JpegFile]) -> Decoded:
         stored = _addresses(files)
-        # The decoder writes what it sees in the file, so it is asked for the size.
+        # The decoder writes what it sees in the file: one that sees another size than we is not asked.
         handle = self._handles.any
-        sizes = np.array([self._library.size(handle, *row) for row in stored.tolist()])
-        memory, targets = _room(sizes, self._device)
+        seen = [self._library.size(handle, *row) for row in stored.tolist()]
+        good = [row for row, file in enumerate(files) if seen[row] == (file.width, file.height)]
+        images: list[DeviceImage | None] = [None] * len(files)
+        if not good:
+            return Decoded(images, None, _OTHER_SIZE)
+        memory, targets = _room(np.array([seen[row] for row in good]), self._device)
         with self._handles.borrowed() as states:
             try:
-                self._decode_into(states, files, stored, targets)
+                self._decode_into(states, [files[row] for row in good], stored[good], targets)
             finally:
                 finish_current(self._device)  # the next one gets the states
-        images: list[DeviceImage | None] = [
-            DeviceImage(address, width, height)
-            for address, (width, height) in zip(targets[:, 0].tolist(), sizes.tolist(), strict=True)
-        ]
-        return Decoded(images, memory)
+        for row, address in zip(good, targets[:, 0].tolist(), strict=True):
+            images[row] = DeviceImage(address, *seen[row])
+        return Decoded(images, memory, "" if len(good) == len(files) else _OTHER_SIZE)
 
     def _decode_into(
         self, states: NvJpegStates, files: Sequence[JpegFile], stored: Files, targets: Targets
@@ -134,12 +138,12 @@ class NvJpegDecoder:
         if not engine:
             return False
         usual = min(file.width, file.height) >= _USUAL[0] and max(file[1:3]) <= _USUAL[1]
-        known = self._batched.get(file.kind) if usual else None
-        if known is None:
-            known = self._library.is_batched(engine, states.bitstream, address, length)
-            if usual:
-                self._batched[file.kind] = known
-        return known
+        if usual and file.kind in self._batched:
+            return True
+        taken = self._library.is_batched(engine, states.bitstream, address, length)
+        if taken and usual:
+            self._batched.add(file.kind)
+        return taken
 
     def describe(self) -> str:
         how = "JPEG engines" if self._handles.engine else "no JPEG engines"
@@ -177,7 +181,10 @@ def _raise_unless_a_file(error: NvJpegError) -> None:
     """Returns where a file may be to blame."""
     _raise_if_memory(error)
     if error.status not in _FILES_FAULTS:
-        raise error
+        raise RunError(
+            f"nvJPEG fails ({error})",
+            "start again with --resume auto, or set data.decoder = 'auto'",
+        ) from error
 
 
 def _raise_if_memory(error: NvJpegError) -> None:

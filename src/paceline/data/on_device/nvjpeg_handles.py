@@ -1,16 +1,20 @@
 """`NvJpegHandles`: what nvJPEG needs to decode on one GPU.
 
-In: the library. Out: handles, and states to borrow, of which there are few: each has a dozen streams of
-its own, and streams beyond the GPU's connections queue up behind one another, the training's behind
-theirs (see connections.py).
+In: the library and a sound file. Out: handles, and states to borrow, of which there are few: each has a
+dozen streams of its own, and streams beyond the GPU's connections queue up behind one another, the
+training's behind theirs (see connections.py).
 """
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
+import numpy as np
+import torch
+
+from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.on_device.nvjpeg_library import NvJpegError, NvJpegLibrary
 
 # One decodes while the other's files are made ready.
@@ -22,55 +26,85 @@ class NvJpegStates:
     """For one chunk at a time: a state for the engines' batches and one for single files."""
 
     def __init__(self, library: NvJpegLibrary, engine: int, cores: int) -> None:
-        self.batch = library.state(engine) if engine else 0
-        self.bitstream = library.bitstream(engine) if engine else 0
-        self.single = library.state(cores)
+        self._library = library
+        self.batch = self.bitstream = self.single = 0
+        with ExitStack() as undo:
+            undo.callback(self.destroy)
+            self.single = library.state(cores)
+            if engine:
+                self.batch = library.state(engine)
+                self.bitstream = library.bitstream(engine)
+            undo.pop_all()
+
+    def destroy(self) -> None:
+        for made in ({"state": self.batch}, {"state": self.single}, {"bitstream": self.bitstream}):
+            with suppress(NvJpegError):  # it may have failed before
+                self._library.destroy(**made)
 
 
 class NvJpegHandles:
-    """On the current device. `engine` is 0 where the GPU has no JPEG engines, `any` is either."""
+    """`engine` is 0 where the GPU has no JPEG engines, or they do not take even the sound file; `any` is
+    either."""
 
-    def __init__(self, library: NvJpegLibrary) -> None:
+    def __init__(self, library: NvJpegLibrary, device: torch.device, sound: JpegFile) -> None:
+        """`device` is the current one."""
         self._library = library
+        self._device = device
         # None stands for states that are to be made.
         self._idle: queue.LifoQueue[NvJpegStates | None] = queue.LifoQueue()
         for _ in range(_STATES):
             self._idle.put(None)
-        self.cores = library.handle("default")
+        self.engine = self.cores = 0
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self.cores = library.handle("default")
+            self.engine = self._engine(sound)
+            undo.pop_all()
+        self.any = self.engine or self.cores
+
+    def _engine(self, sound: JpegFile) -> int:
         try:
-            self.engine = library.handle("hardware")
+            engine = self._library.handle("hardware")
         except NvJpegError as error:
             if error.status != _OTHER_GPU:
                 raise
-            self.engine = 0
-        self.any = self.engine or self.cores
+            return 0
+        data = np.frombuffer(sound.data, dtype=np.uint8)
+        bitstream = self._library.bitstream(engine)
+        try:
+            takes = self._library.is_batched(engine, bitstream, data.ctypes.data, len(data))
+        finally:
+            self._library.destroy(bitstream=bitstream)
+        if takes:
+            return engine
+        self._library.destroy(handle=engine)
+        return 0
 
     @contextmanager
     def borrowed(self) -> Iterator[NvJpegStates]:
         """Waits for its turn. States with which something failed are not used again."""
-        states = self._idle.get()
+        states, kept = self._idle.get(), None
         try:
             if states is None:
                 states = NvJpegStates(self._library, self.engine, self.cores)
             yield states
-        except BaseException:
-            if states is not None:
-                self._drop(states)
-            self._idle.put(None)
-            raise
-        self._idle.put(states)
-
-    def _drop(self, states: NvJpegStates) -> None:
-        with suppress(NvJpegError):  # they failed before
-            self._library.destroy(state=states.batch, bitstream=states.bitstream)
-            self._library.destroy(state=states.single)
+            kept = states
+        finally:
+            self._idle.put(kept)
+            if kept is None and states is not None:
+                states.destroy()
 
     def close(self) -> None:
         """No chunk may be under way."""
-        while not self._idle.empty():
-            states = self._idle.get()
-            if states is not None:
-                self._drop(states)
-        with suppress(NvJpegError):
-            self._library.destroy(handle=self.engine)
-            self._library.destroy(handle=self.cores)
+        with self._current():
+            while not self._idle.empty():
+                states = self._idle.get()
+                if states is not None:
+                    states.destroy()
+            for handle in (self.engine, self.cores):
+                with suppress(NvJpegError):
+                    self._library.destroy(handle=handle)
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Who closes may have another device at hand."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -1,9 +1,8 @@
 """`NvJpegLibrary`: NVIDIA's nvJPEG, called directly.
 
 In: files and the device's memory. Out: pixels there, once the given stream gets to it; an `NvJpegError`
-with nvJPEG's number where a call fails. torchvision has a way to nvJPEG too, but on a stream without
-priority and one call at a time: beside a training that fills the GPU, each of its small kernels waits
-for the training's, and a third of the images come too late.
+with nvJPEG's number where a call fails. torchvision has a way to nvJPEG too, but from pageable memory and
+one call at a time.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class NvJpegLibrary:
             ("nvjpegDestroy", handle),
         ):
             if value:
-                self._call(name, _pointer(value))
+                self._call(name, _pointer(value), long=True)
 
     def size(self, handle: int, address: int, length: int) -> tuple[int, int]:
         """Width and height, as the decoder will write them."""

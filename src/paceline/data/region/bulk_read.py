@@ -21,6 +21,8 @@ from paceline.data.sources.shard_file import Lent, ShardFile
 from paceline.data.sources.source import Source
 
 _ALIGNMENT = 64
+# What is larger is read one by one: this memory is kept as long as its thread lives.
+_LARGEST_FILE, _MOST_BYTES = 16 << 20, 64 << 20
 
 
 class BulkRead:
@@ -58,11 +60,15 @@ class BulkRead:
         """Notes what it borrowed in `lent`."""
         found: list[memoryview | None] = [None] * len(indices)
         wanted: list[tuple[int, Lent, int, int]] = []
+        left = _MOST_BYTES
         for place, index in enumerate(indices):
             extent = self._extent(index) if self._library is not None and self._extent else None
             if extent is None:
                 continue
             file, offset, size = extent
+            if not 0 <= size <= min(left, _LARGEST_FILE):
+                continue
+            left -= size
             if file not in lent:
                 lent[file] = file.lend()
             if (loan := lent[file]) is not None:

@@ -121,10 +121,13 @@ class RegionLibrary:
         count, (side, _, channels) = len(outs), outs[0].shape
         for out in outs:
             _check_square(out)
+            if out.shape != outs[0].shape:
+                raise ValueError(f"squares of one shape are filled, not {out.shape}")
         targets = np.array([out.__array_interface__["data"][0] for out in outs], dtype=np.uint64)
-        assert len(files.lengths) == len(boxes) == len(turns) == count
-        assert boxes.flags.c_contiguous
-        assert turns.flags.c_contiguous
+        shapes = (files.lengths.shape, boxes.shape, turns.shape)
+        if shapes != ((count,), (count, 4), (count, 2)):
+            raise ValueError(f"{count} squares, but {shapes}")
+        boxes, turns = np.ascontiguousarray(boxes), np.ascontiguousarray(turns)
         outcomes = np.full(count, -1, dtype=np.int32)
         self._prepare_many(
             self._decoder(), count, files.addresses.ctypes.data, files.lengths.ctypes.data,

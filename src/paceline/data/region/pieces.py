@@ -28,8 +28,10 @@ class Pieces:
     def __post_init__(self) -> None:
         self.found = np.full((len(self.sizes), 3), -1, dtype=np.int64)
         for array in (self.descriptors, self.offsets, self.sizes, self.targets):
-            assert array.flags.c_contiguous
-            assert array.shape == self.sizes.shape
+            if not array.flags.c_contiguous or array.shape != self.sizes.shape:
+                raise ValueError(f"pieces of unequal arrays: {array.shape}, {self.sizes.shape}")
+        if (self.offsets < 0).any() or (self.sizes < 0).any():
+            raise ValueError("a piece of negative offset or size")
 
 
 class StoredFiles:

@@ -34,10 +34,11 @@ class ShardContent(Protocol):
 class _Handle:
     """A descriptor, and how many read through it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, readers: int = 0, retired: bool = False) -> None:
+        """One that is retired is closed by its last reader."""
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.readers = 0
-        self.retired = False
+        self.readers = readers
+        self.retired = retired
 
 
 class ShardFile:
@@ -65,11 +66,12 @@ class ShardFile:
         return data
 
     def lend(self) -> Lent | None:
-        """Its descriptor, until `give_back`, to read past Python; None where it is opened for each read,
-        or cannot be opened. What is read so may be of a file that has changed: see `Lent.fits`."""
-        if not self._keep_open:
-            return None
+        """A descriptor, until `give_back`, to read past Python; None where there is trouble: an ordinary
+        read then meets the same, and has retries and words for it. What is read so may be of a file
+        that has changed: see `Lent.fits`."""
         try:
+            if not self._keep_open:
+                return Lent(self, _Handle(self._path, readers=1, retired=True), self._stamp)
             handle = self._taken()
             try:
                 self._look_at_name(handle.descriptor)
@@ -77,7 +79,7 @@ class ShardFile:
                 self._give_back(handle)
                 raise
         except (OSError, DataError):
-            return None  # an ordinary read then meets the same, and has retries and words for it
+            return None
         return Lent(self, handle, self._stamp)
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -110,10 +112,11 @@ class ShardFile:
         now = time.monotonic()
         if now - self._looked_s < _LOOK_EVERY_S:
             return
-        self._looked_s = now
         found = self._path.stat()
         if not self._stamp.fits(found) and found.st_ino != os.fstat(descriptor).st_ino:
             raise self._changed()
+        # Not before: whoever reads next must meet what this look met.
+        self._looked_s = now
 
     def _changed(self) -> DataError:
         return DataError(

@@ -69,6 +69,9 @@ def read_index(path: Path, stamp: ShardStamp) -> ShardIndex | None:
         numbers[k * samples : (k + 1) * samples].astype(np.int64) for k in range(3)
     )
     ends = numbers[3 * samples :].astype(np.int64)
+    # Whoever made the index made the checksum: what lies outside of the shard is not believed.
+    if (offsets < 0).any() or (sizes < 0).any() or (sizes > stamp.size - offsets).any():
+        raise UnfitIndexError("names bytes outside of the shard")
     return ShardIndex(
         NameTable.from_parts(ends, content[end - letters : end]), offsets, sizes, labels
     )
