@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.data.on_device import dali_decode
 from paceline.data.on_device.batch_decoder import DeviceImage, sound_jpeg
 from paceline.data.on_device.dali_decode import DaliDecoder
-from paceline.data.on_device.jpeg_facts import JpegFile
+from paceline.data.on_device.jpeg_facts import JpegFile, jpeg_file
 
 CPU = torch.device("cpu")
 
@@ -120,3 +122,28 @@ def test_neither_is_memory(dali: StandIn) -> None:
     decoder, dali.refused = DaliDecoder(CPU), {b"big": "CUDA allocation failed"}
     with pytest.raises(torch.OutOfMemoryError, match="CUDA allocation failed"):
         decoder([of(b"1"), of(b"big")])
+
+
+def jpeg(width: int, height: int) -> tuple[JpegFile, np.ndarray]:
+    """A file, and what Pillow makes of it."""
+    noise = np.random.default_rng(width).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG")
+    found = jpeg_file(stream.getvalue())
+    assert found is not None
+    return found, np.asarray(Image.open(stream))
+
+
+def test_with_dali_itself() -> None:
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    decoder = DaliDecoder(CPU)
+    for count in (3, 1, 64):
+        pairs = [jpeg(100 + 7 * i, 80 + 3 * i) for i in range(count)]
+        found = decoder([file for file, _ in pairs])
+        for (file, wanted), image, shown in zip(pairs, found.images, found.held, strict=True):
+            assert image == DeviceImage(shown.data_ptr(), file.width, file.height)
+            assert np.abs(shown.numpy().astype(int) - wanted).max() <= 8
+    junk = jpeg(90, 70)[0]._replace(data=b"\xff\xd8\xffnonsense" * 30)
+    found = decoder([jpeg(100, 80)[0], junk, jpeg(120, 90)[0]])
+    assert [image is not None for image in found.images] == [True, False, True]
+    assert "decoders.image" in found.problem
