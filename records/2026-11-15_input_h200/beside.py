@@ -5,7 +5,8 @@
 DIR has shards of JPEGs. Loads: nothing; python (headers parsed, in Python alone); host (the region
 decoder's loader); nvjpeg (files in memory decoded, no crop); device (the GPU's loader). STATES are
 nvJPEG's. Prints the training's images/s, ResNet-50 at batch 256 on synthetic images, and the load's own.
-CUDA_DEVICE_MAX_CONNECTIONS is the caller's to set.
+With --default-stream the training is on CUDA's default stream. CUDA_DEVICE_MAX_CONNECTIONS is the
+caller's to set.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from paceline.core.topology import Topology
 from paceline.data.on_device import nvjpeg_handles
 from paceline.data.on_device.jpeg_facts import jpeg_file
 from paceline.data.on_device.nvjpeg import NvJpegDecoder
+from paceline.data.on_device.own_stream import apart
 from paceline.data.settings import DataSettings
 from paceline.data.sources.source import Source
 from paceline.train.step import TrainStep
@@ -126,11 +128,13 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("loads", nargs="+")
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--default-stream", action="store_true")
     options = parser.parse_args()
     settings = RunConfig().with_values({"data.dir": options.directory, "data.resident": "off"}).data
     row = StepRow("load", "ours", MODEL, BATCH, SIZE, 1000, DEVICE.type, 10**6, 1, {})
     with ExitStack() as stack:
         group = stack.enter_context(Group(Topology(), RunConfig().comm, DEVICE))
+        stack.enter_context(apart(DEVICE, "" if options.default_stream else "nvjpeg"))
         step, _ = build(row, group)
         step.loader = SyntheticBatches(row, DEVICE)
         number, _ = train(step, 0, 4.0)  # until it is recorded

@@ -49,8 +49,6 @@ def bench_input(
     from paceline.bench.input_table import measure_rows, ratios
     from paceline.bench.input_training import measure_training
     from paceline.cli.bench import chosen_device, environment
-    from paceline.data.on_device.batch_decoder import DEVICE_DECODERS
-    from paceline.data.on_device.connections import widen_connections
 
     for flag, count in (
         ("--batch-size", batch_size), ("--rounds", rounds), ("--steps", steps),
@@ -62,8 +60,6 @@ def bench_input(
         raise ConfigError("--split", split, "unknown", "use train or val")
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
-    if any(text.partition("=")[2] in DEVICE_DECODERS for text in settings):
-        widen_connections()  # before CUDA starts
     ours, place = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
     if synthetic_index:

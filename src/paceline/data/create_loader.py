@@ -12,13 +12,12 @@ from paceline.core.errors import ConfigError
 from paceline.data.augmentation.augment_extras import extra_draws
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
-from paceline.data.on_device.batch_decoder import DEVICE_DECODERS
 from paceline.data.on_device.copied_ahead import CopiedAhead
 from paceline.data.on_device.device_loader import DeviceEvalLoader, DeviceTrainLoader
 from paceline.data.on_device.pixel_form import PixelForm, UnequalSizesError
 from paceline.data.on_device.resident_loader import ResidentEvalLoader, ResidentTrainLoader
 from paceline.data.on_device.resident_set import ResidentSet, mib, resident_set
-from paceline.data.settings import DataSettings
+from paceline.data.settings import DEVICE_DECODERS, DataSettings
 from paceline.data.sources.source import Source
 from paceline.data.sources.source_protocol import shard_sizes, with_remark
 

@@ -13,7 +13,7 @@ AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
 DECODERS = ("auto", "region", "pillow", "nvjpeg", "dali")
-_ON_DEVICE = ("nvjpeg", "dali")
+DEVICE_DECODERS = ("nvjpeg", "dali")
 # The strongest of RandAugment's operations.
 MOST_MAGNITUDE = 30
 SHUFFLES = ("global", "shards")
@@ -100,7 +100,11 @@ class DataSettings:
         if self.cache == "disk" and not self.cache_dir:
             raise _error("cache_dir", self.cache_dir, "data.cache = 'disk' needs a directory",
                          "name one on a local disk")  # fmt: skip
-        if self.cache != "none" and self.cache_form == "decoded" and self.decoder in _ON_DEVICE:
+        if (
+            self.cache != "none"
+            and self.cache_form == "decoded"
+            and self.decoder in DEVICE_DECODERS
+        ):
             raise _error("cache_form", self.cache_form,
                          f"data.decoder = {self.decoder!r} takes encoded images, not pixels",
                          "set data.cache_form = 'raw'")  # fmt: skip

@@ -17,16 +17,12 @@ from paceline.config import RunConfig
 from paceline.core.cores import available_cores
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
-from paceline.data.on_device.batch_decoder import DEVICE_DECODERS
-from paceline.data.on_device.connections import widen_connections
 from paceline.version import __version__
 
 
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     """A GPU for each rank where there are GPUs; several ranks share one only over Gloo."""
     wanted = config.run.device
-    if config.data.decoder in DEVICE_DECODERS:
-        widen_connections()
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -27,7 +27,6 @@ _NO_MEMORY = (
     "memoryallocation",
 )
 
-DEVICE_DECODERS = ("nvjpeg", "dali")
 # Files of one call: many keep the GPU's JPEG engines busy, few let the next call's reading begin sooner.
 CHUNK = 64
 

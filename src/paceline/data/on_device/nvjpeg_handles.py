@@ -1,8 +1,7 @@
 """`NvJpegHandles`: what nvJPEG needs to decode on one GPU.
 
-In: the library and a sound file. Out: handles, and states to borrow, of which there are few: each has a
-dozen streams of its own, and streams beyond the GPU's connections queue up behind one another, the
-training's behind theirs (see connections.py).
+In: the library and a sound file. Out: handles, and states to borrow, of which there are few: each has
+memory and a dozen streams of its own, and one alone keeps the JPEG engines busy.
 """
 
 from __future__ import annotations

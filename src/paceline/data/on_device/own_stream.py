@@ -13,6 +13,27 @@ from typing import Any
 
 import torch
 
+from paceline.data.settings import DEVICE_DECODERS
+
+
+@contextmanager
+def apart(device: torch.device, decoder: str) -> Iterator[None]:
+    """A stream for a training whose images `decoder` decodes on the GPU. CUDA's default stream and the
+    decoder's own streams wait for one another: on that one a step and the decoding of the next would
+    take turns."""
+    if device.type != "cuda" or decoder not in DEVICE_DECODERS:
+        yield
+        return
+    with torch.cuda.device(device):
+        before = torch.cuda.current_stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            before.wait_stream(stream)
+
 
 @contextmanager
 def drained_stream(device: torch.device) -> Iterator[None]:
