@@ -3,8 +3,9 @@
     python beside.py DIR LOAD,THREADS,STATES ... [--seconds 3]
 
 DIR has shards of JPEGs. Loads: nothing; python (headers parsed, in Python alone); host (the region
-decoder's loader); nvjpeg (files in memory decoded, no crop); device (the GPU's loader). STATES are
-nvJPEG's. Prints the training's images/s, ResNet-50 at batch 256 on synthetic images, and the load's own.
+decoder's loader); nvjpeg (files in memory decoded, no crop); device (the GPU's loader); probe (no load:
+whether decoding waits for other streams). STATES are nvJPEG's. Prints the training's images/s, ResNet-50
+at batch 256 on synthetic images, and the load's own.
 With --default-stream the training is on CUDA's default stream. CUDA_DEVICE_MAX_CONNECTIONS is the
 caller's to set.
 """
@@ -12,11 +13,13 @@ caller's to set.
 from __future__ import annotations
 
 import argparse
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -54,6 +57,10 @@ class Counter:
         with self._lock:
             self._done += images
 
+    @property
+    def done(self) -> int:
+        return self._done
+
     def rate(self, seconds: float, during: Callable[[], None]) -> float:
         began, before = time.perf_counter(), self._done
         during()
@@ -79,14 +86,46 @@ def decode_files(source: Source, decoder: NvJpegDecoder, counter: Counter) -> No
             counter.add(len(files))
 
 
-def drain(row: InputRow, source: Source, counter: Counter) -> None:
-    with create_train_loader_of(row, source) as loader:
+def drain(row: InputRow, source: Source, stream: Any, counter: Counter) -> None:
+    """On the training's stream, as a training takes its batches."""
+    with on(stream), create_train_loader_of(row, source) as loader:
+        print(f"  {loader.describe()}", flush=True)
         while not counter.stopped.is_set():
             counter.add(len(next(loader).labels))
 
 
+def on(stream: Any) -> Any:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def probe(source: Source) -> None:
+    """Whether decoding waits for work on CUDA's default stream, and on another."""
+    found = [jpeg_file(source.read(i)) for i in range(CHUNK)]
+    files = [file for file in found if file is not None]
+    decoder, other = NvJpegDecoder(DEVICE), torch.cuda.Stream(DEVICE)
+    side = torch.cuda.Stream(DEVICE, priority=-1)
+    print(f"probe: {decoder.describe()}", flush=True)
+    for name, stream in (("nothing", None), ("default", torch.cuda.default_stream(DEVICE)),
+                         ("another", other)) * 2:  # fmt: skip
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(400_000_000)
+        with torch.cuda.stream(side):
+            decoder(files)
+        took = time.perf_counter() - began
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - began
+        print(
+            f"probe: {name} asleep: decoded after {1e3 * took:.1f} ms, all after {1e3 * whole:.1f}"
+        )
+
+
 @contextmanager
-def load_of(name: str, threads: int, settings: DataSettings) -> Iterator[Counter]:
+def load_of(
+    name: str, threads: int, settings: DataSettings, stream: Any
+) -> Iterator[tuple[Counter, list[threading.Thread]]]:
     counter, workers = Counter(), []
     source = open_repeated(settings, "train")
     if name == "python":
@@ -97,30 +136,43 @@ def load_of(name: str, threads: int, settings: DataSettings) -> Iterator[Counter
         decoder = "region" if name == "host" else "nvjpeg"
         chosen = replace(settings, decoder=decoder, workers=threads)
         row = InputRow("ours", threads, chosen, "train", BATCH, DEVICE.type)
-        workers = [(drain, (row, source, counter))]
+        workers = [(drain, (row, source, stream, counter))]
     started = [threading.Thread(target=work, args=rest) for work, rest in workers]
     for thread in started:
         thread.start()
     try:
-        yield counter
+        yield counter, started
     finally:
         counter.stopped.set()
         for thread in started:
             thread.join()
         source.close()
+        gc.collect()
 
 
 def train(step: TrainStep, first: int, seconds: float) -> tuple[int, float]:
-    """The next step's number, and images/s."""
-    number, until = first, time.perf_counter() + seconds
+    """The next step's number, and images/s. Ten steps at least: the first are recorded."""
+    number, began = first, time.perf_counter()
+    until = began + seconds
     step.launch(number, 0.1)
-    while time.perf_counter() < until:
+    while number - first < 10 or time.perf_counter() < until:
         number += 1
         step.launch(number, 0.1)
         step.collect()
     step.collect()
-    took = time.perf_counter() - until + seconds
-    return number + 1, BATCH * (number + 1 - first) / took
+    return number + 1, BATCH * (number + 1 - first) / (time.perf_counter() - began)
+
+
+def get_under_way(
+    step: TrainStep, number: int, counter: Counter, threads: list[threading.Thread]
+) -> int:
+    """Trains until the load has done something; SystemExit where it does nothing."""
+    until = time.perf_counter() + 30
+    while threads and counter.done < 2 * BATCH:
+        if time.perf_counter() > until or not all(thread.is_alive() for thread in threads):
+            raise SystemExit("the load does nothing")
+        number, _ = train(step, number, 0.2)
+    return number
 
 
 def main() -> None:
@@ -137,12 +189,16 @@ def main() -> None:
         stack.enter_context(apart(DEVICE, "" if options.default_stream else "nvjpeg"))
         step, _ = build(row, group)
         step.loader = SyntheticBatches(row, DEVICE)
-        number, _ = train(step, 0, 4.0)  # until it is recorded
+        number, _ = train(step, 0, 2.0)
+        stream = torch.cuda.current_stream(DEVICE) if DEVICE.type == "cuda" else None
         for spec in options.loads:
             name, threads, states = spec.split(",")
             nvjpeg_handles._STATES = int(states)
-            with load_of(name, int(threads), settings) as counter:
-                number, _ = train(step, number, 1.0)  # until the load is under way
+            if name == "probe":
+                probe(open_repeated(settings, "train"))
+                continue
+            with load_of(name, int(threads), settings, stream) as (counter, started):
+                number = get_under_way(step, number, counter, started)
                 speeds: list[float] = []
 
                 def during(first: int = number, speeds: list[float] = speeds) -> None:

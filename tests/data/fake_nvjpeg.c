@@ -6,7 +6,8 @@
 
 typedef struct { uint8_t *channel[4]; size_t pitch[4]; } image;
 
-int alive = 0, engines = 1, broken = 0, batches = 0, singles = 0, asked = 0, parsed_batched = 0, takes_sound = 1;
+int alive = 0, engines = 1, broken = 0, batches = 0, singles = 0, asked = 0, parsed_batched = 0, takes_sound = 1, sound_side = 128,
+    no_headers = 0;
 
 static int is_sound(const uint8_t *file) { return file[0] == 0xff && file[1] == 0xd8; }
 
@@ -25,11 +26,12 @@ int nvjpegGetImageInfo(void *handle, const uint8_t *file, size_t length, int *co
                        int *widths, int *heights) {
     if (!handle || length < 5) return 3;
     *components = 3; *sampling = 0;
-    widths[0] = is_sound(file) ? 128 : file[0];
-    heights[0] = is_sound(file) ? 128 : file[1];
+    widths[0] = is_sound(file) ? sound_side : file[0];
+    heights[0] = is_sound(file) ? sound_side : file[1];
     return 0;
 }
 int nvjpegJpegStreamParseHeader(void *handle, const uint8_t *file, size_t length, void *stream) {
+    if (no_headers) return no_headers;
     if (!handle || !stream || length < 5) return 3;
     asked++; parsed_batched = is_sound(file) ? takes_sound : file[2]; return 0;
 }

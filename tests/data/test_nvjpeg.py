@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.data.on_device import nvjpeg, nvjpeg_library
+from paceline.data.on_device import nvjpeg, nvjpeg_handles, nvjpeg_library
 from paceline.data.on_device.batch_decoder import Decoded
 from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.on_device.nvjpeg import NvJpegDecoder
@@ -112,6 +112,20 @@ def test_engines_that_do_not_take_a_sound_file_are_none(fake: Fake) -> None:
     assert fake["batches"] == 0
 
 
+def test_a_sound_file_of_another_size_is_no_success(fake: Fake) -> None:
+    fake["sound_side"] = 1
+    with pytest.raises(ConfigError, match="does not work here .a sound file: not the size"):
+        NvJpegDecoder(CPU, fake.library)
+    assert fake["alive"] == 0
+
+
+def test_an_engine_that_cannot_be_asked_leaves_nothing_behind(fake: Fake) -> None:
+    fake["no_headers"] = 8
+    with pytest.raises(ConfigError, match="nvjpegJpegStreamParseHeader: internal error"):
+        NvJpegDecoder(CPU, fake.library)
+    assert fake["alive"] == 0
+
+
 def test_a_file_of_another_size_than_it_seemed_is_never_decoded(fake: Fake) -> None:
     decoder = NvJpegDecoder(CPU, fake.library)
     found = decoder([file(), file()._replace(width=99), file(level=30)])
@@ -140,11 +154,10 @@ def test_memory_is_no_files_fault(fake: Fake) -> None:
 
 def test_what_is_no_files_fault_is_raised(fake: Fake) -> None:
     decoder = NvJpegDecoder(CPU, fake.library)
-    with pytest.raises(RunError, match=r"nvJPEG fails \(nvjpegDecodeBatched: not initialised"):
-        decoder([file(status=1)])
-    decoder([file()])  # and nobody waits for states that are gone
-    decoder([file()])
-    decoder([file()])
+    for _ in range(nvjpeg_handles._STATES + 1):
+        with pytest.raises(RunError, match=r"nvJPEG fails \(nvjpegDecodeBatched: not initialised"):
+            decoder([file(status=1)])
+    assert decoder([file()]).images[0] is not None  # nobody waits for states that are gone
 
 
 def test_a_decoder_that_is_broken_ends_the_run(fake: Fake) -> None:

@@ -7,6 +7,7 @@ recorded and warmed up once. Times are sums, not medians of steps: a stall count
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,7 @@ def measure_training(
             synthetic = SyntheticBatches(step_row, device)
             turns = _Turns(step, row.batch_size)
             step.loader = synthetic
+            gc.collect()  # what earlier rows left must not go while a step is being recorded
             turns.measure(warm_up, 1)
             rates: dict[str, list[float]] = {"synthetic": [], "input": []}
             stalls: dict[str, list[dict[str, float]]] = {"synthetic": [], "input": []}

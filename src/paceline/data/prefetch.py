@@ -114,6 +114,9 @@ class Prefetcher(Generic[Part, Result]):
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
+        # Jobs know their loader: without this it would live on, with all it holds, until some cyclic
+        # garbage collection, at any moment and in any thread.
+        self._jobs = iter(())
 
     def close(self) -> None:
         """Returns once no thread is left; each finishes what it has in hand and no more."""

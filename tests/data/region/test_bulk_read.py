@@ -83,6 +83,30 @@ def test_shards_that_are_opened_for_each_read(
     opened.close()
 
 
+def test_few_of_those_are_open_at_once(
+    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tar_shards, "_DESCRIPTORS_KEPT", 2)
+    opened = TarShards([write_tar(tmp_path / f"train-{i:02}.tar", samples(1)) for i in range(12)])
+    opened.read(0)
+    opened.read(1)
+    read, counts = BulkRead(opened), []
+    assert read._library is not None
+    together = read._library.read_many
+
+    def counting(pieces: Pieces) -> None:
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        together(pieces)
+
+    monkeypatch.setattr(read._library, "read_many", counting)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    found = read.all(range(12), go_on)
+    assert [bytes(data) for data in found] == [opened.read(i) for i in range(12)]
+    assert counts == [before + bulk_read._MOST_OPENED]
+    assert [type(data) for data in found].count(memoryview) == 2 + bulk_read._MOST_OPENED
+    opened.close()
+
+
 @pytest.fixture
 def plain(tmp_path: Path, write_tar: Write, samples: Samples):
     path = write_tar(tmp_path / "train-0.tar", samples(5))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,28 @@ def test_there_is_no_such_way_without_places(shards: TarShards, library: RegionL
 
     prepare = RegionPreparer(FitTransform(8, 8, "bilinear"), 3, library)
     assert prepare.together(OneByOne(shards)) is None
+
+
+def test_a_closed_loader_is_gone_at_once(shards: TarShards) -> None:
+    """Not at some garbage collection: what it holds on a GPU must not go at just any moment."""
+    gc.collect()
+    gc.disable()
+    try:
+        for workers in (0, 2):
+            loaders = [
+                TrainLoader(shards, BatchPlan(COUNT, 2, 9, 9, 1), settings(workers=workers), seed=7,
+                            rank=0),
+                EvalLoader(shards, settings(workers=workers), rank=0, world_size=1, batch_size=9),
+            ]  # fmt: skip
+            next(loaders[0])
+            next(iter(loaders[1]))
+            held = [weakref.ref(loader) for loader in loaders]
+            for loader in loaders:
+                loader.close()
+            del loader, loaders
+            assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_shard_that_is_cut_has_the_usual_words(shards: TarShards, tmp_path: Path) -> None:

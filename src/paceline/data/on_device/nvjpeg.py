@@ -29,7 +29,7 @@ from paceline.data.on_device.own_stream import drained_stream, finish_current
 from paceline.data.randomness import Int64
 
 _INSTEAD = "or set data.decoder = 'auto'"
-_ALLOCATOR_FAILURE = 5
+_ALLOCATOR_FAILURE, _INTERNAL_ERROR = 5, 8
 _ALIGNMENT = 256
 _OTHER_SIZE = "not the size that the file says"
 # Sides within which the engines' answer depends on the kind of the file alone.
@@ -93,7 +93,9 @@ class NvJpegDecoder:
             return None
 
     def _decode_sound(self) -> None:
-        self._decode([sound_jpeg()])
+        found = self._decode([sound_jpeg()])
+        if found.images[0] is None:
+            raise NvJpegError(f"a sound file: {found.problem}", _INTERNAL_ERROR)
 
     def _decode(self, files: Sequence[JpegFile]) -> Decoded:
         stored = _addresses(files)

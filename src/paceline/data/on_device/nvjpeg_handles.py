@@ -57,27 +57,26 @@ class NvJpegHandles:
         with ExitStack() as undo:
             undo.callback(self.close)
             self.cores = library.handle("default")
-            self.engine = self._engine(sound)
+            self._find_engine(sound)
             undo.pop_all()
         self.any = self.engine or self.cores
 
-    def _engine(self, sound: JpegFile) -> int:
+    def _find_engine(self, sound: JpegFile) -> None:
         try:
-            engine = self._library.handle("hardware")
+            self.engine = self._library.handle("hardware")
         except NvJpegError as error:
             if error.status != _OTHER_GPU:
                 raise
-            return 0
+            return
         data = np.frombuffer(sound.data, dtype=np.uint8)
-        bitstream = self._library.bitstream(engine)
+        bitstream = self._library.bitstream(self.engine)
         try:
-            takes = self._library.is_batched(engine, bitstream, data.ctypes.data, len(data))
+            takes = self._library.is_batched(self.engine, bitstream, data.ctypes.data, len(data))
         finally:
             self._library.destroy(bitstream=bitstream)
-        if takes:
-            return engine
-        self._library.destroy(handle=engine)
-        return 0
+        if not takes:
+            self._library.destroy(handle=self.engine)
+            self.engine = 0
 
     @contextmanager
     def borrowed(self) -> Iterator[NvJpegStates]:

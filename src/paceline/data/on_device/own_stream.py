@@ -18,9 +18,8 @@ from paceline.data.settings import DEVICE_DECODERS
 
 @contextmanager
 def apart(device: torch.device, decoder: str) -> Iterator[None]:
-    """A stream for a training whose images `decoder` decodes on the GPU. CUDA's default stream and the
-    decoder's own streams wait for one another: on that one a step and the decoding of the next would
-    take turns."""
+    """A stream for a training whose images `decoder` decodes on the GPU. On CUDA's default stream a step
+    and the decoding of the next batch seemed to take turns."""
     if device.type != "cuda" or decoder not in DEVICE_DECODERS:
         yield
         return
@@ -28,11 +27,9 @@ def apart(device: torch.device, decoder: str) -> Iterator[None]:
         before = torch.cuda.current_stream(device)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            before.wait_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
+        before.wait_stream(stream)  # not after an error, which it might hide behind its own
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from paceline.data.sources.source import Source
 _ALIGNMENT = 64
 # What is larger is read one by one: this memory is kept as long as its thread lives.
 _LARGEST_FILE, _MOST_BYTES = 16 << 20, 64 << 20
+# Each thread may have as many files open at once beside those that are kept open: descriptors are few.
+_MOST_OPENED = 4
 
 
 class BulkRead:
@@ -70,7 +72,8 @@ class BulkRead:
                 continue
             left -= size
             if file not in lent:
-                lent[file] = file.lend()
+                opened = sum(loan is not None and loan.extra for loan in lent.values())
+                lent[file] = file.lend(may_open=opened < _MOST_OPENED)
             if (loan := lent[file]) is not None:
                 wanted.append((place, loan, offset, size))
         if not wanted or self._library is None:

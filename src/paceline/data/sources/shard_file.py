@@ -65,13 +65,17 @@ class ShardFile:
             )
         return data
 
-    def lend(self) -> Lent | None:
+    def lend(self, *, may_open: bool = True) -> Lent | None:
         """A descriptor, until `give_back`, to read past Python; None where there is trouble: an ordinary
         read then meets the same, and has retries and words for it. What is read so may be of a file
-        that has changed: see `Lent.fits`."""
+        that has changed: see `Lent.fits`. None also where it would have to be opened for this and may
+        not be."""
         try:
+            if not self._keep_open and not may_open:
+                return None
             if not self._keep_open:
-                return Lent(self, _Handle(self._path, readers=1, retired=True), self._stamp)
+                opened = _Handle(self._path, readers=1, retired=True)
+                return Lent(self, opened, self._stamp, extra=True)
             handle = self._taken()
             try:
                 self._look_at_name(handle.descriptor)
@@ -155,11 +159,12 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Lent:
-    """A descriptor that is not closed before `give_back`."""
+    """A descriptor that is not closed before `give_back`. `extra`: it was opened for this loan."""
 
     file: ShardFile
     handle: _Handle
     stamp: ShardStamp
+    extra: bool = False
 
     @property
     def descriptor(self) -> int:
