@@ -80,12 +80,15 @@ def test_tune_writes_a_table_once(tmp_path: Path) -> None:
     done = paceline(tmp_path, *flags)
     assert done.returncode == 0, done.stderr
     assert "inside a node: " in done.stdout
+    assert "an exchange behind compute costs it " in done.stdout
     assert "written to found.toml" in done.stdout
     found = TuningFile.read(tmp_path / "found.toml")
     assert [row.size_bytes for row in found.measured] == [1024, 4096, 16384]
     assert all(set(row.medians_s) == {"native", "ring", "tree"} for row in found.measured)
     assert (found.cluster.ranks, found.cluster.nodes, found.cluster.inter) == (2, 1, None)
     assert found.cluster.intra is not None
+    assert found.cluster.hidden_cost is not None
+    assert found.cluster.hidden_cost >= 0
     assert found.cluster.intra.alpha_s + found.cluster.intra.beta_s_per_byte > 0
     assert paceline(tmp_path, *flags).stderr == (
         "paceline: error: --output = 'found.toml': is there already; give --force, or another\n"

@@ -17,7 +17,13 @@ MEASURED = (
     MeasuredSize(1 << 20, {"native": 1e-2, "hierarchical": 2e-2}),
 )
 CLUSTER = ClusterShape(
-    3, (2, 1), "gloo", "cpu", LinkFacts(1e-5, 1e-9, 0.1, 1.5), LinkFacts(1e-4, 4e-8, 0.2, 2.0)
+    3,
+    (2, 1),
+    "gloo",
+    "cpu",
+    LinkFacts(1e-5, 1e-9, 0.1, 1.5),
+    LinkFacts(1e-4, 4e-8, 0.2, 2.0),
+    hidden_cost=0.4,
 )
 
 

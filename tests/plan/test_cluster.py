@@ -27,6 +27,9 @@ def test_a_probed_cluster(tmp_path: Path) -> None:
     assert (found.nodes, found.ranks_per_node, found.ranks) == (2, 4, 8)
     assert found.intra == Link(1e-5, 2e-9)
     assert found.inter == Link(1e-5, 4e-9)
+    assert found.hidden_cost == 0
+    slowed = written(tmp_path / "d.toml", intra=LINK, hidden_cost=0.3)
+    assert read_cluster(slowed).hidden_cost == 0.3
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,8 @@ def test_a_probed_cluster(tmp_path: Path) -> None:
         ({"ranks_per_node": [1]}, "nothing to exchange"),
         ({"intra": {"alpha_s": 1}}, "beta_s_per_byte"),
         ({"intra": {**LINK, "beta_s_per_byte": -1.0}}, "must be 0 or more"),
+        ({"intra": LINK, "hidden_cost": -0.1}, "cost of a hidden exchange"),
+        ({"intra": LINK, "hidden_cost": "much"}, "not a cluster"),
     ],
 )
 def test_clusters_that_cannot_be(tmp_path: Path, cluster: dict[str, object], words: str) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def step_times(draw: st.DrawFn) -> StepTimes:
     return StepTimes(
         input_s=draw(Seconds), copy_s=draw(Seconds), forward_s=draw(Seconds), backward_s=backward,
         update_s=draw(Seconds), ready_s=tuple(ready),
-        cost_s=tuple(draw(Seconds) for _ in range(count)),
+        cost_s=tuple(draw(Seconds) for _ in range(count)), hidden_cost=draw(Seconds),
     )  # fmt: skip
 
 
@@ -40,6 +42,16 @@ def test_the_simulator_repeats_the_three_closed_forms(times: StepTimes) -> None:
     assert overlapped.settled_s == pytest.approx(times.overlapped(), rel=1e-9, abs=1e-12)
     exposed = exposed_s(times.ready_s, times.cost_s, times.backward_s)
     assert overlapped.exposed_s[-1] == pytest.approx(exposed, abs=1e-9)
+
+
+def test_what_backward_hides_may_slow_it() -> None:
+    """Of 0.3 s of exchanges 0.1 are exposed: 0.2 are hidden, and cost half as much."""
+    times = StepTimes(0.0, 0.0, 0.1, 0.4, 0.05, (0.2,), (0.3,), hidden_cost=0.5)
+    assert times.slowed_s() == pytest.approx(0.1)
+    assert times.overlapped() == pytest.approx(0.1 + 0.4 + 0.05 + 0.1 + 0.1)
+    nothing_is_hidden = replace(times, ready_s=(0.4,))
+    assert nothing_is_hidden.slowed_s() == pytest.approx(0, abs=1e-12)
+    assert replace(times, hidden_cost=0.0).slowed_s() == 0
 
 
 def test_more_ranks_wait_for_a_slower_one() -> None:

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from paceline.plan.accelerator import accelerator
 from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.choose_plan import ALGORITHMS
+from paceline.plan.expected import Expected
 from paceline.plan.gpu_cluster import gpu_cluster
 from paceline.plan.network import network
 from paceline.plan.scaling import Question, advise, largest_ranks, node_counts, scaling_curve
@@ -50,3 +55,16 @@ def test_each_technique_gains() -> None:
     speeds = [found[name].images_per_s for name in ("none", "fusion", "hybrid", "best plan")]
     assert speeds == sorted(speeds)
     assert speeds[-1] > 5 * speeds[0]
+
+
+def test_what_is_hidden_counts_where_it_costs() -> None:
+    ask, place = question(), gpu_cluster(P40, 16, 8, 100)
+    free, slowed = ask.answer(place), ask.answer(replace(place, hidden_cost=0.25))
+    hidden_s = sum(score.cost_s for score in free.scores) - free.exposed_comm_s
+    assert free.hidden_comm_s == 0
+    assert slowed.hidden_comm_s == pytest.approx(0.25 * hidden_s)
+    assert slowed.step_s == pytest.approx(free.step_s + slowed.hidden_comm_s)
+    assert slowed.input_stall_s == pytest.approx(free.input_stall_s, abs=1e-12)
+    expected = Expected.of(slowed)
+    parts = expected.compute_s + expected.exposed_comm_s + expected.input_stall_s
+    assert parts == pytest.approx(expected.step_s)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.bench.hidden_cost import hidden_cost
 from paceline.bench.interleaved import interleaved
 from paceline.bench.rank_group import RankGroup
 from paceline.comm.hybrid import HybridAllReduce
@@ -54,14 +55,14 @@ class Tuner:
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
 
     def cluster(self) -> ClusterShape:
-        """Probes the links."""
+        """Probes the links, and what hiding an exchange costs."""
         ranks = self._ranks
         assert ranks.groups.world is not None
         probe = LinkProbe(ranks.groups.world, ranks.rank, ranks.nodes, ranks.device)
         counts = tuple(len(node) for node in ranks.nodes)
         return ClusterShape(
             ranks.size, counts, ranks.group.backend, ranks.device.type,
-            probe.inside(), probe.between(),
+            probe.inside(), probe.between(), hidden_cost(ranks),
         )  # fmt: skip
 
     def measure(self, tell: Tell) -> list[MeasuredSize]:

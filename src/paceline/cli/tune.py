@@ -95,6 +95,10 @@ def tune(
         if main:
             sys.stdout.write(_link_line("inside a node", cluster.intra))
             sys.stdout.write(_link_line("between nodes", cluster.inter))
+            if cluster.hidden_cost is not None:
+                sys.stdout.write(
+                    f"an exchange behind compute costs it {cluster.hidden_cost:.2f} of its own time\n"
+                )
         measured = tuner.measure(tell)
         found = tuner.conclude(measured, cluster)
         if main:

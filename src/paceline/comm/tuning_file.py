@@ -36,7 +36,8 @@ class LinkFacts:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """`intra` or `inter` is None where there is no such pair of ranks."""
+    """`intra` or `inter` is None where there is no such pair of ranks. `hidden_cost`: what a second of an
+    exchange costs the compute that hides it, None where that was not measured."""
 
     ranks: int
     ranks_per_node: tuple[int, ...]
@@ -44,6 +45,7 @@ class ClusterShape:
     device: str
     intra: LinkFacts | None = None
     inter: LinkFacts | None = None
+    hidden_cost: float | None = None
 
     @property
     def nodes(self) -> int:
@@ -55,23 +57,27 @@ class ClusterShape:
             "ranks": self.ranks, "nodes": self.nodes,
             "ranks_per_node": list(self.ranks_per_node),
             "backend": self.backend, "device": self.device,
+            **({} if self.hidden_cost is None else {"hidden_cost": self.hidden_cost}),
             **{name: asdict(link) for name, link in links.items() if link is not None},
         }  # fmt: skip
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> ClusterShape:
         """The inverse of `to_table`."""
+        intra, inter = (
+            LinkFacts(**{key: float(value) for key, value in table[name].items()})
+            if name in table
+            else None
+            for name in ("intra", "inter")
+        )
         return cls(
             int(table["ranks"]),
             tuple(int(count) for count in table["ranks_per_node"]),
             str(table["backend"]),
             str(table["device"]),
-            *(
-                LinkFacts(**{key: float(value) for key, value in table[name].items()})
-                if name in table
-                else None
-                for name in ("intra", "inter")
-            ),
+            intra,
+            inter,
+            float(table["hidden_cost"]) if "hidden_cost" in table else None,
         )
 
 

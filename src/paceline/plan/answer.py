@@ -52,6 +52,7 @@ class Answer:
             "step_s": now.step_s,
             "compute_s": now.compute_s,
             "exposed_comm_s": now.exposed_comm_s,
+            "hidden_comm_s": now.hidden_comm_s,
             "input_stall_s": now.input_stall_s,
             "efficiency": now.efficiency,
             "uncertainty": now.uncertainty,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.plan.answer import Answer
 from paceline.plan.plan_score import BufferScore
+from paceline.plan.prediction import Prediction
 from paceline.plan.scaling import MOST_RANKS
 
 Row = tuple[str, ...]
@@ -21,7 +22,8 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("cluster", _cluster_words(answer)),
         ("batch", f"{now.batch} a GPU, {now.batch * now.ranks:,} in all"),
         ("step", f"{1e3 * now.step_s:.2f} ms {sure}: compute {1e3 * now.compute_s:.2f}, exposed "
-                 f"communication {1e3 * now.exposed_comm_s:.2f}, input {1e3 * now.input_stall_s:.2f}"),
+                 f"communication {1e3 * now.exposed_comm_s:.2f}{_slowed(now)}, input "
+                 f"{1e3 * now.input_stall_s:.2f}"),
         ("speed", f"{now.images_per_s:,.0f} images/s {sure}, {now.images_per_s_per_gpu:,.0f} a GPU"),
         ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
         ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
@@ -29,6 +31,13 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("ranks at 90 %", most + _or_more(answer)),
         ("verdict", f"bound by {answer.bound_by}"),
     ]  # fmt: skip
+
+
+def _slowed(now: Prediction) -> str:
+    """Only where it was measured."""
+    if not now.hidden_comm_s:
+        return ""
+    return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:.2f}"
 
 
 def _or_more(answer: Answer) -> str:

@@ -44,8 +44,9 @@ class Cluster:
     """`nodes` of `ranks_per_node`. `inter` is one link between nodes, of which each node has `links`;
     `oversubscription` divides their rate when all nodes talk at once. `gamma_s` is the time to add up a
     byte, `launch_s` the time that every collective takes beside its messages, `cast_s` the time to bring
-    an element into another format for the wire, and back. `spread` is the relative standard error of
-    start-ups and rates. `probed`, where there is one, knows better than the rest."""
+    an element into another format for the wire, and back. `hidden_cost` is what a second of an exchange
+    costs the compute that hides it, where the same processors do both. `spread` is the relative standard
+    error of start-ups and rates. `probed`, where there is one, knows better than the rest."""
 
     nodes: int
     ranks_per_node: int
@@ -56,6 +57,7 @@ class Cluster:
     gamma_s: float = 0.0
     launch_s: float = 0.0
     cast_s: float = 0.0
+    hidden_cost: float = 0.0
     spread: float = 0.3
     probed: ProbedCosts | None = None
 
@@ -83,6 +85,7 @@ class Cluster:
             ("time to add a byte", self.gamma_s),
             ("launch time", self.launch_s),
             ("time to cast an element", self.cast_s),
+            ("cost of a hidden exchange", self.hidden_cost),
         ):
             if not 0 <= value < math.inf:
                 raise ConfigError(name, value, "must be 0 or more")

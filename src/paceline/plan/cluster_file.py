@@ -54,6 +54,7 @@ def _cluster(path: Path, table: Mapping[str, Any]) -> Cluster:
     try:
         counts = [int(count) for count in table["ranks_per_node"]]
         intra, inter = (_link(table[n]) if n in table else None for n in ("intra", "inter"))
+        hidden = float(table.get("hidden_cost", 0.0))
     except (KeyError, TypeError, ValueError) as error:
         raise _error(path, f"not a cluster ({error})") from None
     if len(set(counts)) > 1:
@@ -72,7 +73,8 @@ def _cluster(path: Path, table: Mapping[str, Any]) -> Cluster:
     busy = Link(within.alpha_s, within.beta_s * max(1.0, contention))
     return Cluster(
         len(counts), counts[0], busy, between, oversubscription=max(1.0, crowd / counts[0]),
-        cast_s=_CAST_S.get(str(table.get("device", "cpu")), _CAST_S["cpu"]), spread=0.15,
+        cast_s=_CAST_S.get(str(table.get("device", "cpu")), _CAST_S["cpu"]), hidden_cost=hidden,
+        spread=0.15,
     )  # fmt: skip
 
 

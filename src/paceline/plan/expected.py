@@ -31,7 +31,8 @@ class Expected:
         return cls(
             batch=prediction.batch,
             step_s=prediction.step_s,
-            compute_s=prediction.compute_s,
+            # A run sees its compute as it is, slowed by what it hides.
+            compute_s=prediction.compute_s + prediction.hidden_comm_s,
             exposed_comm_s=prediction.exposed_comm_s,
             input_stall_s=prediction.input_stall_s,
             uncertainty=prediction.uncertainty,

@@ -39,7 +39,8 @@ def exposed_s(ready_s: Sequence[float], cost_s: Sequence[float], backward_s: flo
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The parts of one rank's iteration, all in seconds."""
+    """The parts of one rank's iteration, all in seconds; but `hidden_cost`, what a second of an exchange
+    costs the compute that hides it."""
 
     input_s: float
     copy_s: float
@@ -48,6 +49,7 @@ class StepTimes:
     update_s: float
     ready_s: tuple[float, ...] = ()
     cost_s: tuple[float, ...] = ()
+    hidden_cost: float = 0.0
 
     def serial(self) -> float:
         """Nothing overlaps."""
@@ -60,7 +62,12 @@ class StepTimes:
     def overlapped(self) -> float:
         """Input and exchanges both hidden as far as they can be."""
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
-        return max(self.input_s + self.copy_s, self._compute() + exposed)
+        return max(self.input_s + self.copy_s, self._compute() + exposed + self.slowed_s())
+
+    def slowed_s(self) -> float:
+        """By how much the exchanges that backward hides make it longer. They end no later for it."""
+        exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
+        return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
 
     def _compute(self) -> float:
         return self.forward_s + self.backward_s + self.update_s

@@ -25,13 +25,15 @@ _INPUT_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class Prediction:
-    """All for one step of the whole job; `uncertainty` is relative, one standard error."""
+    """All for one step of the whole job; `hidden_comm_s` is by how much hidden exchanges slow the
+    compute; `uncertainty` is relative, one standard error."""
 
     ranks: int
     batch: int
     step_s: float
     compute_s: float
     exposed_comm_s: float
+    hidden_comm_s: float
     input_stall_s: float
     efficiency: float
     uncertainty: float
@@ -69,6 +71,7 @@ def step_times(
         update_s=workload.update_s * slow,
         ready_s=tuple(score.ready_s * slow for score in scores),
         cost_s=tuple(score.cost_s for score in scores),
+        hidden_cost=cluster.hidden_cost,
     )
     return times, scores
 
@@ -88,7 +91,8 @@ def predict(
         step_s=step,
         compute_s=compute,
         exposed_comm_s=exposed,
-        input_stall_s=max(0.0, step - compute - exposed),
+        hidden_comm_s=times.slowed_s(),
+        input_stall_s=max(0.0, step - compute - exposed - times.slowed_s()),
         efficiency=alone / step,
         uncertainty=_uncertainty(workload, cluster, plan, batch, spread),
         scores=tuple(scores),

@@ -95,7 +95,8 @@ def simulate(
             free = max(free, float(there.max())) + cost
         done = np.maximum(gpu, free)
         exposed = float((done - gpu).min())
-        before, end = end, done + times.update_s * compute
+        slowed = times.hidden_cost * max(0.0, sum(times.cost_s) - exposed)
+        before, end = end, done + slowed + times.update_s * compute
         rows.append((float(end.max() - before.max()), exposed,
                      float((start - before).max()), last_rank))  # fmt: skip
     step, exposed_s, stall, slowest = zip(*rows, strict=True)
