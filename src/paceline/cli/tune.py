@@ -26,7 +26,7 @@ from paceline.cli.bench_ranks import (
 from paceline.cli.placed import run_placed
 from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.comm.tuning_choice import MARGIN, MeasuredSize
-from paceline.comm.tuning_file import LinkFacts, TuningFile
+from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
 from paceline.core.errors import ConfigError
 
 # All but the parameter server, which is there to be compared with.
@@ -95,10 +95,7 @@ def tune(
         if main:
             sys.stdout.write(_link_line("inside a node", cluster.intra))
             sys.stdout.write(_link_line("between nodes", cluster.inter))
-            if cluster.hidden_cost is not None:
-                sys.stdout.write(
-                    f"an exchange behind compute costs it {cluster.hidden_cost:.2f} of its own time\n"
-                )
+            sys.stdout.write(_hidden_line(cluster))
         measured = tuner.measure(tell)
         found = tuner.conclude(measured, cluster)
         if main:
@@ -122,6 +119,14 @@ def _link_line(where: str, link: LinkFacts | None) -> str:
         f"{where}: {1e6 * link.alpha_s:.0f} µs + {8e-6 / (link.beta_s_per_byte or 1e-15):.0f} Mbit/s, "
         f"fit off by {100 * link.residual:.0f} %; {link.contention:.1f} times as long when all send\n"
     )
+
+
+def _hidden_line(cluster: ClusterShape) -> str:
+    if cluster.hidden_cost is not None:
+        return f"an exchange behind compute costs it {cluster.hidden_cost:.2f} of its own time\n"
+    if cluster.device == "cpu":
+        return "what an exchange costs the compute that hides it was not measured: too slow\n"
+    return ""
 
 
 def _size_line(row: MeasuredSize) -> str:
