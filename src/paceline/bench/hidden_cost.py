@@ -20,8 +20,10 @@ from paceline.bench.rank_group import RankGroup
 _BYTES = 512 * 1024
 # A piece of work is short against an exchange, so that its end is noticed soon.
 _EDGE = 160
-_ROUNDS = 3
-# All in all it takes some thirty exchanges.
+_PIECES = 200
+_ROUNDS = 5
+# Exchanges of a round, and about how long they take.
+_LEAST, _MOST, _SENDING_S = 4, 40, 1.0
 _LONGEST_S = 1.0
 
 
@@ -49,22 +51,22 @@ class _Probe:
     def measure(self) -> float | None:
         """None where an exchange takes too long for that."""
         ranks = self._ranks
-        self._compute(200)  # warm
+        self._compute(_PIECES)  # warm
         if ranks.slowest([ranks.timed(lambda: self._send().wait())])[0] > _LONGEST_S:
             return None
         exchange_s = self._slowest(lambda: self._send().wait())
-        piece_s = self._slowest(lambda: self._compute(200)) / 200
-        pieces = math.ceil(2 * exchange_s / piece_s)
-        alone_s = self._slowest(lambda: self._compute(pieces))
-        count = math.ceil(2 * alone_s / exchange_s) + 1
+        own = [ranks.timed(lambda: self._compute(_PIECES)) for _ in range(_ROUNDS)]
+        piece_s = statistics.median(own) / _PIECES
+        # Agreed on, because all know the slowest rank's time: collectives must come out even.
+        count = min(max(round(_SENDING_S / exchange_s), _LEAST), _MOST)
         costs = []
         for _ in range(_ROUNDS):
             ranks.barrier()
-            beside_s, done = self._both(pieces, count)
-            costs.append(max(0.0, beside_s - alone_s) / (done * exchange_s))
+            taken_s, pieces = self._both(count)
+            costs.append((taken_s - pieces * piece_s) / (count * exchange_s))
         mean = torch.tensor([statistics.median(costs)], dtype=torch.float64)
         ranks.group.watched("the mean of a cost", lambda: dist.all_reduce(mean))
-        return float(mean) / ranks.size
+        return max(0.0, float(mean) / ranks.size)
 
     def _slowest(self, work: Callable[[], object]) -> float:
         """The median of some samples, each of the slowest rank."""
@@ -82,18 +84,16 @@ class _Probe:
         assert work is not None
         return work
 
-    def _both(self, pieces: int, count: int) -> tuple[float, float]:
-        """Seconds of the pieces beside exchanges one after the other, and how many of these ended; then
-        all that are left of `count`, which must be the same on every rank."""
-        begun, done, sent = time.perf_counter(), 0, 1
+    def _both(self, count: int) -> tuple[float, int]:
+        """Seconds until `count` exchanges, one after the other, have ended, and the pieces of work done
+        beside them."""
+        begun, sent, pieces = time.perf_counter(), 1, 0
         under_way = self._send()
-        for _ in range(pieces):
+        while True:
             self._compute(1)
-            if under_way.is_completed() and sent < count:
+            pieces += 1
+            if under_way.is_completed():
                 under_way.wait()
-                under_way, done, sent = self._send(), done + 1, sent + 1
-        taken = time.perf_counter() - begun
-        under_way.wait()
-        for _ in range(count - sent):
-            self._send().wait()
-        return taken, done + 0.5  # of the last one some part
+                if sent == count:
+                    return time.perf_counter() - begun, pieces
+                under_way, sent = self._send(), sent + 1

@@ -124,7 +124,7 @@ def _link_line(where: str, link: LinkFacts | None) -> str:
 def _hidden_line(cluster: ClusterShape) -> str:
     if cluster.hidden_cost is not None:
         return f"an exchange behind compute costs it {cluster.hidden_cost:.2f} of its own time\n"
-    if cluster.device == "cpu":
+    if cluster.device == "cpu" and cluster.ranks > 1:
         return "what an exchange costs the compute that hides it was not measured: too slow\n"
     return ""
 

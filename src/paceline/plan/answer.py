@@ -37,7 +37,10 @@ class Answer:
         now = self.now
         if now.input_stall_s > max(now.exposed_comm_s, 0.05 * now.step_s):
             return "input"
-        return "exposed communication" if now.exposed_comm_s > 0.05 * now.step_s else "compute"
+        if now.exposed_comm_s > 0.05 * now.step_s:
+            return "exposed communication"
+        slowed = now.hidden_comm_s > 0.05 * now.step_s
+        return "compute that hidden communication slows" if slowed else "compute"
 
     def to_json(self) -> dict[str, Any]:
         now = self.now

@@ -65,7 +65,8 @@ class StepTimes:
         return max(self.input_s + self.copy_s, self._compute() + exposed + self.slowed_s())
 
     def slowed_s(self) -> float:
-        """By how much the exchanges that backward hides make it longer. They end no later for it."""
+        """By how much the exchanges that backward hides make it longer. They are taken to be slowed as
+        much, so that what is exposed stays."""
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
 

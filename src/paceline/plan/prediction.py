@@ -125,6 +125,7 @@ def _uncertainty(
             workload, _changed(cluster, lambda link, f: Link(link.alpha_s, link.beta_s * f)), spread
         ),
         step(workload, cluster, 1.5 * spread),
+        step(workload, replace(cluster, hidden_cost=1.5 * cluster.hidden_cost), spread),
     ]
     return math.sqrt(sum((change / base - 1) ** 2 for change in changes))
 
