@@ -98,7 +98,9 @@ def test_training_batches_are_those_of_single_calls(
             assert one.corrupt == other.corrupt
         assert {sample.index for sample in got.corrupt} == {14, 19}
         assert got.corrupt == wanted.corrupt
-        assert got.remark() == wanted.remark() != ""
+        assert "went to Pillow" in got.remark()
+        if workers < 2:  # two threads may both meet a corrupt file before either has noted it
+            assert got.remark() == wanted.remark()
 
 
 def test_so_are_those_of_evaluation(shards: TarShards) -> None:
