@@ -50,14 +50,10 @@ def bench_input(
     from paceline.bench.input_training import measure_training
     from paceline.cli.bench import chosen_device, environment
 
-    for flag, count in (
-        ("--batch-size", batch_size), ("--rounds", rounds), ("--steps", steps),
-        ("--warm-up", warm_up),
-    ):  # fmt: skip
-        if count < 1:
-            raise ConfigError(flag, count, "must be at least 1")
-    if split not in ("train", "val"):
-        raise ConfigError("--split", split, "unknown", "use train or val")
+    _check(
+        split,
+        {"--batch-size": batch_size, "--rounds": rounds, "--steps": steps, "--warm-up": warm_up},
+    )
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
     ours, place = _counts("--workers", workers), chosen_device(device)
@@ -95,6 +91,14 @@ def bench_input(
     else:
         _print(found)
     return 0
+
+
+def _check(split: str, counts: dict[str, int]) -> None:
+    for flag, count in counts.items():
+        if count < 1:
+            raise ConfigError(flag, count, "must be at least 1")
+    if split not in ("train", "val"):
+        raise ConfigError("--split", split, "unknown", "use train or val")
 
 
 def _rows(

@@ -19,7 +19,6 @@ from paceline.data.on_device.batch_decoder import Decoded, DeviceImage, sound_jp
 from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.on_device.nvjpeg_handles import NvJpegHandles, NvJpegStates
 from paceline.data.on_device.nvjpeg_library import (
-    Files,
     NvJpegError,
     NvJpegLibrary,
     Targets,
@@ -27,6 +26,7 @@ from paceline.data.on_device.nvjpeg_library import (
 )
 from paceline.data.on_device.own_stream import drained_stream, finish_current
 from paceline.data.randomness import Int64
+from paceline.data.stored_files import StoredFiles
 
 _INSTEAD = "or set data.decoder = 'auto'"
 _ALLOCATOR_FAILURE, _INTERNAL_ERROR = 5, 8
@@ -98,10 +98,10 @@ class NvJpegDecoder:
             raise NvJpegError(f"a sound file: {found.problem}", _INTERNAL_ERROR)
 
     def _decode(self, files: Sequence[JpegFile]) -> Decoded:
-        stored = _addresses(files)
+        stored = StoredFiles([file.data for file in files])
         # The decoder writes what it sees in the file: one that sees another size than we is not asked.
         handle = self._handles.any
-        seen = [self._library.size(handle, *row) for row in stored.tolist()]
+        seen = [self._library.size(handle, *row) for row in stored.pairs()]
         good = [row for row, file in enumerate(files) if seen[row] == (file.width, file.height)]
         images: list[DeviceImage | None] = [None] * len(files)
         if not good:
@@ -109,7 +109,7 @@ class NvJpegDecoder:
         memory, targets = _room(np.array([seen[row] for row in good]), self._device)
         with self._handles.borrowed() as states:
             try:
-                self._decode_into(states, [files[row] for row in good], stored[good], targets)
+                self._decode_into(states, [files[row] for row in good], stored.of(good), targets)
             finally:
                 finish_current(self._device)  # the next one gets the states
         for row, address in zip(good, targets[:, 0].tolist(), strict=True):
@@ -117,21 +117,18 @@ class NvJpegDecoder:
         return Decoded(images, memory, "" if len(good) == len(files) else _OTHER_SIZE)
 
     def _decode_into(
-        self, states: NvJpegStates, files: Sequence[JpegFile], stored: Files, targets: Targets
+        self, states: NvJpegStates, files: Sequence[JpegFile], stored: StoredFiles, targets: Targets
     ) -> None:
         library, handles, stream = self._library, self._handles, _stream(self._device)
-        batched = np.array(
-            [
-                self._is_batched(states, file, *row)
-                for file, row in zip(files, stored.tolist(), strict=True)
-            ]
-        )
-        if batched.any():
+        pairs = stored.pairs()
+        rows = range(len(files))
+        batched = [row for row in rows if self._is_batched(states, files[row], *pairs[row])]
+        if batched:
             library.decode_batch(
-                handles.engine, states.batch, stored[batched], targets[batched], stream
+                handles.engine, states.batch, stored.of(batched), targets[batched], stream
             )
-        for row in np.flatnonzero(~batched):
-            library.decode_one(handles.cores, states.single, stored[row], targets[row], stream)
+        for row in sorted(set(rows) - set(batched)):
+            library.decode_one(handles.cores, states.single, *pairs[row], targets[row], stream)
             finish_current(self._device)
 
     def _is_batched(self, states: NvJpegStates, file: JpegFile, address: int, length: int) -> bool:
@@ -150,14 +147,6 @@ class NvJpegDecoder:
     def describe(self) -> str:
         how = "JPEG engines" if self._handles.engine else "no JPEG engines"
         return f"nvJPEG {self._library.version()} ({how})"
-
-
-def _addresses(files: Sequence[JpegFile]) -> Files:
-    pairs = []
-    for file in files:
-        view = np.frombuffer(file.data, dtype=np.uint8)
-        pairs.append((view.__array_interface__["data"][0], len(view)))
-    return np.array(pairs, dtype=np.uint64)
 
 
 def _room(sizes: Int64, device: torch.device) -> tuple[torch.Tensor, Targets]:

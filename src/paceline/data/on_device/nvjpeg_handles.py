@@ -10,11 +10,11 @@ import queue
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
-import numpy as np
 import torch
 
 from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.on_device.nvjpeg_library import NvJpegError, NvJpegLibrary
+from paceline.data.stored_files import StoredFiles
 
 # One decodes while the other's files are made ready.
 _STATES = 2
@@ -68,10 +68,10 @@ class NvJpegHandles:
             if error.status != _OTHER_GPU:
                 raise
             return
-        data = np.frombuffer(sound.data, dtype=np.uint8)
+        stored = StoredFiles([sound.data])
         bitstream = self._library.bitstream(self.engine)
         try:
-            takes = self._library.is_batched(self.engine, bitstream, data.ctypes.data, len(data))
+            takes = self._library.is_batched(self.engine, bitstream, *stored.pairs()[0])
         finally:
             self._library.destroy(bitstream=bitstream)
         if not takes:

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-# One row a file: its address and length.
-Files = npt.NDArray[np.uint64]
+from paceline.data.stored_files import StoredFiles
+
 # One row an image: addresses of up to four planes, then the length of a line in each.
 Targets = npt.NDArray[np.uint64]
 _PLANES = 4
@@ -103,27 +103,27 @@ class NvJpegLibrary:
         return no.value == 0
 
     def decode_batch(
-        self, handle: int, state: int, files: Files, targets: Targets, stream: int
+        self, handle: int, state: int, files: StoredFiles, targets: Targets, stream: int
     ) -> None:
         """By the engines. The files must stay until the stream is through with them."""
-        count = len(files)
+        count = len(files.lengths)
         self._call(
             "nvjpegDecodeBatchedInitialize", _pointer(handle), _pointer(state), count, 1, _RGB,
             long=True,
         )  # fmt: skip
         self._call(
             "nvjpegDecodeBatched", _pointer(handle), _pointer(state),
-            _array(files[:, 0]), _array(files[:, 1]),
+            _array(files.addresses), _array(files.lengths),
             _array(targets), _pointer(stream), long=True,
         )  # fmt: skip
 
     def decode_one(
-        self, handle: int, state: int, file: Files, target: Targets, stream: int
+        self, handle: int, state: int, address: int, length: int, target: Targets, stream: int
     ) -> None:
         """On the host and the GPU's cores. The state is in use until the stream is through with it."""
         self._call(
-            "nvjpegDecode", _pointer(handle), _pointer(state), _pointer(int(file[0])),
-            ctypes.c_size_t(int(file[1])), _RGB, _array(target), _pointer(stream), long=True,
+            "nvjpegDecode", _pointer(handle), _pointer(state), _pointer(address),
+            ctypes.c_size_t(length), _RGB, _array(target), _pointer(stream), long=True,
         )  # fmt: skip
 
     def _new(self, name: str, *arguments: object) -> int:
@@ -172,6 +172,6 @@ def _pointer(value: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(value)
 
 
-def _array(numbers: npt.NDArray[np.uint64]) -> object:
+def _array(numbers: npt.NDArray[np.generic]) -> object:
     """What a call takes for the address of the numbers, and keeps them alive until it returns."""
     return np.ascontiguousarray(numbers).ctypes

@@ -24,8 +24,9 @@ from paceline.data.region.agreement import disagreement
 from paceline.data.region.build import BuildError
 from paceline.data.region.cache import cached_library
 from paceline.data.region.pass_order import down_first
-from paceline.data.region.pieces import Pieces, StoredFiles
+from paceline.data.region.pieces import Pieces
 from paceline.data.settings import INTERPOLATIONS
+from paceline.data.stored_files import StoredFiles
 
 VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"
 _FILTERS = {name: number for number, name in enumerate(INTERPOLATIONS)}

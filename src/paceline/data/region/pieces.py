@@ -6,7 +6,6 @@ error), and size and time of change of its file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,18 +31,3 @@ class Pieces:
                 raise ValueError(f"pieces of unequal arrays: {array.shape}, {self.sizes.shape}")
         if (self.offsets < 0).any() or (self.sizes < 0).any():
             raise ValueError("a piece of negative offset or size")
-
-
-class StoredFiles:
-    """Where whole files lie in memory. `held` keeps them there."""
-
-    def __init__(self, held: Sequence[bytes | memoryview]) -> None:
-        views = [np.frombuffer(data, dtype=np.uint8) for data in held]
-        self.held = held
-        places = [view.__array_interface__["data"][0] for view in views]
-        self.addresses = np.array(places, dtype=np.uint64)
-        self.lengths = np.array([len(view) for view in views], dtype=np.int64)
-
-    def of(self, rows: Sequence[int]) -> StoredFiles:
-        """Some of them."""
-        return StoredFiles([self.held[row] for row in rows])

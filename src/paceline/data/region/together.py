@@ -20,8 +20,8 @@ from paceline.data.prefetch import Check
 from paceline.data.region.bulk_read import BulkRead
 from paceline.data.region.library import RegionLibrary
 from paceline.data.region.pass_order import down_first
-from paceline.data.region.pieces import StoredFiles
 from paceline.data.sources.source import Source
+from paceline.data.stored_files import StoredFiles
 
 # A loader that is closed waits for as many samples at most.
 _AT_ONCE = 16

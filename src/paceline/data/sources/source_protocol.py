@@ -1,8 +1,9 @@
 """`Source`: labelled images by index; what every kind of storage offers.
 
 In: nothing. Out: the protocols. Beyond them a source may have `groups` (samples of each of its shards, in
-order), `retry` (how often reads were repeated), `remark` (what is to be told about opening it) and
-`identity()` (see source_identity.py). One around another calls that `kept`.
+order), `retry` (how often reads were repeated), `remark` (what is to be told about opening it),
+`identity()` (see source_identity.py) and `extent(i)` (shard, offset and size of a sample's file, None
+where it has none: then samples can be read many at a time). One around another calls that `kept`.
 """
 
 from __future__ import annotations
