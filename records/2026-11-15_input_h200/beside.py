@@ -5,18 +5,23 @@
 DIR has shards of JPEGs. Loads: nothing; python (headers parsed, in Python alone); host (the region
 decoder's loader); nvjpeg (files in memory decoded, no crop); device (the GPU's loader); probe (no load:
 whether decoding waits for other streams). STATES are nvJPEG's. Prints the training's images/s, ResNet-50
-at batch 256 on synthetic images, and the load's own.
-With --default-stream the training is on CUDA's default stream. CUDA_DEVICE_MAX_CONNECTIONS is the
-caller's to set.
+at batch 256 on synthetic images, how long a step is in `launch` and in `collect` (a training that hardly
+waits in `collect` keeps the GPU waiting), and the load's own images/s.
+The training is on a stream of its own, of --priority, or with --default-stream on CUDA's default one.
+--switch-interval is Python's. CUDA_DEVICE_MAX_CONNECTIONS is the caller's to set. --trace writes what a
+profiler saw of a few steps, one file a load.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
+import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -34,7 +39,6 @@ from paceline.core.topology import Topology
 from paceline.data.on_device import nvjpeg_handles
 from paceline.data.on_device.jpeg_facts import jpeg_file
 from paceline.data.on_device.nvjpeg import NvJpegDecoder
-from paceline.data.on_device.own_stream import apart
 from paceline.data.settings import DataSettings
 from paceline.data.sources.source import Source
 from paceline.train.step import TrainStep
@@ -60,11 +64,6 @@ class Counter:
     @property
     def done(self) -> int:
         return self._done
-
-    def rate(self, seconds: float, during: Callable[[], None]) -> float:
-        began, before = time.perf_counter(), self._done
-        during()
-        return (self._done - before) / (time.perf_counter() - began)
 
 
 def parse_headers(source: Source, counter: Counter) -> None:
@@ -102,9 +101,12 @@ def probe(source: Source) -> None:
     """Whether decoding waits for work on CUDA's default stream, and on another."""
     found = [jpeg_file(source.read(i)) for i in range(CHUNK)]
     files = [file for file in found if file is not None]
+    print(f"probe: {torch.cuda.mem_get_info()[0] / 2**20:,.0f} MiB free before", flush=True)
     decoder, other = NvJpegDecoder(DEVICE), torch.cuda.Stream(DEVICE)
     side = torch.cuda.Stream(DEVICE, priority=-1)
     print(f"probe: {decoder.describe()}", flush=True)
+    torch.cuda.synchronize()
+    print(f"probe: {torch.cuda.mem_get_info()[0] / 2**20:,.0f} MiB free", flush=True)
     for name, stream in (("nothing", None), ("default", torch.cuda.default_stream(DEVICE)),
                          ("another", other)) * 2:  # fmt: skip
         torch.cuda.synchronize()
@@ -150,17 +152,38 @@ def load_of(
         gc.collect()
 
 
-def train(step: TrainStep, first: int, seconds: float) -> tuple[int, float]:
-    """The next step's number, and images/s. Ten steps at least: the first are recorded."""
+def train(step: TrainStep, first: int, seconds: float, least: int = 10) -> tuple[int, float, str]:
+    """The next step's number, images/s, and where the host's time goes. Ten steps at least: the first are
+    recorded."""
     number, began = first, time.perf_counter()
     until = began + seconds
+    launching, collecting = [], []
     step.launch(number, 0.1)
-    while number - first < 10 or time.perf_counter() < until:
+    while number - first < least or time.perf_counter() < until:
         number += 1
+        start = time.perf_counter()
         step.launch(number, 0.1)
+        middle = time.perf_counter()
         step.collect()
+        launching.append(middle - start)
+        collecting.append(time.perf_counter() - middle)
     step.collect()
-    return number + 1, BATCH * (number + 1 - first) / (time.perf_counter() - began)
+    rate = BATCH * (number + 1 - first) / (time.perf_counter() - began)
+    host = (
+        f"launch {1e3 * statistics.mean(launching):.1f} ms (worst {1e3 * max(launching):.1f}), "
+        f"collect {1e3 * statistics.mean(collecting):.1f} ms"
+    )
+    return number + 1, rate, host
+
+
+def traced(step: TrainStep, first: int, path: str) -> int:
+    """A few steps under torch's profiler; the next step's number."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        number, _, _ = train(step, first, 0.0, least=5)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(path)
+    return number
 
 
 def get_under_way(
@@ -171,7 +194,7 @@ def get_under_way(
     while threads and counter.done < 2 * BATCH:
         if time.perf_counter() > until or not all(thread.is_alive() for thread in threads):
             raise SystemExit("the load does nothing")
-        number, _ = train(step, number, 0.2)
+        number, _, _ = train(step, number, 0.2)
     return number
 
 
@@ -181,15 +204,26 @@ def main() -> None:
     parser.add_argument("loads", nargs="+")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--default-stream", action="store_true")
+    parser.add_argument("--priority", type=int, default=0)
+    parser.add_argument("--switch-interval", type=float, default=0.005)
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--side", type=int, default=nvjpeg_handles._SIDE)
+    parser.add_argument("--connections", type=int, default=0, help="set when CUDA was asked before")
     options = parser.parse_args()
+    sys.setswitchinterval(options.switch_interval)
+    nvjpeg_handles._SIDE = options.side
+    if options.connections:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(options.connections)
     settings = RunConfig().with_values({"data.dir": options.directory, "data.resident": "off"}).data
     row = StepRow("load", "ours", MODEL, BATCH, SIZE, 1000, DEVICE.type, 10**6, 1, {})
     with ExitStack() as stack:
         group = stack.enter_context(Group(Topology(), RunConfig().comm, DEVICE))
-        stack.enter_context(apart(DEVICE, "" if options.default_stream else "nvjpeg"))
+        if not options.default_stream and DEVICE.type == "cuda":
+            chosen = torch.cuda.Stream(DEVICE, priority=options.priority)
+            stack.enter_context(torch.cuda.stream(chosen))
         step, _ = build(row, group)
         step.loader = SyntheticBatches(row, DEVICE)
-        number, _ = train(step, 0, 2.0)
+        number, _, _ = train(step, 0, 2.0)
         stream = torch.cuda.current_stream(DEVICE) if DEVICE.type == "cuda" else None
         for spec in options.loads:
             name, threads, states = spec.split(",")
@@ -199,14 +233,17 @@ def main() -> None:
                 continue
             with load_of(name, int(threads), settings, stream) as (counter, started):
                 number = get_under_way(step, number, counter, started)
-                speeds: list[float] = []
-
-                def during(first: int = number, speeds: list[float] = speeds) -> None:
-                    speeds.extend(train(step, first, options.seconds))
-
-                rate = counter.rate(options.seconds, during)
-                number = int(speeds[0])
-            print(f"{spec}: training {speeds[1]:,.0f} images/s, load {rate:,.0f}", flush=True)
+                before = counter.done
+                began = time.perf_counter()
+                number, speed, host = train(step, number, options.seconds)
+                rate = (counter.done - before) / (time.perf_counter() - began)
+                print(
+                    f"{spec}: training {speed:,.0f} images/s, {host}, load {rate:,.0f}", flush=True
+                )
+                if options.trace:
+                    number = traced(
+                        step, number, f"{options.trace}-{spec.replace(',', '-')}.json.gz"
+                    )
 
 
 if __name__ == "__main__":

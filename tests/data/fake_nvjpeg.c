@@ -7,7 +7,7 @@
 typedef struct { uint8_t *channel[4]; size_t pitch[4]; } image;
 
 int alive = 0, engines = 1, broken = 0, batches = 0, singles = 0, asked = 0, parsed_batched = 0, takes_sound = 1, sound_side = 128,
-    no_headers = 0;
+    no_headers = 0, room = 0;
 
 static int is_sound(const uint8_t *file) { return file[0] == 0xff && file[1] == 0xd8; }
 
@@ -37,6 +37,10 @@ int nvjpegJpegStreamParseHeader(void *handle, const uint8_t *file, size_t length
 }
 int nvjpegDecodeBatchedSupported(void *handle, void *stream, int *no) {
     *no = !parsed_batched; return handle && stream ? 0 : 2;
+}
+int nvjpegDecodeBatchedPreAllocate(void *handle, void *state, int count, int width, int height, int sampling, int format) {
+    if (!handle || !state || sampling || format != 3) return 2;
+    room = count * width * height; return 0;
 }
 static int show(const uint8_t *file, image *target) {
     int sound = is_sound(file), width = sound ? 128 : file[0], height = sound ? 128 : file[1];

@@ -21,7 +21,6 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.create_loader import create_eval_loader, create_train_loader
 from paceline.data.loader_protocol import EvalBatches, TrainBatches
 from paceline.data.normalize import Normalizer
-from paceline.data.on_device.own_stream import apart
 from paceline.data.sources.source import Source
 
 _EPOCHS = 1_000_000
@@ -85,10 +84,7 @@ def open_threads(row: InputRow) -> Iterator[InputStream]:
     settings = replace(row.settings, workers=row.workers)
     source = open_repeated(settings, row.split)
     try:
-        with (
-            apart(torch.device(row.device), settings.decoder),
-            create_loader(replace(row, settings=settings), source) as loader,
-        ):
+        with create_loader(replace(row, settings=settings), source) as loader:
             yield Normalized(
                 endless(loader), row, settings.prefetch_batches, loader.describe(), loader.remark
             )

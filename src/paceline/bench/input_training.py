@@ -29,7 +29,6 @@ from paceline.config import RunConfig
 from paceline.core.errors import RunError
 from paceline.core.topology import Topology
 from paceline.data.cause_clock import added
-from paceline.data.on_device.own_stream import apart
 from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
 
@@ -57,7 +56,6 @@ def measure_training(
     try:
         with (
             Group(Topology(), RunConfig().comm, device) as group,
-            apart(device, settings.decoder),
             create_train_loader_of(row, source) as real,
         ):
             step, words = build(step_row, group)

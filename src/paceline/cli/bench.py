@@ -122,8 +122,11 @@ def optimizer(
 def chosen_device(name: str) -> str:
     import torch
 
+    from paceline.core.gpu_connections import ask_for_connections
+
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("--device", name, "unknown", "use auto, cpu or cuda")
+    ask_for_connections()
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", name, "no CUDA device here", "use --device cpu")
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

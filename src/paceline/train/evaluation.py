@@ -23,7 +23,6 @@ from paceline.core.topology import Topology
 from paceline.data.corrupt import allowed_corrupt
 from paceline.data.create_loader import create_eval_loader
 from paceline.data.normalize import Normalizer
-from paceline.data.on_device.own_stream import apart
 from paceline.data.sources.source import Source, open_source
 from paceline.models.registry import create_model
 from paceline.precision.policy import allow_tf32, choose_policy
@@ -45,10 +44,7 @@ def evaluate_file(
     checkpoint = Checkpoint.read(path)
     config = RunConfig.from_tables(checkpoint.config).with_values(overrides)
     topology = Topology.from_env(os.environ)
-    with (
-        Group(topology, config.comm, choose_device(config, topology)) as group,
-        apart(group.device, config.data.decoder),
-    ):
+    with Group(topology, config.comm, choose_device(config, topology)) as group:
         source = group.settled("data", lambda: _open(config, checkpoint, path))
         model = _restored(config, checkpoint).to(group.device)
         policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))

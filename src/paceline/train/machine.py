@@ -16,12 +16,14 @@ import torch
 from paceline.config import RunConfig
 from paceline.core.cores import available_cores
 from paceline.core.errors import ConfigError
+from paceline.core.gpu_connections import ask_for_connections
 from paceline.core.topology import Topology
 from paceline.version import __version__
 
 
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     """A GPU for each rank where there are GPUs; several ranks share one only over Gloo."""
+    ask_for_connections()
     wanted = config.run.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

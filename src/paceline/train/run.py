@@ -20,7 +20,6 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import JsonlWriter, Observer
 from paceline.core.topology import Topology
-from paceline.data.on_device.own_stream import apart
 from paceline.data.sources.source_protocol import source_counters
 from paceline.report.write import write_report
 from paceline.train.atomic_file import write_atomically
@@ -50,10 +49,7 @@ def run_training(
     """Trains on this rank; rank 0 also shows events on the observer that `display` makes. `tell` shows
     the error with which the watchdog ends this process, where nothing can be raised any more."""
     topology = Topology.from_env(os.environ)
-    with (
-        Group(topology, config.comm, choose_device(config, topology), tell) as group,
-        apart(group.device, config.data.decoder),
-    ):
+    with Group(topology, config.comm, choose_device(config, topology), tell) as group:
         return _train(config, group, display)
 
 

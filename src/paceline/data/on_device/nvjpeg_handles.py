@@ -12,12 +12,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from paceline.data.on_device.batch_decoder import CHUNK
 from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.on_device.nvjpeg_library import NvJpegError, NvJpegLibrary
 from paceline.data.stored_files import StoredFiles
 
 # One decodes while the other's files are made ready.
 _STATES = 2
+# Room for images up to this, made at once.
+_SIDE = 1280
 _OTHER_GPU = 7
 
 
@@ -32,6 +35,7 @@ class NvJpegStates:
             self.single = library.state(cores)
             if engine:
                 self.batch = library.state(engine)
+                library.make_room(engine, self.batch, CHUNK, _SIDE)
                 self.bitstream = library.bitstream(engine)
             undo.pop_all()
 

@@ -22,12 +22,13 @@ from paceline.data.stored_files import StoredFiles
 Targets = npt.NDArray[np.uint64]
 _PLANES = 4
 _RGB = 3
+_FULL_COLOUR = 0
 _BACKENDS = {"hardware": 3, "default": 0}
 _FUNCTIONS = (
     "nvjpegCreateEx", "nvjpegDestroy", "nvjpegJpegStateCreate", "nvjpegJpegStateDestroy",
     "nvjpegJpegStreamCreate", "nvjpegJpegStreamDestroy", "nvjpegGetProperty", "nvjpegGetImageInfo",
     "nvjpegJpegStreamParseHeader", "nvjpegDecodeBatchedSupported", "nvjpegDecodeBatchedInitialize",
-    "nvjpegDecodeBatched", "nvjpegDecode",
+    "nvjpegDecodeBatched", "nvjpegDecodeBatchedPreAllocate", "nvjpegDecode",
 )  # fmt: skip
 _STATUS = {
     1: "not initialised", 2: "invalid parameter", 3: "bad JPEG", 4: "not supported",
@@ -101,6 +102,14 @@ class NvJpegLibrary:
             "nvjpegDecodeBatchedSupported", _pointer(handle), _pointer(bitstream), ctypes.byref(no)
         )
         return no.value == 0
+
+    def make_room(self, handle: int, state: int, count: int, side: int) -> None:
+        """For batches of the engines: memory for `count` images of `side` × `side`. Where it does not do,
+        decoding makes more, and for that waits until the GPU has nothing else to do."""
+        self._call(
+            "nvjpegDecodeBatchedPreAllocate", _pointer(handle), _pointer(state), count, side, side,
+            _FULL_COLOUR, _RGB, long=True,
+        )  # fmt: skip
 
     def decode_batch(
         self, handle: int, state: int, files: StoredFiles, targets: Targets, stream: int

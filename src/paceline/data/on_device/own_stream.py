@@ -13,24 +13,6 @@ from typing import Any
 
 import torch
 
-from paceline.data.settings import DEVICE_DECODERS
-
-
-@contextmanager
-def apart(device: torch.device, decoder: str) -> Iterator[None]:
-    """A stream for a training whose images `decoder` decodes on the GPU. On CUDA's default stream a step
-    and the decoding of the next batch seemed to take turns."""
-    if device.type != "cuda" or decoder not in DEVICE_DECODERS:
-        yield
-        return
-    with torch.cuda.device(device):
-        before = torch.cuda.current_stream(device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            yield
-        before.wait_stream(stream)  # not after an error, which it might hide behind its own
-
 
 @contextmanager
 def drained_stream(device: torch.device) -> Iterator[None]:

@@ -1,0 +1,39 @@
+"""How many connections a process has to its GPU: queues between its streams and the hardware.
+
+In: the environment. Out: the environment with more of them asked for, and what there are. CUDA has eight
+unless told otherwise before it starts. Streams beyond them share one, and what is queued there runs in
+the order of its queueing: two dozen streams of a decoder then wait for whole training steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+_USUAL, _MOST = 8, 32
+_DRIVER = "libcuda.so.1"
+_NOT_STARTED = 3
+
+
+def ask_for_connections() -> None:
+    """Before anything else asks CUDA. What a user set stays."""
+    if _NAME not in os.environ and not _has_started():
+        os.environ[_NAME] = str(_MOST)
+
+
+def few_connections() -> str:
+    """A remark where there are fewer than there could be; empty otherwise."""
+    told = os.environ.get(_NAME, str(_USUAL))
+    if told == str(_MOST):
+        return ""
+    return f"slower than it could be: set {_NAME}={_MOST}, it is {told}"
+
+
+def _has_started() -> bool:
+    """Even a question for the number of GPUs starts CUDA, and then the environment is not read again."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_STARTED)

@@ -1,0 +1,61 @@
+"""Connections to the GPU are asked for in time, or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paceline.core import gpu_connections
+from paceline.core.gpu_connections import ask_for_connections, few_connections
+
+NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def drive(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """A driver that answers so."""
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: status)
+    monkeypatch.setattr(gpu_connections.ctypes, "CDLL", lambda name: driver)
+
+
+def test_asked_for_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    drive(monkeypatch, 3)
+    ask_for_connections()
+    assert os.environ[NAME] == "32"
+    assert few_connections() == ""
+    monkeypatch.delenv(NAME)
+
+
+def test_not_asked_for_when_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    drive(monkeypatch, 0)
+    ask_for_connections()
+    assert NAME not in os.environ
+    assert few_connections().endswith(f"set {NAME}=32, it is 8")
+
+
+def test_what_a_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAME, "1")
+    ask_for_connections()
+    assert os.environ[NAME] == "1"
+    assert few_connections().endswith("it is 1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("before", ["pass", "torch.cuda.is_available()"])
+def test_a_question_starts_cuda(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    script = (
+        "import os, torch; from paceline.core.gpu_connections import ask_for_connections as ask; "
+        f"{before}; ask(); print(os.environ.get('{NAME}'))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["32" if before == "pass" else "None"]
