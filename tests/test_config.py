@@ -99,6 +99,7 @@ def test_a_key_without_a_section_suggests_one() -> None:
         ("run.epochs", 0),
         ("run.global_batch_size", 0),
         ("run.smoothing", 1.0),
+        ("run.mixup", -1.0),
         ("run.seed", -1),
         ("run.target_top1", 101.0),
         ("run.device", "gpu"),

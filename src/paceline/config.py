@@ -26,6 +26,8 @@ from paceline.precision.settings import PrecisionSettings
 RECIPES = Path(__file__).parent / "recipes"
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
+# Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
+MIXES = (0.01, 100.0)
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 Tables = dict[str, dict[str, Any]]
 
@@ -39,6 +41,9 @@ class RunSettings:
     node's cores out among its ranks. `resume` is `auto`, a run folder or a checkpoint. `target_top1`
     (percent) ends the run once it is reached. `max_skipped_steps` non-finite gradients in a row end it
     as diverged. `device` is auto, cpu or cuda. `channels_last` keeps weights and activations in NHWC.
+
+    `mixup` and `cutmix` mix each training image with another of its micro-batch: the parameters of their
+    Beta distributions, 0 is off; with both on, each image takes one of the two.
 
     `fused_norm` (auto, on, off) takes our kernels for batch norm with ReLU, sum and pool: auto on a GPU
     for the models that have them. `compile` is torch.compile: off, blocks (each residual block), model
@@ -54,6 +59,8 @@ class RunSettings:
     global_batch_size: int | None = None
     batch_size: int | None = None
     smoothing: float = 0.1
+    mixup: float = 0.0
+    cutmix: float = 0.0
     seed: int = 0
     device: str = "auto"
     threads: int = 0
@@ -82,6 +89,13 @@ class RunSettings:
                 raise ConfigError(f"run.{name}", value, "must be at least 1")
         if not 0 <= self.smoothing < 1:
             raise ConfigError("run.smoothing", self.smoothing, "must be in [0, 1)", "try 0.1")
+        for name in ("mixup", "cutmix"):
+            value = getattr(self, name)
+            if value != 0 and not MIXES[0] <= value <= MIXES[1]:
+                raise ConfigError(
+                    f"run.{name}", value, f"must be 0 (off), or from {MIXES[0]} to {MIXES[1]}",
+                    "try 0.2" if name == "mixup" else "try 1.0",
+                )  # fmt: skip
         if not 0 <= self.seed < 2**63:
             raise ConfigError("run.seed", self.seed, "must be 0 or more, and below 2^63")
         if self.threads < 0:

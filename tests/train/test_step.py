@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -95,8 +96,8 @@ def _signalled(rank: int, when: str) -> tuple[bool, str, bool]:
         elif rank == 1 and when == "between micro-batches":
             compute = step.micro.run
 
-            def last(*batch: Tensor, usual: bool, last: bool) -> None:
-                compute(*batch, usual=usual, last=last)
+            def last(*batch: Tensor, **how: Any) -> None:
+                compute(*batch, **how)
                 step.stop.received = signal.SIGTERM
 
             step.micro.run = last  # type: ignore[assignment, method-assign]

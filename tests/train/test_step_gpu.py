@@ -14,6 +14,7 @@ from full_products import full_products
 from no_waiting import no_waiting
 from paceline.core.events import StepEvent
 from paceline.precision.settings import PrecisionSettings
+from paceline.train.mixing import Mixing
 from paceline.train.run import run_training
 from paceline.train.step import TrainStep
 from small_runs import Silent, small_config
@@ -54,6 +55,19 @@ def test_recorded_steps_equal_plain_ones(dtype: str, micro: int) -> None:
     away = float((recorded - plain).norm() / (plain - begin).norm())
     assert away < TOLERANCE[dtype]
     assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_recorded_steps_mix_images_as_plain_ones_do(dtype: str) -> None:
+    found = []
+    for graphs in (False, True):
+        step = made_step(dtype, graphs, 4)
+        step.mixing = Mixing(0.2, 1.0, 12, seed=3)
+        found.append(trained(step))
+    (plain, losses), (recorded, recorded_losses) = found
+    assert float((recorded - plain).norm() / plain.norm()) < TOLERANCE[dtype]
+    assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
+    assert losses != trained(made_step(dtype, True, 4))[1]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

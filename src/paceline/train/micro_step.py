@@ -20,6 +20,11 @@ from paceline.data.normalize import Normalizer
 from paceline.precision.loss_scale import LossScale
 from paceline.precision.policy import Policy
 from paceline.train.captured import Captured
+from paceline.train.mixing import mixed, other_labels
+
+# Images, labels, and a table of `Mixing` where images are mixed.
+_Parts = tuple[Tensor, Tensor, Tensor | None]
+_Compute = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class MicroStep:
@@ -53,9 +58,12 @@ class MicroStep:
         self._share.fill_(1.0 / samples)
         self.loss.zero_()
 
-    def run(self, images: Tensor, labels: Tensor, *, usual: bool, last: bool = False) -> None:
+    def run(
+        self, images: Tensor, labels: Tensor, *, usual: bool, last: bool = False,
+        mix: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """`usual`: the size that nearly every micro-batch has, worth recording. `last` of its step: what
-        backward fills may leave."""
+        backward fills may leave. `mix` is a table of `Mixing`, always or never."""
         armed = last and self._exchange.overlaps
         recorded = self._graphs and (not armed or self._exchange.carrier.recordable)
         if not (self._graphs and usual):
@@ -63,17 +71,14 @@ class MicroStep:
         if not (recorded and usual):
             if armed:
                 self._exchange.arm()
-            self._compute(
-                images.to(self._policy.device, non_blocking=True),
-                labels.to(self._policy.device, non_blocking=True),
-            )
+            self._compute(*_moved((images, labels, mix), self._policy.device))
             return
         if self._recorded is None:
             self._normalize.prepare(self._policy.device)
             self._recorded = _Recorded(
-                self._compute, self._compute_armed, images, labels, self._policy.device
+                self._compute, self._compute_armed, (images, labels, mix), self._policy.device
             )
-        self._recorded.run(images, labels, self._exchange, armed=armed)
+        self._recorded.run((images, labels, mix), self._exchange, armed=armed)
 
     def _drop_recording(self) -> None:
         """A recording holds the memory of a whole micro-batch for good, and a short batch, at the end of
@@ -83,22 +88,39 @@ class MicroStep:
             self._recorded = None
             torch.cuda.empty_cache()
 
-    def _compute(self, images: Tensor, labels: Tensor) -> None:
+    def _compute(self, images: Tensor, labels: Tensor, mix: Tensor | None) -> None:
+        own: Tensor | None = None
         with self._policy.compute():
-            outputs = self.forward(self._normalize(images, self._policy.device))
-        loss = F.cross_entropy(
-            outputs.float(), labels, reduction="sum", label_smoothing=self._smoothing
-        )
-        part = loss * self._share
+            inputs = self._normalize(images, self._policy.device)
+            if mix is not None:
+                inputs, own = mixed(inputs, mix)
+            outputs = self.forward(inputs)
+        part = self._loss(outputs.float(), labels, own) * self._share
         (part * self._scale.value).backward()  # type: ignore[no-untyped-call]
         self.loss.add_(part.detach())
         self._exchange.gather()
 
-    def _compute_armed(self, images: Tensor, labels: Tensor) -> None:
+    def _loss(self, outputs: Tensor, labels: Tensor, own: Tensor | None) -> Tensor:
+        """Summed over the samples; of both labels where two images were mixed."""
+        of = partial(F.cross_entropy, outputs, label_smoothing=self._smoothing)
+        if own is None:
+            return of(labels, reduction="sum")
+        first, second = (of(each, reduction="none") for each in (labels, other_labels(labels)))
+        return (own * first + (1 - own) * second).sum()
+
+    def _compute_armed(self, images: Tensor, labels: Tensor, mix: Tensor | None) -> None:
         """What left during backward is there at the end: a recording must not end before."""
         self._exchange.arm()
-        self._compute(images, labels)
+        self._compute(images, labels, mix)
         self._exchange.join()
+
+
+def _moved(parts: _Parts, device: torch.device) -> _Parts:
+    images, labels, mix = parts
+    return (
+        images.to(device, non_blocking=True), labels.to(device, non_blocking=True),
+        None if mix is None else mix.to(device, non_blocking=True),
+    )  # fmt: skip
 
 
 class _Recorded:
@@ -109,28 +131,29 @@ class _Recorded:
 
     def __init__(
         self,
-        plain: Callable[[Tensor, Tensor], None],
-        armed: Callable[[Tensor, Tensor], None],
-        images: Tensor,
-        labels: Tensor,
+        plain: _Compute,
+        armed: _Compute,
+        parts: _Parts,
         device: torch.device,
     ) -> None:
-        self._images = torch.empty_like(images, device=device)
-        self._labels = torch.empty_like(labels, device=device)
+        images, labels, mix = parts
+        self._parts: _Parts = (
+            torch.empty_like(images, device=device), torch.empty_like(labels, device=device),
+            None if mix is None else torch.empty_like(mix, device=device),
+        )  # fmt: skip
         pool = torch.cuda.graph_pool_handle()
         self._captured = {
-            kind: Captured(partial(compute, self._images, self._labels), enabled=True, pool=pool)
+            kind: Captured(partial(compute, *self._parts), enabled=True, pool=pool)
             for kind, compute in ((False, plain), (True, armed))
         }
         self._uses: dict[bool, frozenset[str]] = {}
         self._sent: dict[bool, int] = {}
 
-    def run(
-        self, images: Tensor, labels: Tensor, exchange: GradientExchange, *, armed: bool
-    ) -> None:
+    def run(self, parts: _Parts, exchange: GradientExchange, *, armed: bool) -> None:
         """Replays, and tells the exchange what no Python has told it; records where due."""
-        self._images.copy_(images, non_blocking=True)
-        self._labels.copy_(labels, non_blocking=True)
+        for place, part in zip(self._parts, parts, strict=True):
+            if place is not None and part is not None:
+                place.copy_(part, non_blocking=True)
         captured = self._captured[armed]
         replayed, records, sent = captured.replays, captured.records, exchange.sent
         try:

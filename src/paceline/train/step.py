@@ -31,6 +31,7 @@ from paceline.train.batch_norm import BatchNormState
 from paceline.train.input_wait import InputWait
 from paceline.train.memory import memory_error
 from paceline.train.micro_step import MicroStep
+from paceline.train.mixing import Mixing
 from paceline.train.seeds import seed_micro_batch
 from paceline.train.step_error import step_error
 from paceline.train.stop_signals import StopSignals
@@ -90,6 +91,7 @@ class TrainStep:
     stop: StopSignals
     scale: LossScale
     seed: int
+    mixing: Mixing | None = None
     # An error between steps waits here for the next exchange, which tells all ranks.
     fault: PacelineError | None = None
     spans: Spans = field(default_factory=NoTimeline)
@@ -134,11 +136,13 @@ class TrainStep:
                 wait.put_down_to(batch.spent, batch.begun)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
-                seed_micro_batch(self.seed, step, self.group.rank + turn * self.group.world_size)
+                number = self.group.rank + turn * self.group.world_size
+                seed_micro_batch(self.seed, step, number)
                 usual = stop - start == self.plan.micro_batch
                 final = turn == len(micro_batches) - 1
                 with self.spans.span("forward and backward"):
-                    self.micro.run(batch.images, batch.labels, usual=usual, last=final)
+                    mix = self._mix(step, number, len(batch.labels))
+                    self.micro.run(batch.images, batch.labels, usual=usual, last=final, mix=mix)
         except Exception as error:  # what a user cannot mend is raised again
             fault = step_error(error, step, self.plan.micro_batch)
             if fault is None:
@@ -170,6 +174,12 @@ class TrainStep:
                 wait.stall,
             )
         )
+
+    def _mix(self, step: int, number: int, samples: int) -> Tensor | None:
+        if self.mixing is None:
+            return None
+        table = self.mixing.table(step, number, samples)
+        return table.pin_memory() if self.policy.device.type == "cuda" else table
 
     def _reduce(self, signals: Signals) -> None:
         try:

@@ -29,6 +29,7 @@ from paceline.train.dry_backward import DryBackward
 from paceline.train.exchange_parts import describe_exchange, plan_exchange
 from paceline.train.fast_path import FastPath, choose_fast_path
 from paceline.train.micro_step import MicroStep
+from paceline.train.mixing import Mixing
 from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
@@ -123,9 +124,13 @@ def create_step(
     update = Update(
         parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs
     )
+    run = config.run
+    mixing = None
+    if run.mixup or run.cutmix:
+        mixing = Mixing(run.mixup, run.cutmix, config.data.image_size, run.seed)
     return TrainStep(
         parts.model, micro, update, parts.exchange, parts.batch_norm, loader, parts.normalize,
-        parts.policy, plan, group, stop, parts.scale, config.run.seed,
+        parts.policy, plan, group, stop, parts.scale, run.seed, mixing,
     )  # fmt: skip
 
 

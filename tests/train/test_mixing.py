@@ -1,0 +1,149 @@
+"""Images mixed with one another: what is mixed, by how much, and what the loss makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from paceline.core.errors import ConfigError
+from paceline.train.mixing import Mixing, mixed, other_labels
+from ranks import run_ranks
+from small_runs import run_small, small_config
+from train.steps import Made, alone, make_step
+
+SIZE = 12
+
+
+def images(samples: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(1)
+    made = torch.randn(samples, 3, SIZE, SIZE, dtype=dtype)
+    return made.contiguous(memory_format=torch.channels_last)
+
+
+def test_a_table_is_a_function_of_seed_step_and_micro_batch() -> None:
+    first = Mixing(0.2, 1.0, SIZE, seed=4).table(7, 2, 50)
+    assert torch.equal(first, Mixing(0.2, 1.0, SIZE, seed=4).table(7, 2, 50))
+    others = (
+        Mixing(0.2, 1.0, SIZE, seed=5).table(7, 2, 50),
+        Mixing(0.2, 1.0, SIZE, seed=4).table(8, 2, 50),
+        Mixing(0.2, 1.0, SIZE, seed=4).table(7, 3, 50),
+    )
+    for other in others:
+        assert not torch.equal(first, other)
+
+
+def test_mixup_adds_two_images_up() -> None:
+    given, table = images(5), Mixing(0.4, 0.0, SIZE, seed=0).table(0, 0, 5)
+    found, own = mixed(given, table)
+    share = table[:, 0]
+    assert torch.equal(own, share)
+    for i, j in enumerate((4, 3, 2, 1, 0)):
+        expected = share[i] * given[i] + (1 - share[i]) * given[j]
+        torch.testing.assert_close(found[i], expected)
+    assert other_labels(torch.arange(5)).tolist() == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 5.0])
+def test_shares_follow_their_distribution_image_by_image(alpha: float) -> None:
+    shares = Mixing(alpha, 0.0, SIZE, seed=0).table(0, 0, 40_000)[:, 0]
+    assert float(shares.mean()) == pytest.approx(0.5, abs=0.01)
+    assert float(shares.var()) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
+
+
+def test_cutmix_puts_a_box_of_one_image_into_the_other() -> None:
+    given, table = images(40), Mixing(0.0, 1.0, SIZE, seed=0).table(0, 0, 40)
+    found, own = mixed(given, table)
+    other = given.flip(0)
+    sizes = set()
+    for i, (outside, top, bottom, left, right) in enumerate(table.int().tolist()):
+        assert outside == 1
+        assert 0 <= top <= bottom <= SIZE
+        assert 0 <= left <= right <= SIZE
+        expected = given[i].clone()
+        expected[:, top:bottom, left:right] = other[i][:, top:bottom, left:right]
+        assert torch.equal(found[i], expected)
+        area = (bottom - top) * (right - left)
+        assert float(own[i]) == pytest.approx(1 - area / SIZE**2)
+        sizes.add(area)
+    assert len(sizes) > 10
+
+
+def test_boxes_are_as_large_as_the_shares_say() -> None:
+    """Where no edge cuts them off: Beta(1, 1) is even, so is 1 - the box's part of the image."""
+    table = Mixing(0.0, 1.0, 1000, seed=0).table(0, 0, 20_000)
+    tall, wide = table[:, 2] - table[:, 1], table[:, 4] - table[:, 3]
+    whole = (table[:, 1] > 0) & (table[:, 2] < 1000) & (table[:, 3] > 0) & (table[:, 4] < 1000)
+    assert (tall[whole] == wide[whole]).all()
+    # A box of side s lies inside at (1 - s)² of the centres: small ones are found more often.
+    sides = np.linspace(0, 1, 100_001)
+    weight = 2 * sides * (1 - sides) ** 2
+    expected = (weight * sides).sum() / weight.sum()
+    assert float(tall[whole].mean()) / 1000 == pytest.approx(expected, rel=0.02)
+
+
+def test_with_both_each_image_takes_one() -> None:
+    table = Mixing(0.2, 1.0, SIZE, seed=0).table(0, 0, 2000)
+    boxed = table[:, 2] > table[:, 1]
+    assert (table[boxed, 0] == 1).all()
+    assert 0.4 < float(boxed.float().mean()) < 0.55  # some boxes are empty
+    assert float(table[~boxed, 0].min()) < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_number_format_and_memory_order_stay(dtype: torch.dtype) -> None:
+    found, own = mixed(images(6, dtype), Mixing(0.2, 1.0, SIZE, seed=0).table(0, 0, 6))
+    assert found.dtype == dtype
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert own.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.3, 0.0), (0.0, 1.0), (0.3, 1.0)])
+def test_the_step_s_loss_is_that_of_soft_labels(mixup: float, cutmix: float) -> None:
+    plain, step = (make_step(alone(), made=Made(12)) for _ in range(2))
+    step.mixing = Mixing(mixup, cutmix, SIZE, seed=9)
+    batch = next(plain.loader)
+    table = Mixing(mixup, cutmix, SIZE, seed=9).table(0, 0, 12)
+    inputs, own = mixed(plain.normalize(batch.images, "cpu"), table)
+    outputs = plain.model(inputs).detach().double()
+    classes = outputs.shape[1]
+    kept = own[:, None].double()
+    one_hot = F.one_hot(batch.labels, classes).double()
+    soft = kept * one_hot + (1 - kept) * one_hot.flip(0)
+    soft = 0.9 * soft + 0.1 / classes
+    expected = float(-(soft * outputs.log_softmax(1)).sum(1).mean())
+    assert step.run(0, 0.1).loss == pytest.approx(expected, rel=1e-5)
+    assert plain.run(0, 0.1).loss != pytest.approx(expected, rel=1e-3)
+
+
+def _run(rank: int, output: str) -> None:
+    run_small(output, **MIXED)
+
+
+MIXED = {"run__batch_size": 8, "run__mixup": 0.2, "run__cutmix": 1.0}
+
+
+def test_one_rank_and_two_and_a_resumed_run_mix_alike(tmp_path: Path) -> None:
+    every = {"checkpoint__interval_steps": 1, "checkpoint__keep": 9}
+    whole = run_small(tmp_path / "one", **MIXED, **every)
+    resume = str(tmp_path / "one/checkpoints/step-00000003.pt")
+    rest = run_small(tmp_path / "rest", **MIXED, run__resume=resume)
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    unmixed = run_small(tmp_path / "unmixed", run__batch_size=8)
+    assert unmixed.summary["weights_sha256"] != whole.summary["weights_sha256"]
+    run_ranks(2, _run, str(tmp_path / "two"))
+    one, two = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "two"))
+    for name, value in one.items():
+        if "running" not in name and "tracked" not in name:  # averaged over ranks
+            torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("value", [-0.1, 0.001, 101.0, float("nan")])
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_what_is_no_strength_is_refused(name: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.{name}.*must be 0 \(off\), or from 0\.01"):
+        small_config(tmp_path, **{f"run__{name}": value})
