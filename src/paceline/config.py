@@ -248,6 +248,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
     return merged
 
 
+def with_defaults(tables: Mapping[str, Any]) -> Tables:
+    """A configuration as it was written, and the defaults of settings that came later."""
+    return merge(RunConfig().to_tables(), tables)
+
+
 def unflatten(values: Mapping[str, Any]) -> Tables:
     """`{"run.seed": 1}` → `{"run": {"seed": 1}}`; a key without a section fails by name."""
     tables: Tables = {}

@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from paceline.core import gpu_connections
-from paceline.core.gpu_connections import ask_for_connections, few_connections
+from paceline.core.gpu_connections import ask_for_connections, connections, few_connections
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as it was, afterwards."""
+    monkeypatch.setenv(NAME, "something")
+    monkeypatch.delenv(NAME)
 
 
 def drive(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
@@ -23,20 +30,29 @@ def drive(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
 
 
 def test_asked_for_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(NAME, raising=False)
     drive(monkeypatch, 3)
     ask_for_connections()
     assert os.environ[NAME] == "32"
     assert few_connections() == ""
-    monkeypatch.delenv(NAME)
 
 
 def test_not_asked_for_when_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(NAME, raising=False)
     drive(monkeypatch, 0)
     ask_for_connections()
     assert NAME not in os.environ
     assert few_connections().endswith(f"set {NAME}=32, it is 8")
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError])
+def test_without_a_driver_there_is_nothing_to_be_late_for(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(gpu_connections.ctypes, "CDLL", load)
+    ask_for_connections()
+    assert connections() == "32"
 
 
 def test_what_a_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +65,7 @@ def test_what_a_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("before", ["pass", "torch.cuda.is_available()"])
-def test_a_question_starts_cuda(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(NAME, raising=False)
+def test_a_question_starts_cuda(before: str) -> None:
     script = (
         "import os, torch; from paceline.core.gpu_connections import ask_for_connections as ask; "
         f"{before}; ask(); print(os.environ.get('{NAME}'))"

@@ -19,7 +19,8 @@ from paceline.data.packing.pack_options import PackOptions
 from paceline.data.sources.synthetic import SyntheticImages
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.run import RunOutcome, run_training
-from paceline.train.run_state import check_pinned
+from paceline.train.run_folder import LOCAL_SETTINGS
+from paceline.train.run_state import changes, check_pinned
 from small_runs import Silent, run_small, small_config
 
 EVERY_STEP: dict[str, Any] = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
@@ -66,6 +67,15 @@ def test_going_back_does_not_come_back_to_what_was_left(tmp_path: Path) -> None:
     assert rest.summary["resumed_at_steps"] == [3, 4]
     straight = run_small(tmp_path / "b", run__resume=saved, optim__lr=0.01)
     assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
+
+
+def test_settings_that_came_later_are_no_change(tmp_path: Path) -> None:
+    stop_after(2, tmp_path / "a")
+    [saved] = (tmp_path / "a/checkpoints").glob("step-*.pt")
+    checkpoint = Checkpoint.read(saved)
+    del checkpoint.config["run"]["mixup"]
+    config = small_config(tmp_path / "a", optim__lr=0.02)
+    assert changes(checkpoint, config, LOCAL_SETTINGS) == "optim.lr 0.05 → 0.02"
 
 
 def test_settings_that_change_are_recorded(tmp_path: Path) -> None:

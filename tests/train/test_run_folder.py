@@ -42,6 +42,20 @@ def test_auto_finds_the_newest_unfinished_run_of_this_configuration(how: str) ->
     )
 
 
+def test_auto_finds_a_run_from_before_there_were_some_settings() -> None:
+    folder = choose_run_folder(small_config(""), restarted=False)
+    started(folder, step=5)
+    config = folder.path / "config.toml"
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    older = [line for line in lines if not line.startswith(("mixup", "cutmix"))]
+    assert len(older) == len(lines) - 2
+    config.write_text("".join(older), encoding="utf-8")
+    found = choose_run_folder(small_config("", run__resume="auto"), restarted=False)
+    assert found.resume_from == folder.path / "checkpoints/step-00000005.pt"
+    other = choose_run_folder(small_config("", run__resume="auto", run__mixup=0.2), restarted=False)
+    assert other.resume_from is None
+
+
 def test_auto_starts_anew_where_there_is_nothing_to_resume() -> None:
     found = choose_run_folder(small_config("", run__resume="auto"), restarted=False)
     assert found == RunFolder(Path("runs/small-001"), None)

@@ -59,15 +59,16 @@ def test_recorded_steps_equal_plain_ones(dtype: str, micro: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_recorded_steps_mix_images_as_plain_ones_do(dtype: str) -> None:
-    found = []
-    for graphs in (False, True):
+    begin, found = weights(made_step(dtype, False)), []
+    for graphs, mixing in ((False, True), (True, True), (True, False)):
         step = made_step(dtype, graphs, 4)
-        step.mixing = Mixing(0.2, 1.0, 12, seed=3)
+        step.mixing = Mixing(0.2, 1.0, 12, seed=3) if mixing else None
         found.append(trained(step))
-    (plain, losses), (recorded, recorded_losses) = found
-    assert float((recorded - plain).norm() / plain.norm()) < TOLERANCE[dtype]
+    (plain, losses), (recorded, recorded_losses), (unmixed, _) = found
+    moved = (plain - begin).norm()
+    assert float((recorded - plain).norm() / moved) < TOLERANCE[dtype]
     assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
-    assert losses != trained(made_step(dtype, True, 4))[1]
+    assert float((recorded - unmixed).norm() / moved) > 5 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

@@ -22,9 +22,14 @@ def ask_for_connections() -> None:
         os.environ[_NAME] = str(_MOST)
 
 
+def connections() -> str:
+    """How many there are, unless somebody set the variable after CUDA had started."""
+    return os.environ.get(_NAME, str(_USUAL))
+
+
 def few_connections() -> str:
     """A remark where there are fewer than there could be; empty otherwise."""
-    told = os.environ.get(_NAME, str(_USUAL))
+    told = connections()
     if told == str(_MOST):
         return ""
     return f"slower than it could be: set {_NAME}={_MOST}, it is {told}"
@@ -33,7 +38,7 @@ def few_connections() -> str:
 def _has_started() -> bool:
     """Even a question for the number of GPUs starts CUDA, and then the environment is not read again."""
     try:
-        driver = ctypes.CDLL(_DRIVER)
-    except OSError:
+        count = ctypes.CDLL(_DRIVER).cuDeviceGetCount
+    except (OSError, AttributeError):  # no NVIDIA GPU
         return False
-    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_STARTED)
+    return bool(count(ctypes.byref(ctypes.c_int())) != _NOT_STARTED)

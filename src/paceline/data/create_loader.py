@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.gpu_connections import ask_for_connections
 from paceline.data.augmentation.augment_extras import extra_draws
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import EvalLoader, TrainLoader
@@ -34,6 +35,7 @@ def create_train_loader(
 ) -> TrainLoader | ResidentTrainLoader | DeviceTrainLoader | CopiedAhead:
     """DataError where decoding the set meets failing storage; ConfigError where `data.resident` = on, or
     `data.decoder`, cannot be done."""
+    _get_ready(settings)
     chosen = _choose_for_training(source, settings, device)
     if isinstance(chosen, ResidentSet):
         return ResidentTrainLoader(
@@ -79,6 +81,7 @@ def create_eval_loader(
     device: torch.device,
 ) -> EvalLoader | ResidentEvalLoader | DeviceEvalLoader:
     """Fails as `create_train_loader` does."""
+    _get_ready(settings)
     chosen = _choose(source, PixelForm.for_evaluation(settings), settings, device)
     if isinstance(chosen, ResidentSet):
         return ResidentEvalLoader(
@@ -103,6 +106,12 @@ def create_eval_loader(
         pin_memory=device.type == "cuda",
         remark=with_remark(chosen, source),
     )
+
+
+def _get_ready(settings: DataSettings) -> None:
+    """A program may have a loader of ours, and no training."""
+    if settings.decoder in DEVICE_DECODERS:
+        ask_for_connections()
 
 
 def _choose_for_training(

@@ -16,7 +16,7 @@ import torch
 from paceline.config import RunConfig
 from paceline.core.cores import available_cores
 from paceline.core.errors import ConfigError
-from paceline.core.gpu_connections import ask_for_connections
+from paceline.core.gpu_connections import ask_for_connections, connections
 from paceline.core.topology import Topology
 from paceline.version import __version__
 
@@ -87,6 +87,7 @@ def hardware(device: torch.device) -> dict[str, str]:
         found["gpu"] = properties.name
         found["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.0f}"
         found["gpus"] = str(torch.cuda.device_count())
+        found["gpu_connections"] = connections()
     return found
 
 

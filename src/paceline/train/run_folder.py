@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.settings import flatten
 from paceline.core.whole_file import LEFTOVERS
@@ -149,7 +149,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             there = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         except (OSError, tomllib.TOMLDecodeError):
             continue
-        different = _differences(_identity(there), wanted)
+        different = _differences(_identity(with_defaults(there)), wanted)
         if not different:
             return folder, ""
         other = other or f" ({folder} differs in {', '.join(different[:3])})"

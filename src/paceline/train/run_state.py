@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.config import RunConfig
+from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data.batch_plan import BatchPlan
@@ -55,7 +55,7 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Collection[str]) -> str:
     """What this run sets otherwise than the one that wrote the checkpoint, for the record."""
-    there, here = flatten(checkpoint.config), config.flat()
+    there, here = flatten(with_defaults(checkpoint.config)), config.flat()
     names = sorted((there.keys() | here.keys()) - set(ignored))
     different = [name for name in names if there.get(name) != here.get(name)]
     return ", ".join(f"{name} {there.get(name)!r} → {here.get(name)!r}" for name in different)
