@@ -4,6 +4,7 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.caching.cache import CachedSource, cached
 from paceline.data.caching.cache_store import MemoryStore
 from paceline.data.decoding.decode import CorruptImage, decode
-from paceline.data.loader import TrainLoader
+from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.region.library import RegionLibrary
 from paceline.data.settings import DataSettings
 from paceline.data.sources.source import open_source
 from paceline.data.sources.source_protocol import shard_sizes, source_counters, source_kind
@@ -159,6 +161,62 @@ def test_training_sees_the_same_batches(
     for (images_a, labels_a), (images_b, labels_b) in zip(*seen, strict=True):
         assert np.array_equal(images_a, images_b)
         assert labels_a == labels_b
+
+
+def jpeg_samples(count: int) -> list[tuple[str, bytes]]:
+    """JPEGs of unequal sizes, and all else under their name; one is no image."""
+    members = []
+    for i in range(count):
+        noise = np.random.default_rng(i).integers(0, 256, (30 + 3 * i, 60 - 2 * i, 3), np.uint8)
+        stream = io.BytesIO()
+        Image.fromarray(noise[:, :, 0] if i % 5 == 0 else noise).save(stream, "JPEG")
+        members += [(f"{i:03}.jpg", stream.getvalue()), (f"{i:03}.cls", b"0")]
+    for i, data in enumerate([*images(), b"no image"], start=count):
+        members += [(f"{i:03}.jpg", data), (f"{i:03}.cls", b"1")]
+    return members
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_cropped_pixels_are_those_of_cropped_files(
+    tmp_path: Path, write_tar: Write, monkeypatch: pytest.MonkeyPatch, cache: str, channels: int
+) -> None:
+    """Both by the region decoder where there is one: a cache is no reason to go to Pillow."""
+    for split in ("train", "val"):
+        write_tar(tmp_path / f"{split}-0.tar", jpeg_samples(16))
+    squares: list[bool] = []
+    square = RegionLibrary.square
+
+    def noted(*given: Any) -> bool:
+        squares.append(square(*given))
+        return squares[-1]
+
+    monkeypatch.setattr(RegionLibrary, "square", noted)
+    seen = []
+    for name in ("none", cache):
+        chosen = settings(
+            tmp_path, name, "decoded", dir=str(tmp_path), image_size=16, eval_resize=20,
+            channels=channels, mean=[0.5], std=[0.5], workers=2, max_corrupt_share=0.1,
+        )  # fmt: skip
+        plan, batches = BatchPlan(24, 3, 8, 8, 1), []
+        with TrainLoader(open_source(chosen, "train"), plan, chosen, seed=1, rank=0) as loader:
+            batches += [(b.images.numpy().copy(), b.labels.tolist()) for b in loader]
+            remark, said = loader.remark(), loader.describe()
+        evaluation = EvalLoader(
+            open_source(chosen, "val"), chosen, rank=0, world_size=1, batch_size=8
+        )
+        with evaluation:
+            for _ in range(2):
+                batches += [(b.images.numpy().copy(), b.labels.tolist()) for b in evaluation]
+        seen.append(batches)
+    for (images_a, labels_a), (images_b, labels_b) in zip(*seen, strict=True):
+        assert np.array_equal(images_a, images_b)
+        assert labels_a == labels_b
+    if "region decoder, " in said:
+        assert len(squares) > 100
+        assert all(squares)
+        # The one that is no image, once or, where two threads meet it, twice.
+        assert remark.split(" of ")[0] in ("1", "2")
 
 
 def test_a_cache_of_no_use_is_refused() -> None:

@@ -36,10 +36,6 @@ class Repeated:
     def read(self, i: int) -> bytes | npt.NDArray[np.uint8]:
         return self._inner.read(i % len(self._inner))
 
-    def extent(self, i: int) -> Any:
-        extent = getattr(self._inner, "extent", None)
-        return extent(i % len(self._inner)) if extent is not None else None
-
     def name(self, i: int) -> str:
         return self._inner.name(i % len(self._inner))
 
@@ -47,7 +43,16 @@ class Repeated:
         self._inner.close()
 
 
+class RepeatedFiles(Repeated):
+    """Of a source that knows where its samples lie."""
+
+    def extent(self, i: int) -> Any:
+        return self._inner.extent(i % len(self._inner))  # type: ignore[attr-defined]
+
+
 def open_repeated(settings: DataSettings, split: Split) -> Source:
     source = open_source(settings, split)
     times = -(-_LEAST // len(source))
-    return source if times == 1 else Repeated(source, times)
+    if times == 1:
+        return source
+    return (RepeatedFiles if hasattr(source, "extent") else Repeated)(source, times)

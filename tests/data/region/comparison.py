@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.data.augmentation.augment import SquareTransform
 from paceline.data.decoding.decode import CorruptImage
-from paceline.data.decoding.preparer import PillowPreparer, Preparer
+from paceline.data.decoding.preparer import PillowPreparer, Preparer, Stored
 from paceline.data.region.library import RegionLibrary
 from paceline.data.region.preparer import RegionPreparer
 
@@ -20,7 +20,7 @@ Outcome = np.ndarray | str
 
 
 def outcome(
-    prepare: Preparer, data: bytes, row: Sequence[float], size: int, channels: int
+    prepare: Preparer, data: Stored, row: Sequence[float], size: int, channels: int
 ) -> Outcome:
     out = np.full((size, size, channels), 7, dtype=np.uint8)
     try:
@@ -41,7 +41,7 @@ class Comparison:
         self._region = RegionPreparer(transform, channels, library)
         self.taken = 0
 
-    def both(self, data: bytes, row: Sequence[float]) -> tuple[Outcome, Outcome]:
+    def both(self, data: Stored, row: Sequence[float]) -> tuple[Outcome, Outcome]:
         ways = (self._pillow, self._region)
         pillow, region = (
             outcome(way, data, row, self._transform.size, self._channels) for way in ways

@@ -1,7 +1,7 @@
-/* Damaged JPEGs through the region decoder, under AddressSanitizer and UBSan.
+/* Damaged JPEGs, and pixels, through the region decoder, under AddressSanitizer and UBSan.
 
    In: how many, a number to begin with, and good files. Out: how many were done and refused; a finding ends
-   the process. Files and results lie in memory of their exact size, so that a byte too far is found; and so
+   the process. Files, pixels and results lie in memory of their exact size, so that a byte too far is found; and so
    does what the decoder holds, because a new one comes for every few files. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -100,11 +100,34 @@ static int try_one(region *decoder, const file *f) {
     return outcome;
 }
 
+/* Pixels of any size and box, some of them wrong. */
+static int try_pixels(region *decoder) {
+    static const int SIZES[] = {1, 7, 32, 33, 64}, BANDS[] = {1, 3, 3, 1, 3, 2};
+    int width = 1 + (int)draw(40), height = 1 + (int)draw(draw(4) ? 40 : 300), bands = BANDS[draw(6)];
+    int size = SIZES[draw(5)], channels = draw(2) ? 3 : 1;
+    size_t length = (size_t)(width * height * bands);
+    uint8_t *exact = malloc(length), *out = malloc((size_t)(size * size * channels));
+    for (size_t i = 0; i < length; i++)
+        exact[i] = (uint8_t)draw(256);
+    float left = (float)draw((uint32_t)(8 * width)) / 8, top = (float)draw((uint32_t)(8 * height)) / 8;
+    float right = (float)width, bottom = (float)height;
+    if (draw(3)) /* now and then beyond the edge */
+        right = left + (float)(1 + draw((uint32_t)(8 * width))) / 8;
+    if (draw(3))
+        bottom = top + (float)(1 + draw((uint32_t)(8 * height))) / 8;
+    int outcome =
+        region_square_of_pixels(decoder, exact, width, height, bands, left, top, right, bottom,
+                                (int)draw(2), size, (int)draw(4), (int)draw(2), channels, out);
+    free(out);
+    free(exact);
+    return outcome;
+}
+
 int main(int count, char **arguments) {
     if (count < 4)
         return 2;
     int files = count - 3;
-    long wanted = atol(arguments[1]), outcomes[5] = {0};
+    long wanted = atol(arguments[1]), outcomes[5] = {0}, of_pixels[5] = {0};
     state = (uint64_t)atoll(arguments[2]) * 2654435761u + 88172645463325252u;
     file *seeds = calloc((size_t)files, sizeof *seeds);
     for (int i = 0; i < files; i++)
@@ -122,6 +145,7 @@ int main(int count, char **arguments) {
             decoder = region_open();
         }
         outcomes[try_one(decoder, &f)]++;
+        of_pixels[try_pixels(decoder)]++;
     }
     region_close(decoder);
     for (int i = 0; i < files; i++)
@@ -130,5 +154,7 @@ int main(int count, char **arguments) {
     free(f.bytes);
     printf("%ld files: %ld done, %ld not ours, %ld damaged, %ld no memory, %ld bad argument\n", wanted,
            outcomes[0], outcomes[1], outcomes[2], outcomes[3], outcomes[4]);
+    printf("%ld arrays: %ld done, %ld bad argument\n", wanted, of_pixels[REGION_DONE],
+           of_pixels[REGION_BAD_ARGUMENT]);
     return 0;
 }

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from paceline.data.region import library as loading
@@ -16,26 +15,27 @@ def test_this_library_agrees(library: RegionLibrary) -> None:
 
 
 class Wrong:
-    """Off by one level in one pixel, or unable."""
+    """Off by one level in one pixel, or unable, in one of its ways."""
 
-    def __init__(self, library: RegionLibrary, name: str, able: bool = True) -> None:
-        self._library, self._name, self._able = library, name, able
-        self.size = library.size
+    def __init__(self, library: RegionLibrary, way: str, name: str, able: bool = True) -> None:
+        self.size, self.prepare, self.square = library.size, library.prepare, library.square
+        self._right, self._name, self._able = getattr(library, way), name, able
+        setattr(self, way, self._wrong)
 
-    def prepare(self, *given: object) -> bool:
-        done = self._library.prepare(*given)  # type: ignore[arg-type]
+    def _wrong(self, *given: Any) -> bool:
+        done: bool = self._right(*given)
         *_, name, out = given
         if name == self._name:
-            assert isinstance(out, np.ndarray)
             out[3, 4, -1] ^= 1
             return self._able
         return done
 
 
+@pytest.mark.parametrize("way", ["prepare", "square"])
 @pytest.mark.parametrize("name", ["nearest", "bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("able", [True, False])
-def test_a_single_level_is_noticed(library: RegionLibrary, name: str, able: bool) -> None:
-    said = disagreement(Wrong(library, name, able))  # type: ignore[arg-type]
+def test_a_single_level_is_noticed(library: RegionLibrary, way: str, name: str, able: bool) -> None:
+    said = disagreement(Wrong(library, way, name, able))  # type: ignore[arg-type]
     assert said.startswith("its pixels differ from those of Pillow")
     assert name in said
 
@@ -62,11 +62,35 @@ def test_every_kind_of_file_and_result_is_looked_at(
     library: RegionLibrary, is_wrong: Callable[..., bool]
 ) -> None:
     class WrongForSome:
-        size = staticmethod(library.size)
+        size, square = staticmethod(library.size), staticmethod(library.square)
 
         def prepare(self, data: bytes, shape: object, box: object, flip: bool, *rest: Any) -> bool:
             done = library.prepare(data, shape, box, flip, *rest)  # type: ignore[arg-type]
             rest[-1][3, 4, -1] ^= bool(is_wrong(data, flip, rest[-1]))
+            return done
+
+    assert disagreement(WrongForSome())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "is_wrong",
+    [
+        lambda bands, flip, channels: flip and channels == 3,
+        lambda bands, flip, channels: flip and channels == 1,
+        lambda bands, flip, channels: bands == 3 and channels == 1,
+        lambda bands, flip, channels: bands == 1 and channels == 3,
+    ],
+    ids=["flipped", "flipped, one channel", "colour to grey", "grey to colour"],
+)
+def test_every_kind_of_pixels_is_looked_at(
+    library: RegionLibrary, is_wrong: Callable[..., bool]
+) -> None:
+    class WrongForSome:
+        size, prepare = staticmethod(library.size), staticmethod(library.prepare)
+
+        def square(self, pixels: Any, box: Any, flip: bool, name: str, out: Any) -> bool:
+            done = library.square(pixels, box, flip, name, out)
+            out[3, 4, -1] ^= bool(is_wrong(pixels.shape[2], flip, out.shape[2]))
             return done
 
     assert disagreement(WrongForSome())  # type: ignore[arg-type]

@@ -157,6 +157,19 @@ def test_a_name_that_is_no_library(
 
 
 @pytest.mark.usefixtures("_anew")
+def test_a_name_that_is_an_older_library(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old.c").write_text("int region_version, region_open, region_close;")
+    path = tmp_path / "old.so"
+    subprocess.run([compiler, "-shared", "-o", str(path), str(tmp_path / "old.c")], check=True)
+    monkeypatch.setenv(VARIABLE, str(path))
+    error = unavailable()
+    assert "undefined symbol: region_size" in error.cause
+    assert error.remedy == f"check {VARIABLE}"
+
+
+@pytest.mark.usefixtures("_anew")
 def test_one_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> Path:
         raise BuildError("no C compiler", "install one")
@@ -191,7 +204,7 @@ def test_one_that_was_mapped_already_is_really_another(
     source, path, good = tmp_path / "old.c", tmp_path / "library.so", cached_library()
     source.write_text(
         "int region_size, region_sizes, region_prepare, region_prepare_many, region_close;"
-        "int region_read_many;"
+        "int region_read_many, region_square_of_pixels;"
         'const char *region_version(void) { return "old"; } void *region_open(void) { return 0; }'
     )
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.augmentation.augment import FitTransform
+from paceline.data.augmentation.augment import FitTransform, TrainTransform
 from paceline.data.decoding.decode import CorruptImage
 from paceline.data.decoding.preparer import PillowPreparer
 from paceline.data.region.library import RegionLibrary
 from paceline.data.region.preparer import RegionPreparer
+from paceline.data.settings import DataSettings
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 FIT = FitTransform(8, 8, "bilinear")
@@ -43,13 +44,15 @@ def encoded(kind: str, mode: str = "RGB") -> bytes:
         (encoded("JPEG", "CMYK"), ["decode", "decode", "augment"]),  # the attempt counts too
         (encoded("PNG"), ["decode", "decode", "augment"]),
         (encoded("WEBP"), ["decode", "decode", "augment"]),
-        (PIXELS, ["decode", "augment"]),
+        (PIXELS, ["augment", "augment"]),
+        (PIXELS[:, :, :1].copy(), ["augment", "augment"]),
+        (PIXELS[:, ::2], ["augment", "decode", "augment"]),
     ],
 )
 def test_whatever_is_stored(
     library: RegionLibrary, data: bytes | np.ndarray, causes: list[str]
 ) -> None:
-    """JPEGs by the library, all else by Pillow, with equal pixels."""
+    """JPEGs and whole arrays by the library, all else by Pillow, with equal pixels."""
     clock, got, want = Causes(), np.zeros((8, 8, 3), np.uint8), np.zeros((8, 8, 3), np.uint8)
     RegionPreparer(FIT, 3, library)(data, (), got, clock)
     PillowPreparer(FIT, 3)(data, (), want)
@@ -85,8 +88,20 @@ def test_what_is_done_to_the_square_is_augmenting(library: RegionLibrary) -> Non
     assert clock.spent["decode"] > 0
 
 
+def test_pixels_are_finished_too(library: RegionLibrary) -> None:
+    """Shifted, turned about, with a hole."""
+    chosen = DataSettings(image_size=8, eval_resize=0, augment="pad_crop", crop_padding=2, cutout=3)
+    transform = TrainTransform(chosen)
+    for number in range(20):
+        row = np.random.default_rng(number).random(transform.draws).tolist()
+        got, want = np.zeros((2, 8, 8, 3), np.uint8)
+        RegionPreparer(transform, 3, library)(PIXELS, row, got)
+        PillowPreparer(transform, 3)(PIXELS, row, want)
+        np.testing.assert_array_equal(got, want)
+
+
 def test_samples_that_went_to_pillow_are_told(library: RegionLibrary) -> None:
-    """From all threads. Pixels need no decoder, and do not count."""
+    """From all threads; pixels that are not whole in memory too."""
     prepare = RegionPreparer(FIT, 3, library)
     jpeg, png = encoded("JPEG"), encoded("PNG")
 
@@ -96,6 +111,6 @@ def test_samples_that_went_to_pillow_are_told(library: RegionLibrary) -> None:
     fill(jpeg)
     assert prepare.remark() == ""
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(fill, [jpeg, png, PIXELS] * 500))
-    assert prepare.remark() == "500 of 1,001 samples went to Pillow, not the region decoder"
+        list(pool.map(fill, [jpeg, png, PIXELS, PIXELS[:, ::2]] * 500))
+    assert prepare.remark() == "1,000 of 2,001 samples went to Pillow, not the region decoder"
     assert PillowPreparer(FIT, 3).remark() == ""

@@ -27,7 +27,7 @@ _FLIPPED = Image.Transpose.FLIP_LEFT_RIGHT
 
 
 def disagreement(library: RegionLibrary) -> str:
-    """Empty where all is well. Takes some 15 ms."""
+    """Empty where all is well. Takes some 20 ms."""
     for at, (width, height) in enumerate(_SHAPES):
         for kind, data in enumerate(_files(width, height)):
             for number, name in enumerate(RESAMPLING, start=at + kind):
@@ -74,13 +74,18 @@ def _agrees(
     channels: int,
     flip: bool,
 ) -> bool:
-    image = Image.open(io.BytesIO(data)).convert(MODES[channels])
+    """The file, and its pixels as a cache keeps them."""
+    opened = Image.open(io.BytesIO(data))
+    image = opened.convert(MODES[channels])
     left, top, right, bottom = share
     box = left * image.width, top * image.height, right * image.width, bottom * image.height
-    got = np.empty((_SIZE, _SIZE, channels), dtype=np.uint8)
+    got = np.empty((2, _SIZE, _SIZE, channels), dtype=np.uint8)
     if library.size(data) != image.size:
         return False
-    if not library.prepare(data, image.size, box, flip, name, got):
+    if not library.prepare(data, image.size, box, flip, name, got[0]):
         return False
-    want = image.resize((_SIZE, _SIZE), RESAMPLING[name], box)
-    return np.array_equal(got, pixels_of(want.transpose(_FLIPPED) if flip else want))
+    if not library.square(pixels_of(opened), box, flip, name, got[1]):
+        return False
+    square = image.resize((_SIZE, _SIZE), RESAMPLING[name], box)
+    want = pixels_of(square.transpose(_FLIPPED) if flip else square)
+    return np.array_equal(got, np.stack([want, want]))

@@ -21,7 +21,7 @@ from paceline.core.errors import PacelineError
 
 SOURCES = (
     "metadata.c", "jpeg_header.c", "weights.c", "resample.c", "memory.c", "square.c",
-    "jpeg_region.c", "many.c", "read_many.c",
+    "jpeg_region.c", "pixels.c", "many.c", "read_many.c",
 )  # fmt: skip
 HEADERS = ("region.h", "state.h")
 HERE = Path(__file__).parent

@@ -14,7 +14,6 @@
 #endif
 
 enum { MARGIN = 8 };          /* upsampling of chroma looks one sample further: two pixels at most */
-enum { KEPT_BYTES = 1 << 24 }; /* memory above this goes back after each image */
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -114,6 +113,12 @@ static int start(region *self, const jpeg_header *header, const uint8_t *data, s
     return REGION_DONE;
 }
 
+static void decode_rows(region *self, const work *w, int first, int count, uint8_t **rows) {
+    (void)w, (void)first; /* libjpeg knows where it is */
+    for (int got = 0; got < count;)
+        got += (int)jpeg_read_scanlines(&self->jpeg, rows + got, (JDIMENSION)(count - got));
+}
+
 static int decode(region *self, const jpeg_header *header, const uint8_t *data, size_t length,
                   work *w, uint8_t *out) {
     if (setjmp(self->complain))
@@ -121,26 +126,7 @@ static int decode(region *self, const jpeg_header *header, const uint8_t *data, 
     /* A new one for each file: tables of one file would serve for those that the next one lacks. */
     jpeg_create_decompress(&self->jpeg);
     int outcome = start(self, header, data, length, w);
-    if (outcome != REGION_DONE)
-        return outcome;
-    for (int i = 0; i < self->across.size; i++)
-        self->across.start[i] -= w->first_column;
-    w->rows = self->down.end - self->down.first;
-    w->row_bytes = ((size_t)w->columns + 2 * (size_t)self->across.pairs) * (size_t)w->decoded_bands;
-    w->row_bytes = (w->row_bytes + 63) / 64 * 64;
-    return w->down_first ? down_then_across(self, w, out) : across_then_down(self, w, out);
-}
-
-static void give_back(region *self) {
-    jpeg_destroy_decompress(&self->jpeg);
-    buffer *buffers[] = {&self->decoded, &self->between, &self->lines};
-    for (int i = 0; i < 3; i++)
-        if (buffers[i]->capacity > KEPT_BYTES)
-            release(buffers[i]);
-    if (self->across.capacity > KEPT_BYTES)
-        free_weights(&self->across);
-    if (self->down.capacity > KEPT_BYTES)
-        free_weights(&self->down);
+    return outcome == REGION_DONE ? fill_square(self, w, out) : outcome;
 }
 
 int region_prepare(region *self, const uint8_t *data, size_t length, float left, float top,
@@ -154,17 +140,15 @@ int region_prepare(region *self, const uint8_t *data, size_t length, float left,
     /* libjpeg itself reads progressive files to their end. */
     if (!header.progressive && !ends_in_eoi(&header, data, length))
         return REGION_DAMAGED;
-    int outcome = make_weights(&self->across, header.width, left, right, size, filter);
-    if (outcome == REGION_DONE)
-        outcome = make_weights(&self->down, header.height, top, bottom, size, filter);
+    const float box[] = {left, top, right, bottom};
+    int outcome = weigh_box(self, header.width, header.height, box, flip, size, filter);
     if (outcome == REGION_DONE) {
-        if (flip)
-            mirror_weights(&self->across);
         work w = {.size = size, .channels = channels, .down_first = down_first};
+        w.decode_rows = decode_rows;
         w.decoded_bands = header.components == 1 ? 1 : 4;
-        w.bands = channels == 1 ? 1 : w.decoded_bands;
         outcome = decode(self, &header, data, length, &w, out);
+        jpeg_destroy_decompress(&self->jpeg);
     }
-    give_back(self);
+    release_what_is_large(self);
     return outcome;
 }

@@ -21,8 +21,17 @@ import numpy.typing as npt
 from paceline.core.errors import PacelineError
 from paceline.data.augmentation.augment import Box, Pixels
 from paceline.data.region.agreement import disagreement
+from paceline.data.region.array_memory import (
+    TALLEST,
+    address,
+    addresses_of_squares,
+    check_square,
+    is_image,
+)
 from paceline.data.region.build import BuildError
 from paceline.data.region.cache import cached_library
+from paceline.data.region.decoder import Decoder
+from paceline.data.region.functions import load_functions
 from paceline.data.region.pass_order import down_first
 from paceline.data.region.pieces import Pieces
 from paceline.data.settings import INTERPOLATIONS
@@ -30,8 +39,6 @@ from paceline.data.stored_files import StoredFiles
 
 VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"
 _FILTERS = {name: number for number, name in enumerate(INTERPOLATIONS)}
-# Pillow 12 turns to other passes for images that are taller than this many times their width.
-_TALLEST = 100
 
 
 class RegionUnavailableError(PacelineError):
@@ -43,29 +50,9 @@ class RegionLibrary:
 
     def __init__(self, path: Path) -> None:
         """OSError where it cannot be loaded, AttributeError where it is another library."""
-        # Local symbols: Pillow brings a libjpeg too, and neither may call into the other.
-        library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+        library = load_functions(path)
         # Reading a header takes less time than giving the interpreter's lock away.
-        self._size = ctypes.PyDLL(str(path)).region_size
-        self._size.argtypes = [ctypes.c_char_p, ctypes.c_size_t, *[ctypes.c_void_p] * 2]
-        self._prepare = library.region_prepare
-        self._prepare.argtypes = [
-            ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
-            *[ctypes.c_float] * 4, *[ctypes.c_int] * 5, ctypes.c_void_p,
-        ]  # fmt: skip
-        self._sizes = library.region_sizes
-        self._sizes.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3]
-        self._sizes.restype = None
-        self._prepare_many = library.region_prepare_many
-        self._prepare_many.argtypes = [
-            ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 3,
-            *[ctypes.c_void_p] * 2,
-        ]  # fmt: skip
-        self._prepare_many.restype = None
-        self._read_many = library.region_read_many
-        self._read_many.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 5]
-        self._read_many.restype = None
-        library.region_version.restype = ctypes.c_char_p
+        self._size = load_functions(path, keeping_the_lock=True).region_size
         self.version = str(library.region_version().decode())
         self._library = library
         self._local = threading.local()
@@ -76,7 +63,7 @@ class RegionLibrary:
         width, height = ctypes.c_int32(), ctypes.c_int32()
         if self._size(data, len(data), ctypes.byref(width), ctypes.byref(height)):
             return None
-        if height.value > _TALLEST * width.value:
+        if height.value > TALLEST * width.value:
             return None
         return width.value, height.value
 
@@ -91,23 +78,35 @@ class RegionLibrary:
     ) -> bool:
         """Fills `out` with `box` of the image, whose `size` is `shape`. False where the file is not as
         it should be; then there may be anything in `out`."""
-        _check_square(out)
+        check_square(out)
         rows, _, channels = out.shape
-        turned = down_first(*shape, rows)
-        address = out.__array_interface__["data"][0]
-        outcome: int = self._prepare(
-            self._decoder(), data, len(data), *box,
-            flip, rows, _FILTERS[interpolation], turned, channels, address,
+        outcome: int = self._library.region_prepare(
+            self._decoder(), data, len(data), *box, flip, rows, _FILTERS[interpolation],
+            down_first(*shape, rows), channels, address(out),
+        )  # fmt: skip
+        return outcome == 0
+
+    def square(self, pixels: Pixels, box: Box, flip: bool, interpolation: str, out: Pixels) -> bool:
+        """Fills `out` with `box` of an image that is decoded already. False where the array is not one
+        that this library takes; then there may be anything in `out`."""
+        check_square(out)
+        if not is_image(pixels):
+            return False
+        height, width, bands = pixels.shape
+        rows, _, channels = out.shape
+        outcome: int = self._library.region_square_of_pixels(
+            self._decoder(), address(pixels), width, height, bands, *box, flip, rows,
+            _FILTERS[interpolation], down_first(width, height, rows), channels, address(out),
         )  # fmt: skip
         return outcome == 0
 
     def sizes(self, files: StoredFiles) -> npt.NDArray[np.int32]:
         """A row each: `size`, 0 and 0 where that is None."""
         sizes = np.zeros((len(files.lengths), 2), dtype=np.int32)
-        self._sizes(
+        self._library.region_sizes(
             len(sizes), files.addresses.ctypes.data, files.lengths.ctypes.data, sizes.ctypes.data
         )
-        sizes[sizes[:, 1] > _TALLEST * sizes[:, 0]] = 0
+        sizes[sizes[:, 1] > TALLEST * sizes[:, 0]] = 0
         return sizes
 
     def prepare_many(
@@ -120,17 +119,13 @@ class RegionLibrary:
     ) -> list[bool]:
         """`prepare` for each file; `turns` has flip and `down_first`. Which of `outs` were filled."""
         count, (side, _, channels) = len(outs), outs[0].shape
-        for out in outs:
-            _check_square(out)
-            if out.shape != outs[0].shape:
-                raise ValueError(f"squares of one shape are filled, not {out.shape}")
-        targets = np.array([out.__array_interface__["data"][0] for out in outs], dtype=np.uint64)
+        targets = addresses_of_squares(outs)
         shapes = (files.lengths.shape, boxes.shape, turns.shape)
         if shapes != ((count,), (count, 4), (count, 2)):
             raise ValueError(f"{count} squares, but {shapes}")
         boxes, turns = np.ascontiguousarray(boxes), np.ascontiguousarray(turns)
         outcomes = np.full(count, -1, dtype=np.int32)
-        self._prepare_many(
+        self._library.region_prepare_many(
             self._decoder(), count, files.addresses.ctypes.data, files.lengths.ctypes.data,
             boxes.ctypes.data, turns.ctypes.data, side, _FILTERS[interpolation], channels,
             targets.ctypes.data, outcomes.ctypes.data,
@@ -141,35 +136,13 @@ class RegionLibrary:
         """Fills the pieces' `found`; never fails, but says there what failed."""
         arrays = (pieces.descriptors, pieces.offsets, pieces.sizes, pieces.targets, pieces.found)
         addresses = [array.ctypes.data for array in arrays]
-        self._read_many(len(pieces.sizes), *addresses)
+        self._library.region_read_many(len(pieces.sizes), *addresses)
 
     def _decoder(self) -> int:
-        held: _Decoder | None = getattr(self._local, "decoder", None)
+        held: Decoder | None = getattr(self._local, "decoder", None)
         if held is None:
-            held = self._local.decoder = _Decoder(self._library)
+            held = self._local.decoder = Decoder(self._library)
         return held.handle
-
-
-def _check_square(out: Pixels) -> None:
-    if out.shape[0] != out.shape[1] or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"a contiguous square is filled, not {out.shape}")
-
-
-class _Decoder:
-    """One thread's memory in the library, given back with the thread."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        library.region_open.restype = ctypes.c_void_p
-        handle = library.region_open()
-        if not handle:
-            raise OSError("its libjpeg is another one than it was built for")
-        self.handle = int(handle)
-        self._close = library.region_close
-        self._close.argtypes = [ctypes.c_void_p]
-
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", 0):
-            self._close(handle)
 
 
 @functools.cache

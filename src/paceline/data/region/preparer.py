@@ -1,4 +1,4 @@
-"""`RegionPreparer`: JPEGs through the region decoder, everything else through Pillow.
+"""`RegionPreparer`: JPEGs and pixels through the region decoder, everything else through Pillow.
 
 In: what a preparer takes. Out: the same pixels and errors as `PillowPreparer`. Files that the library
 does not take (other formats, CMYK, turned by Exif) and files that are not as they should be are
@@ -19,7 +19,7 @@ from paceline.data.sources.source import Source
 
 
 class RegionPreparer:
-    """Decoding, cropping and resampling are one, and count as decoding."""
+    """Decoding, cropping and resampling are one, and count as decoding; of pixels, as augmenting."""
 
     def __init__(self, transform: SquareTransform, channels: int, library: RegionLibrary) -> None:
         self._transform = transform
@@ -32,21 +32,21 @@ class RegionPreparer:
     def __call__(
         self, data: Stored, row: Sequence[float], out: Pixels, clock: Clock | None = None
     ) -> None:
-        if not isinstance(data, bytes):
-            self._others(data, row, out, clock)
-            return
         start = perf_counter()
-        done = self._prepare(data, row, out)
-        decoded = perf_counter()
+        if isinstance(data, bytes):
+            cause, done = "decode", self._prepare(data, row, out)
+        else:
+            cause, done = "augment", self._resample(data, row, out)
+        prepared = perf_counter()
         if clock is not None:
-            clock.add("decode", decoded - start)
+            clock.add(cause, prepared - start)
         self._count(done)
         if not done:
             self._others(data, row, out, clock)
             return
         self._transform.finish(row, out)
         if clock is not None:
-            clock.add("augment", perf_counter() - decoded)
+            clock.add("augment", perf_counter() - prepared)
 
     def _prepare(self, data: bytes, row: Sequence[float], out: Pixels) -> bool:
         shape = self._library.size(data)
@@ -56,8 +56,13 @@ class RegionPreparer:
         box, flip = transform.box(*shape, row), transform.flips(row)
         return self._library.prepare(data, shape, box, flip, transform.interpolation, out)
 
+    def _resample(self, pixels: Pixels, row: Sequence[float], out: Pixels) -> bool:
+        transform, (height, width, _) = self._transform, pixels.shape
+        box, flip = transform.box(width, height, row), transform.flips(row)
+        return self._library.square(pixels, box, flip, transform.interpolation, out)
+
     def together(self, source: Source) -> Together | None:
-        """Only where files can be read together."""
+        """Only where files can be read together: for pixels in memory it gains too little."""
         if not hasattr(source, "extent"):
             return None
         return RegionTogether(source, self._transform, self._library, self._count_done)

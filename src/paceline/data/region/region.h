@@ -79,6 +79,11 @@ SHOWN int region_prepare(region *self, const uint8_t *data, size_t length, float
                          float right, float bottom, int flip, int size, int filter, int down_first,
                          int channels, uint8_t *out);
 
+/* pixels.c: the same of an image that lies decoded in memory, its rows one behind the other. */
+SHOWN int region_square_of_pixels(region *self, const uint8_t *pixels, int width, int height, int bands,
+                                  float left, float top, float right, float bottom, int flip, int size,
+                                  int filter, int down_first, int channels, uint8_t *out);
+
 /* many.c */
 SHOWN void region_sizes(int count, const uint8_t *const *files, const int64_t *lengths, int32_t *sizes);
 SHOWN void region_prepare_many(region *self, int count, const uint8_t *const *files,

@@ -1,6 +1,6 @@
 /* From the rows of a box to the square: the two passes, in either order.
 
-   In: a started decoder, weights, and what is wanted. Out: size x size x channels bytes in `out`. */
+   In: where the rows come from, and what is wanted. Out: size x size x channels bytes in `out`. */
 #include <string.h>
 
 #include "state.h"
@@ -15,9 +15,8 @@ static void to_grey(uint8_t *row, int columns) {
     }
 }
 
-static void read_rows(region *self, const work *w, uint8_t **rows, int count) {
-    for (int got = 0; got < count;)
-        got += (int)jpeg_read_scanlines(&self->jpeg, rows + got, (JDIMENSION)(count - got));
+static void read_rows(region *self, const work *w, int first, int count, uint8_t **rows) {
+    w->decode_rows(self, w, first, count, rows);
     if (w->bands != w->decoded_bands)
         for (int i = 0; i < count; i++)
             to_grey(rows[i], w->columns);
@@ -33,7 +32,7 @@ static void put_line(const work *w, const uint8_t *line, uint8_t *out) {
 }
 
 /* Each row is brought to the result's width as it comes; then all to its height. */
-int across_then_down(region *self, const work *w, uint8_t *out) {
+static int across_then_down(region *self, const work *w, uint8_t *out) {
     int kept = w->bands == 4 ? 3 : 1, bytes = w->size * kept;
     size_t stride = ((size_t)bytes + 1 + 31) / 32 * 32;
     if (!hold(&self->decoded, GROUP * w->row_bytes) ||
@@ -47,7 +46,7 @@ int across_then_down(region *self, const work *w, uint8_t *out) {
             decoded[i] = self->decoded.bytes + (size_t)i * w->row_bytes;
             targets[i] = self->between.bytes + (size_t)(done + i) * stride;
         }
-        read_rows(self, w, decoded, group);
+        read_rows(self, w, done, group, decoded);
         resample_across(
             (const uint8_t *const *)decoded, group, w->bands, &self->across, targets);
     }
@@ -63,7 +62,7 @@ int across_then_down(region *self, const work *w, uint8_t *out) {
 }
 
 /* As Pillow does from version 13 on where the height shrinks much more than the width. */
-int down_then_across(region *self, const work *w, uint8_t *out) {
+static int down_then_across(region *self, const work *w, uint8_t *out) {
     int bytes = w->columns * w->bands;
     size_t beyond = w->row_bytes - (size_t)bytes, line = ((size_t)w->size * 3 + 1 + 31) / 32 * 32;
     if (!hold(&self->decoded, (size_t)w->rows * w->row_bytes) ||
@@ -75,7 +74,7 @@ int down_then_across(region *self, const work *w, uint8_t *out) {
         int group = w->rows - done < GROUP ? w->rows - done : GROUP;
         for (int i = 0; i < group; i++)
             decoded[i] = self->decoded.bytes + (size_t)(done + i) * w->row_bytes;
-        read_rows(self, w, decoded, group);
+        read_rows(self, w, done, group, decoded);
     }
     resample_down(self->decoded.bytes, w->row_bytes, bytes, &self->down, self->between.bytes);
     for (int done = 0; done < w->size; done += GROUP) {
@@ -91,4 +90,24 @@ int down_then_across(region *self, const work *w, uint8_t *out) {
                      out + (size_t)(done + i) * (size_t)w->size * (size_t)w->channels);
     }
     return REGION_DONE;
+}
+
+int weigh_box(region *self, int width, int height, const float box[4], int flip, int size,
+              int filter) {
+    int outcome = make_weights(&self->across, width, box[0], box[2], size, filter);
+    if (outcome == REGION_DONE)
+        outcome = make_weights(&self->down, height, box[1], box[3], size, filter);
+    if (outcome == REGION_DONE && flip)
+        mirror_weights(&self->across);
+    return outcome;
+}
+
+int fill_square(region *self, work *w, uint8_t *out) {
+    for (int i = 0; i < self->across.size; i++)
+        self->across.start[i] -= w->first_column;
+    w->bands = w->channels == 1 ? 1 : w->decoded_bands;
+    w->rows = self->down.end - self->down.first;
+    w->row_bytes = ((size_t)w->columns + 2 * (size_t)self->across.pairs) * (size_t)w->decoded_bands;
+    w->row_bytes = (w->row_bytes + 63) / 64 * 64;
+    return w->down_first ? down_then_across(self, w, out) : across_then_down(self, w, out);
 }
