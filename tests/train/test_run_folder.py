@@ -56,6 +56,15 @@ def test_auto_finds_a_run_from_before_there_were_some_settings() -> None:
     assert other.resume_from is None
 
 
+@pytest.mark.parametrize("content", [b"run = 3\n", b"[run\n", b"\xff"])
+def test_auto_passes_by_what_is_no_configuration(content: bytes) -> None:
+    folder = choose_run_folder(small_config(""), restarted=False)
+    started(folder, step=5)
+    (folder.path / "config.toml").write_bytes(content)
+    found = choose_run_folder(small_config("", run__resume="auto"), restarted=False)
+    assert found == RunFolder(Path("runs/small-002"), None)
+
+
 def test_auto_starts_anew_where_there_is_nothing_to_resume() -> None:
     found = choose_run_folder(small_config("", run__resume="auto"), restarted=False)
     assert found == RunFolder(Path("runs/small-001"), None)

@@ -147,7 +147,9 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             continue
         try:
             there = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError):
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+            continue
+        if not all(isinstance(table, dict) for table in there.values()):
             continue
         different = _differences(_identity(with_defaults(there)), wanted)
         if not different:
