@@ -101,7 +101,12 @@ def test_few_images_are_repeated_with_their_labels(shards: DataSettings) -> None
     assert len(source) >= 20_000
     assert source.read(0) == source.read(8) != source.read(1)  # there are eight
     assert source.labels[1] == source.labels[9]
+    extent: Any = source.extent  # type: ignore[attr-defined]
+    assert extent(8) == extent(0) != extent(1)
     source.close()
+    kept = open_repeated(replace(shards, cache="memory"), "val")
+    assert not hasattr(kept, "extent")  # nor has a cache
+    kept.close()
 
 
 def test_no_row_of_webdataset_where_it_cannot_be(

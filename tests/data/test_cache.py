@@ -113,6 +113,21 @@ def test_the_limit_holds_to_the_byte() -> None:
     assert store.get(0) == bytes(99)
 
 
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_what_no_longer_fits_is_not_decoded(
+    tmp_path: Path, png: Callable[..., bytes], cache: str
+) -> None:
+    plain = Pictures([png(np.full((700, 700, 3), i, np.uint8)) for i in range(4)])
+    source = cached(plain, settings(tmp_path, cache, "decoded", cache_mib=2), "train")
+    for again in range(2):
+        found = [source.read(i) for i in range(4)]
+        kept = [isinstance(data, np.ndarray) for data in found]
+        # The second is the one that finds no room.
+        assert kept == [True, not again, False, False]
+        assert found[2:] == plain.data[2:]
+    source.close()
+
+
 def test_what_is_kept_is_not_part_of_something_larger() -> None:
     store = MemoryStore(1000)
     batch = np.zeros((100, 4, 4, 3), np.uint8)
@@ -194,6 +209,7 @@ def test_cropped_pixels_are_those_of_cropped_files(
     monkeypatch.setattr(RegionLibrary, "square", noted)
     seen = []
     for name in ("none", cache):
+        squares.clear()  # the library's own check fills some
         chosen = settings(
             tmp_path, name, "decoded", dir=str(tmp_path), image_size=16, eval_resize=20,
             channels=channels, mean=[0.5], std=[0.5], workers=2, max_corrupt_share=0.1,

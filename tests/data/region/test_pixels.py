@@ -10,6 +10,7 @@ from PIL import Image
 
 from paceline.data.augmentation.augment import RESAMPLING, Box, pixels_of
 from paceline.data.decoding.decode import decode
+from paceline.data.region import array_memory
 from paceline.data.region import library as module
 from paceline.data.region.array_memory import address
 from paceline.data.region.library import RegionLibrary
@@ -178,3 +179,13 @@ def test_every_argument_is_checked(library: RegionLibrary) -> None:
             assert outcome(**{name: value}) == BAD_ARGUMENT, (name, value)
     assert outcome(width=65_501) == outcome(height=65_501) == NOT_OURS
     assert outcome(width=30_000, height=30_000) == NOT_OURS
+
+
+def test_arrays_of_more_bytes_than_a_whole_number_of_c_are_not_taken(
+    library: RegionLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels, out = noise(10, 10, 3), np.zeros((4, 4, 3), np.uint8)
+    monkeypatch.setattr(array_memory, "_MOST_BYTES", pixels.nbytes)
+    assert library.square(pixels, (0, 0, 10, 10), False, "bilinear", out)
+    monkeypatch.setattr(array_memory, "_MOST_BYTES", pixels.nbytes - 1)
+    assert not library.square(pixels, (0, 0, 10, 10), False, "bilinear", out)

@@ -89,9 +89,13 @@ class CachedSource:
         with self._lock:
             self._hits += data is not None
             self._misses += data is None
-        if data is None:
-            data = self._form(self.kept.read(i))
-            self._store.put(i, data)
+        if data is not None:
+            return data
+        data = self.kept.read(i)
+        if self._channels is not None and self._store.full:
+            return data  # who crops it need not decode all of it
+        data = self._form(data)
+        self._store.put(i, data)
         return data
 
     def _form(self, data: Data) -> Data:

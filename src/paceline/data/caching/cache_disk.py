@@ -34,6 +34,7 @@ class DiskStore:
         self._limit = limit_bytes
         self._lock = threading.Lock()
         self._stopped = False
+        self.full = False
         self.damaged = 0
         try:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -107,6 +108,7 @@ class DiskStore:
             try:
                 used = int.from_bytes(os.pread(self._used, 8, 0), "little")
                 if size > 0 and used + size > self._limit:
+                    self.full = True
                     return False
                 os.pwrite(self._used, max(0, used + size).to_bytes(8, "little"), 0)
                 return True
@@ -117,7 +119,7 @@ class DiskStore:
         with self._lock:
             if self._stopped:
                 return
-            self._stopped = True
+            self._stopped = self.full = True
         sys.stderr.write(f"paceline: warning: the cache takes no more samples: {error.cause}\n")
 
     @property

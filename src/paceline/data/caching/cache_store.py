@@ -19,6 +19,10 @@ Data = bytes | npt.NDArray[np.uint8]
 class CacheStore(Protocol):
     """Used by many threads at once. Never fails: what cannot be kept is not kept."""
 
+    @property
+    def full(self) -> bool:
+        """Whether a sample was too many already. A smaller one may still fit."""
+
     def get(self, i: int) -> Data | None: ...
 
     def put(self, i: int, data: Data) -> None: ...
@@ -36,6 +40,7 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._kept: dict[int, Data] = {}
         self.used_bytes = 0
+        self.full = False
 
     def get(self, i: int) -> Data | None:
         return self._kept.get(i)
@@ -47,9 +52,13 @@ class MemoryStore:
             data = np.ascontiguousarray(data).copy()
             data.setflags(write=False)
         with self._lock:
-            if i not in self._kept and self.used_bytes + size <= self._limit:
-                self._kept[i] = data
-                self.used_bytes += size
+            if i in self._kept:
+                return
+            if self.used_bytes + size > self._limit:
+                self.full = True
+                return
+            self._kept[i] = data
+            self.used_bytes += size
 
     def describe(self) -> str:
         return "in memory"
@@ -58,6 +67,7 @@ class MemoryStore:
         with self._lock:
             self._kept.clear()
             self.used_bytes = 0
+            self.full = False
 
 
 def data_bytes(data: Data) -> int:

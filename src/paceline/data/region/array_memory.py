@@ -27,7 +27,8 @@ def is_image(pixels: Pixels) -> bool:
 
 
 def check_square(out: Pixels) -> None:
-    if out.shape[0] != out.shape[1] or not out.flags.c_contiguous or not out.flags.writeable:
+    whole = out.flags.c_contiguous and out.flags.writeable and out.dtype == np.uint8
+    if out.shape[0] != out.shape[1] or not whole:
         raise ValueError(f"a contiguous square is filled, not {out.shape}")
 
 
