@@ -30,6 +30,11 @@ SETTINGS = DataSettings(
 )
 
 
+@pytest.fixture(autouse=True)
+def _connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 class PillowDecoder:
     """Takes no file of one size: as if nvJPEG had failed with it."""
 
@@ -150,6 +155,10 @@ def test_pixels_are_refused_and_what_was_chosen_is_said(monkeypatch: pytest.Monk
         source, SETTINGS, rank=0, world_size=1, batch_size=4, device=CPU, remark="not resident: x"
     )
     assert loader.describe() == "Pillow, 2 threads (not resident: x)"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert loader.describe().endswith(
+        "(not resident: x; slower than it could be: set CUDA_DEVICE_MAX_CONNECTIONS=32, it is 1)"
+    )
     monkeypatch.setattr(source, "read", lambda i: np.zeros((4, 4, 3), dtype=np.uint8))
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .* are stored as pixels; set"):
         DeviceEvalLoader(source, SETTINGS, rank=0, world_size=1, batch_size=4, device=CPU)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.gpu_connections import few_connections
 from paceline.data.augmentation.augment import Pixels, SquareTransform
 from paceline.data.augmentation.augment_extras import extra_draws
 from paceline.data.cause_clock import CauseClock
@@ -105,7 +106,8 @@ class DeviceReader:
         """`remark` goes with it."""
         threads = f"{self._workers} thread{'' if self._workers == 1 else 's'}"
         text = f"{self._decoder.describe()}, {threads}"
-        return f"{text} ({remark})" if remark else text
+        known = "; ".join(filter(None, (remark, few_connections())))
+        return f"{text} ({known})" if known else text
 
     def remark(self) -> str:
         """How many samples the GPU's decoder did not decode, and why; empty where it decoded all."""

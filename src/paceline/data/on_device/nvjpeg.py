@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.core.gpu_connections import few_connections
 from paceline.data.on_device.batch_decoder import Decoded, DeviceImage, sound_jpeg, words_of
 from paceline.data.on_device.jpeg_facts import JpegFile
 from paceline.data.on_device.nvjpeg_handles import NvJpegHandles, NvJpegStates
@@ -147,8 +146,7 @@ class NvJpegDecoder:
 
     def describe(self) -> str:
         how = "JPEG engines" if self._handles.engine else "no JPEG engines"
-        known = "; ".join(filter(None, (how, few_connections())))
-        return f"nvJPEG {self._library.version()} ({known})"
+        return f"nvJPEG {self._library.version()} ({how})"
 
 
 def _room(sizes: Int64, device: torch.device) -> tuple[torch.Tensor, Targets]:
