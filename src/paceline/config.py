@@ -7,6 +7,7 @@ flags. Out: one frozen object, and the TOML that reproduces it. Unknown keys fai
 from __future__ import annotations
 
 import contextlib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -45,6 +46,9 @@ class RunSettings:
     `mixup` and `cutmix` mix each training image with another of its micro-batch: the parameters of their
     Beta distributions, 0 is off; with both on, each image takes one of the two.
 
+    `average_epochs` averages the weights over about so many last epochs; evaluation, best checkpoint and
+    exported weights are then of the average, which training never sees. 0 is off.
+
     `fused_norm` (auto, on, off) takes our kernels for batch norm with ReLU, sum and pool: auto on a GPU
     for the models that have them. `compile` is torch.compile: off, blocks (each residual block), model
     (all of it), or auto: model on a GPU where fused_norm has nothing to offer. `cuda_graphs` (auto, on,
@@ -61,6 +65,7 @@ class RunSettings:
     smoothing: float = 0.1
     mixup: float = 0.0
     cutmix: float = 0.0
+    average_epochs: float = 0.0
     seed: int = 0
     device: str = "auto"
     threads: int = 0
@@ -96,6 +101,10 @@ class RunSettings:
                     f"run.{name}", value, f"must be 0 (off), or from {MIXES[0]} to {MIXES[1]}",
                     "try 0.2" if name == "mixup" else "try 1.0",
                 )  # fmt: skip
+        if not 0 <= self.average_epochs < math.inf:
+            raise ConfigError(
+                "run.average_epochs", self.average_epochs, "must be 0 (off) or more", "try 5.0"
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError("run.seed", self.seed, "must be 0 or more, and below 2^63")
         if self.threads < 0:

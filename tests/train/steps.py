@@ -35,6 +35,7 @@ from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_master_optimizer
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
+from paceline.train.weight_average import create_average
 
 CPU = torch.device("cpu")
 DATA = DataSettings(
@@ -76,6 +77,8 @@ class Made:
     comm: CommSettings | None = None
     # A buffer for every tensor, by this one.
     carrier: Carrier | None = None
+    # How many steps an average of the weights reaches back; 0: none is kept.
+    average: float = 0.0
 
 
 def make_step(
@@ -106,7 +109,10 @@ def make_step(
         planned = plan_exchange(made.comm, model, group, dry)
         exchange = planned.create(group, accumulate=accumulate, graphs=made.graphs)
     micro_step = MicroStep(model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs)
-    update = Update(model, optimizer, exchange, norms, scale, graphs=made.graphs)
+    average = create_average(made.average, 1, model, optimizer, norms)
+    update = Update(
+        model, optimizer, exchange, norms, scale, graphs=made.graphs, average=average
+    )  # fmt: skip
     return TrainStep(
         model, micro_step, update, exchange, norms, loader, normalize, policy, plan, group,
         StopSignals(), scale, 5,

@@ -48,7 +48,7 @@ def test_it_comes_back_as_it_was_and_plain_torch_can_read_it(tmp_path: Path) -> 
     assert found.step == 5
     assert torch.equal(found.model["w"], saved.model["w"])
     table = torch.load(tmp_path / PATH, weights_only=True)
-    assert (table["format"], table["version"]) == ("paceline-checkpoint", 2)
+    assert (table["format"], table["version"]) == ("paceline-checkpoint", 3)
 
 
 def test_the_hash_tells_every_part_apart() -> None:
@@ -98,8 +98,8 @@ def test_a_file_cut_short_is_refused(length: int) -> None:
 def test_a_later_format_and_a_missing_part_are_refused() -> None:
     table = torch.load(io.BytesIO(checkpoint().to_bytes()), weights_only=True)
     for change, words in (
-        ({"version": 3}, "has format 3; Paceline .* reads 2; use the Paceline version"),
-        ({"version": 1}, "has format 1; Paceline .* reads 2; use the Paceline version"),
+        ({"version": 4}, "has format 4; Paceline .* reads 2 and 3; use the Paceline version"),
+        ({"version": 1}, "has format 1; Paceline .* reads 2 and 3; use the Paceline version"),
         ({"format": "other"}, "is not a Paceline checkpoint"),
         ({"rng": None}, "does not match its SHA-256"),
         ({"sha256": None}, "does not match its SHA-256"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,27 @@ def test_recorded_steps_mix_images_as_plain_ones_do(dtype: str) -> None:
     assert float((recorded - plain).norm() / moved) < TOLERANCE[dtype]
     assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
     assert float((recorded - unmixed).norm() / moved) > 5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_recorded_steps_average_their_weights_exactly(dtype: str) -> None:
+    """One that is halted, too, in the recording: it must not count."""
+    scale = PrecisionSettings(loss_scale_init=1024.0)
+    made = Made(epochs=8, dtype=dtype, precision=scale, graphs=True, average=4.0)
+    step = make_step(alone(torch.device("cuda")), made=made, norm=True)
+    average = step.update.average
+    assert average is not None
+    expected = torch.zeros(())
+    for number in range(STEPS):
+        step.run(number, 0.05)
+        now = torch.cat([m.detach().double().flatten() for m in step.update.optimizer.masters()])
+        expected = now if number == 0 else expected + (now - expected) / min(number + 1, 4)
+    found = torch.cat([value.flatten() for value in average.weights])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert float((now - expected).abs().max()) > 1e-4
+    step.stop.received = signal.SIGTERM
+    assert not step.run(STEPS, 0.05).done
+    assert torch.equal(found, torch.cat([value.flatten() for value in average.weights]))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from paceline.train.atomic_file import write_atomically
 from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
-VERSION = 2
+VERSION = 3
+# Before 3 there was no average.
+_READABLE = (2, 3)
 _FOREIGN = "weights of other programs are taken with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
 
@@ -50,6 +52,8 @@ class Checkpoint:
     rng: dict[str, Any]
     classes: list[str]
     versions: dict[str, str]
+    # What `WeightAverage.capture` gave; empty where none was kept.
+    average: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -82,9 +86,10 @@ class Checkpoint:
             raise _unreadable(path, content, error) from None
         if not ours:
             raise CheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
-        if table.get("version") != VERSION:
+        if table.get("version") not in _READABLE:
             raise CheckpointError(
-                f"{path} has format {table.get('version')}; Paceline {__version__} reads {VERSION}",
+                f"{path} has format {table.get('version')}; Paceline {__version__} reads "
+                f"{' and '.join(str(version) for version in _READABLE)}",
                 "use the Paceline version that wrote it",
             )
         if not intact:

@@ -6,7 +6,7 @@ state dict of fp32 weights, for checkpoints, export and comparison; and the othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,13 @@ def master_weights(model: nn.Module, optimizer: LARS) -> dict[str, Tensor]:
     return {name: masters.get(id(p), p).detach() for name, p in model.named_parameters()}
 
 
-def full_state(model: nn.Module, optimizer: LARS) -> dict[str, Tensor]:
-    """The model's state dict with masters in place of half-precision weights."""
+def full_state(
+    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The model's state dict with masters, or `weights` in their order, in place of its parameters."""
+    chosen = optimizer.masters() if weights is None else weights
     # A parameter shared by two modules has two keys and one master.
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), optimizer.masters(), strict=True)}
+    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
     state = model.state_dict(keep_vars=True)
     return {name: _widened(masters.get(id(value), value).detach()) for name, value in state.items()}
 

@@ -29,6 +29,7 @@ from paceline.train.input_notes import InputNotes
 from paceline.train.machine import hardware, versions
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
+from paceline.train.weight_average import applied
 
 # Evaluation keeps no activations for a backward pass, so its batches may be larger than training's.
 _EVAL_BATCH, _EVAL_TIMES = 256, 4
@@ -202,7 +203,7 @@ class TrainingLoop:
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
-        with t.step.batch_norm.averaged(t.group), loader:
+        with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
             )

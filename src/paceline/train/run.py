@@ -29,6 +29,7 @@ from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.stop_signals import StopSignals
 from paceline.train.tensorboard import TensorBoardWriter
 from paceline.train.training import Training, build
+from paceline.train.weight_average import applied
 from paceline.train.weights_file import fingerprint, write_weights
 
 
@@ -103,19 +104,22 @@ def _resolved(training: Training) -> dict[str, Any]:
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks hold the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
-    weights = fingerprint(master_weights(training.model, training.step.update.optimizer))
-    group.settle(
-        "weights", facts={"the final weights": weights}, remedy="this is a defect: please report it"
-    )
+    average, optimizer = training.state.average, training.step.update.optimizer
+    weights = fingerprint(master_weights(training.model, optimizer))
+    facts = {"the final weights": weights}
+    if average is not None:
+        named = {str(number): value for number, value in enumerate(average.weights)}
+        facts["their average"] = fingerprint(named)
+    group.settle("weights", facts=facts, remedy="this is a defect: please report it")
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
     summary = _summary(training, result, weights, _input_counters(training))
     report, error = None, None
-    with training.step.batch_norm.averaged(group):
+    with applied(average), training.step.batch_norm.averaged(group):
         if group.rank == 0:
             try:
                 names = {"model": training.config.model.name, "step": str(training.progress.step)}
-                state = full_state(training.model, training.step.update.optimizer)
+                state = average.full_state() if average else full_state(training.model, optimizer)
                 write_weights(state, folder / "weights.safetensors", names)
                 text = json.dumps(summary, indent=2) + "\n"
                 write_atomically(folder / "summary.json", text.encode())

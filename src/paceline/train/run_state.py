@@ -30,6 +30,7 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.full_weights import full_state, restore_masters
 from paceline.train.machine import versions
 from paceline.train.progress import Progress
+from paceline.train.weight_average import WeightAverage
 
 # A change of one of these makes it another run: the order of samples, the weights' shapes or the
 # meaning of the step count would not be the checkpoint's.
@@ -83,6 +84,7 @@ class RunState:
     batch_norm: BatchNormState
     scale: LossScale
     group: Group
+    average: WeightAverage | None = None
     labels: str = ""
 
     def restore(self, checkpoint: Checkpoint, path: Path) -> Progress:
@@ -102,6 +104,8 @@ class RunState:
         saved = checkpoint.batch_norm
         self.scale.restore(checkpoint.precision)
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
+        if self.average is not None:
+            self.average.restore(checkpoint.average, self.group)
         progress = Progress.from_table(checkpoint.progress)
         progress.resumes.append(progress.step)
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
@@ -142,6 +146,7 @@ class RunState:
     def capture(self, progress: Progress) -> Checkpoint | None:
         """The checkpoint of this moment, on rank 0. All ranks call: statistics are gathered."""
         rows = self.batch_norm.rows(self.group)
+        average = self.average.capture(self.group) if self.average else {}
         if rows is None:
             return None
         batches = self.batches
@@ -175,6 +180,7 @@ class RunState:
             rng={"seed": self.config.run.seed, "derived_from": "(seed, step, micro-batch)"},
             classes=list(self.classes),
             versions=versions(),
+            average=average,
         )
 
 

@@ -35,6 +35,7 @@ from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.triton_probe import triton_problem
 from paceline.train.update import Update
+from paceline.train.weight_average import WeightAverage, create_average
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class StepParts:
     normalize: Normalizer
     plan_file: PlanFile
     exchange_words: str
+    average: WeightAverage | None = None
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for display and record."""
@@ -64,9 +66,10 @@ class StepParts:
 
 def create_parts(
     config: RunConfig, model: nn.Module, group: Group, *, rate: float, micro_batch: int,
-    accumulate: bool, pinned: PinnedPlan | None = None,
+    accumulate: bool, pinned: PinnedPlan | None = None, steps_per_epoch: float = 1.0,
 ) -> StepParts:  # fmt: skip
-    """Rounds the model to its number format, switches its fast forms on, and plans the exchange."""
+    """Rounds the model to its number format, switches its fast forms on, and plans the exchange.
+    `steps_per_epoch` says how far the average of `run.average_epochs` reaches back."""
     problem = triton_problem(group.device)
     facts = {"Triton": problem or "usable"}
     group.settle("kernels", facts=facts, remedy="use the same image on all nodes")
@@ -95,9 +98,14 @@ def create_parts(
     exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     words = describe_exchange(exchange, planned, _when(exchange, fast))
-    return StepParts(
-        model, policy, optimizer, batch_norm, scale, exchange, fast, normalize, planned.file, words
+    # Refused alike on all ranks, which have agreed on the configuration.
+    average = create_average(
+        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm
     )
+    return StepParts(
+        model, policy, optimizer, batch_norm, scale, exchange, fast, normalize, planned.file, words,
+        average,
+    )  # fmt: skip
 
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:
@@ -122,8 +130,9 @@ def create_step(
         config.run.smoothing, graphs=graphs,
     )  # fmt: skip
     update = Update(
-        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs
-    )
+        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
+        average=parts.average,
+    )  # fmt: skip
     run = config.run
     mixing = None
     if run.mixup or run.cutmix:

@@ -140,6 +140,7 @@ def _assemble(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
+        steps_per_epoch=schedule.steps_per_epoch,
     )  # fmt: skip
     fusion = parts.exchange.plan
     start = {"initial weights": fingerprint(model)}
@@ -147,7 +148,7 @@ def _assemble(
 
     state = RunState(
         config, plan, fusion, peak, tuple(source.classes), model, parts.optimizer,
-        parts.batch_norm, parts.scale, group, inputs.labels,
+        parts.batch_norm, parts.scale, group, parts.average, inputs.labels,
     )  # fmt: skip
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
@@ -178,6 +179,8 @@ def _assemble(
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
     }
+    if parts.average is not None:
+        chosen["average"] = parts.average.describe(schedule.steps_per_epoch)
     if notes:
         chosen["pretrained"] = "; ".join(notes)
     if folder.note:

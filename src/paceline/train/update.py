@@ -16,6 +16,7 @@ from paceline.optim.lars import LARS
 from paceline.precision.loss_scale import LossScale
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.captured import Captured
+from paceline.train.weight_average import WeightAverage
 
 # What follows the sums of the signals in the row.
 EXTRAS = ("overflow", "halted", "scale")
@@ -33,8 +34,10 @@ class Update:
         scale: LossScale,
         *,
         graphs: bool = False,
+        average: WeightAverage | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.average = average
         self.names = _names(model, optimizer)
         self._exchange = exchange
         self._batch_norm = batch_norm
@@ -64,6 +67,8 @@ class Update:
         self.optimizer.step()
         overflow = self.optimizer.overflow
         self._batch_norm.settle(torch.maximum(overflow, self._halted))
+        if self.average is not None:
+            self.average.add(self._halted)
         extras = torch.stack([overflow, self._halted, self._scale.value])
         bad = self.optimizer.bad.to(torch.float32)
         self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras, bad]))

@@ -26,9 +26,11 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The state dict of a checkpoint, its batch-norm statistics averaged over the ranks."""
-    state = dict(checkpoint.model)
-    pooled = pool(checkpoint.batch_norm["rows"])
+    """The state dict of a checkpoint, of its `WeightAverage` where it has one; batch-norm statistics
+    averaged over the ranks."""
+    average = checkpoint.average
+    state = {**checkpoint.model, **average.get("weights", {})}
+    pooled = pool(average.get("rows", checkpoint.batch_norm["rows"]))
     start = 0
     for name, width, tracked in zip(
         checkpoint.batch_norm["names"],

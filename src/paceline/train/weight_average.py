@@ -1,0 +1,129 @@
+"""`WeightAverage`: the weights of the last steps, averaged.
+
+In: masters and batch-norm statistics as they are after each step. Out: their running average in fp32,
+which evaluation, export and whoever reads a checkpoint's weights take in place of the last step's;
+training itself never sees it. Until as many steps are done as it reaches back it is their plain mean, so
+nothing of the initial weights is in it; from then on a step's weight decays exponentially with its age.
+
+Weights swing about a better point than any that they pass, and the average lies nearer to it. How far it
+reaches back is told in epochs, which means the same at every batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+from paceline.core.errors import ConfigError
+from paceline.optim.lars import LARS
+from paceline.train.batch_norm import BatchNormState, pool
+from paceline.train.full_weights import full_state
+
+
+class WeightAverage:
+    """`weights` are in the optimizer's order, `statistics` this rank's own."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: LARS, batch_norm: BatchNormState, steps: float
+    ) -> None:
+        """`steps`: how many it reaches back."""
+        self.steps = steps
+        self._model = model
+        self._optimizer = optimizer
+        self._batch_norm = batch_norm
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.weights = [m.detach().float().clone() for m in optimizer.masters()]
+        self.statistics = batch_norm.flat.clone()
+        # How many steps are in it. On the device, where it is decided whether one counts.
+        self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
+
+    def add(self, halted: Tensor) -> None:
+        """One more step, unless the flag on the device says that nothing of it shall remain."""
+        counts = 1 - halted.double()
+        share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
+        now = [m.detach().float() for m in self._optimizer.masters()]
+        places = [*self.weights, self.statistics]
+        apart = torch._foreach_sub([*now, self._batch_norm.flat], places)
+        torch._foreach_mul_(apart, share)
+        torch._foreach_add_(places, apart)
+        self._count.add_(counts)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within this context the model computes with the average; afterwards with its own again."""
+        with torch.no_grad():
+            own = [p.clone() for p in self._parameters]
+            statistics = self._batch_norm.flat.clone()
+            torch._foreach_copy_(self._parameters, self.weights)
+            self._batch_norm.flat.copy_(self.statistics)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, own)
+                self._batch_norm.flat.copy_(statistics)
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The model's state dict with the average in place of its weights, for export and checkpoint."""
+        return full_state(self._model, self._optimizer, self.weights)
+
+    def capture(self, group: Group) -> dict[str, Any]:
+        """For a checkpoint, on rank 0; all ranks call."""
+        rows = group.gather(self.statistics)
+        if rows is None:
+            return {}
+        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        state = self.full_state()
+        return {
+            "count": float(self._count),
+            "weights": {name: state[name].cpu() for name in state if name in names},
+            "rows": rows,
+        }
+
+    def restore(self, saved: dict[str, Any], group: Group) -> None:
+        """As captured. From a run that kept none it begins with the weights that are there."""
+        if not saved:
+            self._count.zero_()
+            for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
+                place.copy_(master)
+            self.statistics.copy_(self._batch_norm.flat)
+            return
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        for place, parameter in zip(self.weights, self._parameters, strict=True):
+            place.copy_(saved["weights"][names[id(parameter)]])
+        rows = saved["rows"]
+        same = rows.shape[0] == group.world_size
+        self.statistics.copy_(rows[group.rank] if same else pool(rows))
+        self._count.fill_(saved["count"])
+
+    def describe(self, steps_per_epoch: float) -> str:
+        epochs = self.steps / steps_per_epoch
+        return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
+
+
+def create_average(
+    epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: LARS,
+    batch_norm: BatchNormState,
+) -> WeightAverage | None:  # fmt: skip
+    """None where `run.average_epochs` is 0."""
+    if epochs == 0:
+        return None
+    steps = epochs * steps_per_epoch
+    if steps < 2:
+        raise ConfigError(
+            "run.average_epochs", epochs,
+            f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
+            f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
+        )  # fmt: skip
+    return WeightAverage(model, optimizer, batch_norm, steps)
+
+
+def applied(average: WeightAverage | None) -> Context[None]:
+    """Where there is no average the model stays as it is."""
+    return nullcontext() if average is None else average.applied()
