@@ -6,7 +6,7 @@ Reads a series as ../series.py does, and in a run the keys `explore.sam` (sharpn
 each layer's radius is so many of its weights' norms, the way uphill that of a micro-batch's gradient),
 `explore.reflect` (crops filled up by reflection) and `explore.altflip` (an image is flipped every other
 epoch, not by chance). After each run it evaluates averages of the weights too, one for each of `DECAYS`.
-Written for commits 14a03f5 to a5c8d40. The averages were then built: `run.average_epochs`.
+For commit a5c8d40 (searches 17 and 18 ran on 14a03f5). The averages were built: `run.average_epochs`.
 """
 
 from __future__ import annotations

@@ -5,27 +5,30 @@ from __future__ import annotations
 import io
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import EvalEvent
 from paceline.precision.settings import PrecisionSettings
+from paceline.train.batch_norm import pool
 from paceline.train.checkpoint import Checkpoint, content_hash
 from paceline.train.run import run_training
 from paceline.train.step import TrainStep
-from paceline.train.weight_average import WeightAverage, applied
-from paceline.train.weights_file import checkpoint_weights
+from paceline.train.weight_average import WeightAverage, applied, create_average
+from paceline.train.weights_file import checkpoint_weights, fingerprint
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
-from train.steps import Made, Net, alone, make_step, same, snapshot
+from train.steps import OPTIM, Made, Net, alone, make_step, same, snapshot
 from train.test_resume import stop_after
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -109,19 +112,53 @@ def test_a_step_of_which_nothing_remains_is_not_in_it() -> None:
     assert average_of(step).capture(step.group)["count"] == count == 2
 
 
-def test_a_skipped_step_counts_with_the_weights_as_they_stayed() -> None:
-    """All ranks skip, the schedule goes on, and so does the average."""
+def test_a_skipped_step_is_not_in_it() -> None:
+    """Nor are the initial weights, where the first steps are skipped for a loss scale too high."""
     model = Net(norm=True)
-    step = made_step(steps=2.0, model=model)
-    step.run(0, 0.1)
-    first = masters_and_statistics(step)
-    step.run(1, 0.1)
-    second = masters_and_statistics(step)
+    step = made_step(steps=3.0, model=model)
     model.poison = float("inf")
-    assert step.run(2, 0.1).skipped
-    expected = (first + second) / 2
-    expected += (second - expected) / 2
+    assert step.run(0, 0.1).skipped
+    model.poison = 0.0
+    seen = []
+    for number in (1, 2):
+        step.run(number, 0.1)
+        seen.append(masters_and_statistics(step))
+    model.poison = float("inf")
+    assert step.run(3, 0.1).skipped
+    expected = torch.stack(seen).mean(0)
     torch.testing.assert_close(averaged(step).double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_it_is_in_full_precision_where_the_weights_are_not() -> None:
+    made = Made(epochs=4, dtype="bf16", optim=replace(OPTIM, in_half=True), average=64.0)
+    step = make_step(alone(), made=made, norm=True)
+    expected: list[Tensor] = []
+    for number in range(8):
+        step.run(number, 0.05)
+        expected.append(masters_and_statistics(step))
+    assert {value.dtype for value in average_of(step).weights} == {torch.float32}
+    mean = torch.stack(expected).mean(0)
+    torch.testing.assert_close(averaged(step).double(), mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["clone", "_foreach_sub"])
+def test_without_memory_for_it_one_line_says_how_to_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def none(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step = made_step()
+    if where == "clone":
+        monkeypatch.setattr(Tensor, "clone", none)
+        with pytest.raises(RunError, match=r"averaged weights in place; use run\.average_epochs=0"):
+            average_of(step).applied().__enter__()
+        with pytest.raises(RunError, match=r"for their average; use run\.average_epochs=0"):
+            create_average(1.0, 4, step.model, step.update.optimizer, step.batch_norm)
+    else:
+        monkeypatch.setattr(torch, "_foreach_sub", none)
+        with pytest.raises(RunError, match=r"in the update; use .* run\.average_epochs=0"):
+            step.run(0, 0.1)
 
 
 def test_frozen_and_shared_parameters_are_in_the_state_as_they_are() -> None:
@@ -157,17 +194,19 @@ def newest(folder: Path) -> Path:
     return max((folder / "checkpoints").glob("step-*.pt"))
 
 
-def test_what_is_evaluated_exported_and_saved_is_the_average(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_evaluated_exported_and_saved_is_the_average(tmp_path: Path, dtype: str) -> None:
     display = Silent()
-    config = small_config(tmp_path / "a", **AVERAGED)
-    outcome = run_training(config, lambda: display)
-    plain = run_small(tmp_path / "b", **AVERAGED | {"run__average_epochs": 0.0})
+    settings = AVERAGED | {"precision__amp_dtype": dtype}
+    outcome = run_training(small_config(tmp_path / "a", **settings), lambda: display)
+    plain = run_small(tmp_path / "b", **settings | {"run__average_epochs": 0.0})
     assert outcome.summary["weights_sha256"] == plain.summary["weights_sha256"]
     assert outcome.summary["val_loss"] != plain.summary["val_loss"]
     assert outcome.summary["chosen"]["average"] == (
         "over about 4 steps (1 epochs), for evaluation and export"
     )
     assert "average" not in plain.summary["chosen"]
+    assert "average_sha256" not in plain.summary
     weights, checkpoint = state_of(tmp_path / "a"), Checkpoint.read(newest(tmp_path / "a"))
     assert weights.keys() == state_of(tmp_path / "b").keys()
     for name, value in checkpoint_weights(checkpoint).items():
@@ -179,10 +218,22 @@ def test_what_is_evaluated_exported_and_saved_is_the_average(tmp_path: Path) -> 
     last = [event for event in display.events if isinstance(event, EvalEvent)][-1]
     assert found["loss"] == pytest.approx(last.loss, rel=1e-6)
     assert found["top1"] == last.top1
+    assert found["average_epochs"] == 1.0
+    told = CliRunner().invoke(app, arguments[:-1]).stdout
+    assert "(weights averaged over 1 epochs): top-1" in told
     out = tmp_path / "out.safetensors"
-    CliRunner().invoke(app, ["export", str(newest(tmp_path / "a")), str(out)])
+    told = CliRunner().invoke(app, ["export", str(newest(tmp_path / "a")), str(out)]).stdout
+    assert "weights averaged over 1 epochs, batch norm averaged" in told
     for name, value in load_file(out).items():
         assert torch.equal(value, weights[name]), name
+    names = {name for name in weights if "running" not in name and "tracked" not in name}
+    in_order = [name for name in checkpoint.average["weights"] if name in names]
+    exported = fingerprint({name: weights[name] for name in in_order})
+    assert outcome.summary["average_sha256"] == exported != outcome.summary["weights_sha256"]
+    assert f"their average {exported}" in (tmp_path / "a/report.html").read_text()
+    for path in (out, tmp_path / "a/weights.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["average_epochs"] == "1"
 
 
 def test_a_resumed_run_ends_with_the_same_average(tmp_path: Path) -> None:
@@ -225,26 +276,92 @@ def test_a_checkpoint_from_before_is_read(tmp_path: Path) -> None:
     assert before.step == Checkpoint.read(newest(tmp_path / "a")).step
 
 
-def _run(rank: int, output: str, resume: str) -> float:
-    outcome = run_small(output, run__resume=resume, run__batch_size=8, **AVERAGED)
+def test_figures_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Path) -> None:
+    """A finished run that goes on with it on or off is evaluated anew, and finds its own best."""
+    off = AVERAGED | {"run__average_epochs": 0.0}
+    figures = {
+        name: run_small(tmp_path / name, **settings).summary
+        for name, settings in (("on", AVERAGED), ("off", off))
+    }
+    assert figures["on"]["val_loss"] != figures["off"]["val_loss"]
+    to_off = run_small(tmp_path / "b", run__resume=str(newest(tmp_path / "on")), **off).summary
+    assert to_off["val_loss"] == figures["off"]["val_loss"]
+    assert to_off["best_step"] == to_off["steps"]
+    # There is nothing to average over but the weights that the checkpoint has.
+    to_on = run_small(tmp_path / "c", run__resume=str(newest(tmp_path / "off")), **AVERAGED).summary
+    assert to_on["val_loss"] == figures["off"]["val_loss"]
+    same = run_small(tmp_path / "d", run__resume=str(newest(tmp_path / "on")), **AVERAGED).summary
+    assert same["val_loss"] == figures["on"]["val_loss"]
+    assert same["best_step"] == figures["on"]["best_step"]
+
+
+def _run(rank: int, output: str, resume: str = "", every: int = 0) -> float:
+    outcome = run_small(
+        output, run__resume=resume, run__batch_size=8, checkpoint__interval_steps=every,
+        checkpoint__keep=99, **AVERAGED,
+    )  # fmt: skip
     return float(outcome.summary["val_loss"])
 
 
-def test_ranks_average_alike_and_another_number_of_them_can_go_on(tmp_path: Path) -> None:
+def test_ranks_average_alike_and_pool_their_statistics(tmp_path: Path) -> None:
     run_small(tmp_path / "one", run__batch_size=8, **AVERAGED)
-    losses = run_ranks(2, _run, str(tmp_path / "two"), "")
+    losses = run_ranks(2, _run, str(tmp_path / "two"))
     assert losses[0] == losses[1]
     one, two = (Checkpoint.read(newest(tmp_path / name)) for name in ("one", "two"))
-    assert two.average["rows"].shape[0] == 2
-    assert not torch.equal(two.average["rows"][0], two.average["rows"][1])
+    rows = two.average["rows"]
+    assert rows.shape[0] == 2
+    assert float((rows[0] - rows[1]).abs().max()) > 1e-3
     for name, value in one.average["weights"].items():
         torch.testing.assert_close(two.average["weights"][name], value, rtol=1e-3, atol=1e-4)
-    stop_after(5, tmp_path / "half", run__batch_size=8, **AVERAGED)
-    run_ranks(2, _run, str(tmp_path / "rest"), str(newest(tmp_path / "half")))
+    exported = state_of(tmp_path / "two")
+    for name, value in checkpoint_weights(two).items():
+        torch.testing.assert_close(exported[name], value, rtol=1e-6, atol=1e-7)
+    arguments = ["eval", str(newest(tmp_path / "two")), "--device", "cpu", "--json"]
+    found = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert found["loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_as_many_ranks_go_on_exactly_and_others_with_what_they_have_in_common(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _run, str(tmp_path / "two"), "", 1)
+    whole = Checkpoint.read(newest(tmp_path / "two")).average
+    fifth = tmp_path / "two/checkpoints/step-00000005.pt"
+    run_ranks(2, _run, str(tmp_path / "rest"), str(fifth))
     rest = Checkpoint.read(newest(tmp_path / "rest")).average
-    assert rest["count"] == one.average["count"]
-    for name, value in one.average["weights"].items():
-        torch.testing.assert_close(rest["weights"][name], value, rtol=1e-3, atol=1e-4)
+    assert torch.equal(rest["rows"], whole["rows"])
+    assert torch.equal(rest["weights"]["fc.weight"], whole["weights"]["fc.weight"])
+    # Two ranks' checkpoint on one, and the other way round: saved anew before the first step.
+    _run(0, str(tmp_path / "one"), str(fifth), 1)
+    first = tmp_path / "one/checkpoints/step-00000005.pt"
+    pooled = pool(Checkpoint.read(fifth).average["rows"])
+    assert torch.equal(Checkpoint.read(first).average["rows"], pooled[None])
+    run_ranks(2, _run, str(tmp_path / "again"), str(first), 1)
+    again = Checkpoint.read(tmp_path / "again/checkpoints/step-00000005.pt").average
+    assert torch.equal(again["rows"], torch.stack([pooled, pooled]))
+    assert again["count"] == Checkpoint.read(fifth).average["count"] == 5
+
+
+def _drifted(rank: int, output: str) -> str:
+    add = WeightAverage.add
+
+    def drift(self: WeightAverage, discard: Tensor) -> None:
+        add(self, discard)
+        self.weights[0].add_(1e-3 * rank)
+
+    WeightAverage.add = drift  # type: ignore[method-assign]
+    try:
+        _run(rank, output)
+    except PacelineError as error:
+        return str(error)
+    finally:
+        WeightAverage.add = add  # type: ignore[method-assign]
+    return ""
+
+
+def test_ranks_whose_averages_differ_do_not_end_well(tmp_path: Path) -> None:
+    for told in run_ranks(2, _drifted, str(tmp_path / "a")):
+        assert "their average" in told
 
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])

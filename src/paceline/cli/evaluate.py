@@ -40,6 +40,7 @@ def evaluate_checkpoint(
             "top5": result.top5,
             "loss": result.loss,
             "samples": result.samples,
+            "average_epochs": config.run.average_epochs,
             "corrupt_samples": result.corrupt_count,
             "eval_s": result.eval_s,
         }
@@ -50,8 +51,11 @@ def evaluate_checkpoint(
     elsewhere = result.corrupt_count - len(result.corrupt_here)
     if elsewhere:
         typer.echo(f"corrupt, left out: {elsewhere} more on other ranks")
+    epochs = config.run.average_epochs
+    averaged = f" (weights averaged over {epochs:g} epochs)" if epochs else ""
     typer.echo(
-        f"{path}: top-1 {result.top1:.2f} %, top-5 {result.top5:.2f} %, loss {result.loss:.4f} "
+        f"{path}{averaged}: top-1 {result.top1:.2f} %, top-5 {result.top5:.2f} %, "
+        f"loss {result.loss:.4f} "
         f"on {result.samples} images in {result.eval_s:.1f} s"
     )
     return 0

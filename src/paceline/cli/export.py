@@ -22,6 +22,12 @@ def export_weights(
     path = find_checkpoint(checkpoint)
     found = Checkpoint.read(path)
     state = checkpoint_weights(found)
-    write_weights(state, out, {"model": found.config["model"]["name"], "step": str(found.step)})
-    typer.echo(f"{out}: {len(state)} tensors of {path}, batch norm averaged over its ranks")
+    names = {"model": found.config["model"]["name"], "step": str(found.step)}
+    averaged = ""
+    if found.average:
+        epochs = f"{found.config['run']['average_epochs']:g}"
+        names["average_epochs"], averaged = epochs, f"weights averaged over {epochs} epochs, "
+    write_weights(state, out, names)
+    words = f"{averaged}batch norm averaged over its ranks"
+    typer.echo(f"{out}: {len(state)} tensors of {path}, {words}")
     return 0

@@ -89,4 +89,6 @@ def _cards(title: str, content: list[Table], otherwise: str) -> str:
 def _footer(run: RunFiles) -> str:
     digest = (run.summary or {}).get("weights_sha256")
     weights = f" · weights sha256 {escape(shown(digest))}" if digest else ""
-    return f"<footer>Paceline run report{weights}</footer>"
+    averaged = (run.summary or {}).get("average_sha256")
+    average = f" · their average {escape(shown(averaged))}" if averaged else ""
+    return f"<footer>Paceline run report{weights}{average}</footer>"

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 from paceline.optim.lars import LARS
 
 
-def master_weights(model: nn.Module, optimizer: LARS) -> dict[str, Tensor]:
-    """Each parameter's master by name; a frozen parameter has none and is taken as it is."""
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), optimizer.masters(), strict=True)}
+def master_weights(
+    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Each parameter's master, or what is in its place in `weights`, by name; a frozen parameter has none
+    and is taken as it is."""
+    chosen = optimizer.masters() if weights is None else weights
+    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
     return {name: masters.get(id(p), p).detach() for name, p in model.named_parameters()}
 
 

@@ -108,17 +108,20 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
-        named = {str(number): value for number, value in enumerate(average.weights)}
-        facts["their average"] = fingerprint(named)
+        facts["their average"] = fingerprint(average.named())
     group.settle("weights", facts=facts, remedy="this is a defect: please report it")
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
     summary = _summary(training, result, weights, _input_counters(training))
+    if average is not None:
+        summary["average_sha256"] = facts["their average"]
     report, error = None, None
     with applied(average), training.step.batch_norm.averaged(group):
         if group.rank == 0:
             try:
                 names = {"model": training.config.model.name, "step": str(training.progress.step)}
+                if average is not None:
+                    names["average_epochs"] = f"{training.config.run.average_epochs:g}"
                 state = average.full_state() if average else full_state(training.model, optimizer)
                 write_weights(state, folder / "weights.safetensors", names)
                 text = json.dumps(summary, indent=2) + "\n"

@@ -108,6 +108,10 @@ class RunState:
             self.average.restore(checkpoint.average, self.group)
         progress = Progress.from_table(checkpoint.progress)
         progress.resumes.append(progress.step)
+        if bool(checkpoint.average) != (self.average is not None):
+            # Figures of averaged weights and of the last step's are of two kinds.
+            progress.evaluated_step = progress.best_step = -1
+            progress.best_top1, progress.time_to_target_s = -1.0, None
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
             progress.time_to_target_s = None
         return progress

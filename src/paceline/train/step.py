@@ -159,7 +159,7 @@ class TrainStep:
         with self.spans.span("exposed exchange"):
             self._reduce(signals)
         with self.spans.span("update"):
-            self.update.run(rate)
+            self._update(rate)
         row, ready = self._send_row()
         self._under_way.append(
             _Launched(
@@ -189,6 +189,15 @@ class TrainStep:
                 error, "in the exchange of gradients",
                 "free memory, or lower comm.fusion_mib: messages get smaller",
             )  # fmt: skip
+            raise fault or error from error
+
+    def _update(self, rate: float) -> None:
+        try:
+            self.update.run(rate)
+        except (RuntimeError, MemoryError) as error:
+            fault = memory_error(
+                error, "in the update", "use a smaller --batch-size, or run.average_epochs=0"
+            )
             raise fault or error from error
 
     def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -68,7 +68,7 @@ class Update:
         overflow = self.optimizer.overflow
         self._batch_norm.settle(torch.maximum(overflow, self._halted))
         if self.average is not None:
-            self.average.add(self._halted)
+            self.average.add(torch.maximum(overflow, self._halted))
         extras = torch.stack([overflow, self._halted, self._scale.value])
         bad = self.optimizer.bad.to(torch.float32)
         self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras, bad]))

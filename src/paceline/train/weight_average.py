@@ -23,7 +23,8 @@ from paceline.comm.group import Group
 from paceline.core.errors import ConfigError
 from paceline.optim.lars import LARS
 from paceline.train.batch_norm import BatchNormState, pool
-from paceline.train.full_weights import full_state
+from paceline.train.full_weights import full_state, master_weights
+from paceline.train.memory import memory_error
 
 
 class WeightAverage:
@@ -43,9 +44,9 @@ class WeightAverage:
         # How many steps are in it. On the device, where it is decided whether one counts.
         self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
 
-    def add(self, halted: Tensor) -> None:
-        """One more step, unless the flag on the device says that nothing of it shall remain."""
-        counts = 1 - halted.double()
+    def add(self, discard: Tensor) -> None:
+        """One more step, unless the flag on the device says that nothing of it remains."""
+        counts = 1 - discard.double()
         share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
         now = [m.detach().float() for m in self._optimizer.masters()]
         places = [*self.weights, self.statistics]
@@ -58,8 +59,9 @@ class WeightAverage:
     def applied(self) -> Iterator[None]:
         """Within this context the model computes with the average; afterwards with its own again."""
         with torch.no_grad():
-            own = [p.clone() for p in self._parameters]
-            statistics = self._batch_norm.flat.clone()
+            with memory_for("while putting the averaged weights in place"):
+                own = [p.clone() for p in self._parameters]
+                statistics = self._batch_norm.flat.clone()
             torch._foreach_copy_(self._parameters, self.weights)
             self._batch_norm.flat.copy_(self.statistics)
         try:
@@ -72,6 +74,10 @@ class WeightAverage:
     def full_state(self) -> dict[str, Tensor]:
         """The model's state dict with the average in place of its weights, for export and checkpoint."""
         return full_state(self._model, self._optimizer, self.weights)
+
+    def named(self) -> dict[str, Tensor]:
+        """Each parameter's average by name, as `master_weights` names the masters."""
+        return master_weights(self._model, self._optimizer, self.weights)
 
     def capture(self, group: Group) -> dict[str, Any]:
         """For a checkpoint, on rank 0; all ranks call."""
@@ -121,7 +127,18 @@ def create_average(
             f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
             f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
         )  # fmt: skip
-    return WeightAverage(model, optimizer, batch_norm, steps)
+    with memory_for("while copying the weights for their average"):
+        return WeightAverage(model, optimizer, batch_norm, steps)
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Says how to do without, where there is no memory for it."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        remedy = "use run.average_epochs=0, or free the device"
+        raise memory_error(error, what, remedy) or error from error
 
 
 def applied(average: WeightAverage | None) -> Context[None]:
