@@ -46,8 +46,7 @@ class RunSettings:
     `mixup` and `cutmix` mix each training image with another of its micro-batch: the parameters of their
     Beta distributions, 0 is off; with both on, each image takes one of the two.
 
-    `average_epochs` averages the weights over about so many last epochs; evaluation, best checkpoint and
-    exported weights are then of the average, which training never sees. 0 is off.
+    `average_epochs`: evaluation, best checkpoint and export take weights averaged over so many epochs.
 
     `fused_norm` (auto, on, off) takes our kernels for batch norm with ReLU, sum and pool: auto on a GPU
     for the models that have them. `compile` is torch.compile: off, blocks (each residual block), model

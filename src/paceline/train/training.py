@@ -166,28 +166,26 @@ def _assemble(
     group.name_buffers(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
     parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
+    average = parts.average.describe(schedule.steps_per_epoch) if parts.average else ""
+    remarks = {
+        "average": average,
+        "pretrained": "; ".join(notes),
+        "resume": folder.note,
+        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
+    }
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
         "launcher": group.topology.launcher,
         "threads": threads,
-        "data": f"{source_kind(source)}, {len(source):,} training and "
-        f"{len(inputs.validation):,} validation images, {len(source.classes)} classes",
+        "data": _describe_data(inputs),
         "input": loader.describe(),
         "model": _describe_model(config, model),
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
+        **{name: words for name, words in remarks.items() if words},
     }
-    if parts.average is not None:
-        chosen["average"] = parts.average.describe(schedule.steps_per_epoch)
-    if notes:
-        chosen["pretrained"] = "; ".join(notes)
-    if folder.note:
-        chosen["resume"] = folder.note
-    changed = changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else ""
-    if changed:
-        chosen["changed on resume"] = changed
     return Training(
         config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
         CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
@@ -202,6 +200,14 @@ def _choose_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | No
         threads, why = checkpoint.threads, " (as in the checkpoint)"
     torch.set_num_threads(threads)
     return f"{threads}{why}"
+
+
+def _describe_data(inputs: RunInputs) -> str:
+    source = inputs.source
+    return (
+        f"{source_kind(source)}, {len(source):,} training and {len(inputs.validation):,} "
+        f"validation images, {len(source.classes)} classes"
+    )
 
 
 def _describe_model(config: RunConfig, model: nn.Module) -> str:
