@@ -12,6 +12,7 @@ For commit a5c8d40 (searches 17 and 18 ran on 14a03f5). The averages were built:
 from __future__ import annotations
 
 import argparse
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 
 import paceline.train.run as run_module
 from paceline.config import load_config
-from paceline.core.events import EvalEvent
 from paceline.data.create_loader import create_eval_loader
 from paceline.data.on_device.device_augment import _OUTSIDE, DeviceAugment
 from paceline.data.on_device.resident_loader import ResidentTrainLoader
@@ -31,6 +31,7 @@ from paceline.train.mixing import mixed
 from paceline.train.update import Update
 
 CHOSEN: dict[str, Any] = {}
+Line = runpy.run_path(str(Path(__file__).parents[1] / "series.py"))["Line"]
 DECAYS = (0.95, 0.97, 0.98, 0.985, 0.99)  # searches 17 and 18: 0.7, 0.85, 0.93, 0.97
 
 plain_init, plain_run, plain_compute = Update.__init__, Update._run, MicroStep._compute
@@ -138,18 +139,6 @@ def conclude(training: Any, result: Any) -> Any:
         update.norms.flat.copy_(statistics)
     print(Path(training.config.run.output).name, "EMA:", *words, flush=True)
     return plain_conclude(training, result)
-
-
-class Line:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def on_event(self, event: Any) -> None:
-        if isinstance(event, EvalEvent):
-            print(f"{self._name} epoch {event.epoch:.0f} top-1 {event.top1:.2f}", flush=True)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def main() -> None:

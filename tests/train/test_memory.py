@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.train.memory import memory_error
+from paceline.core.errors import RunError
+from paceline.train.memory import memory_error, memory_told
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,15 @@ def test_the_real_allocator_is_recognised() -> None:
 
 def test_other_errors_are_left_alone() -> None:
     assert memory_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "", "") is None
+
+
+def test_within_the_context_the_lack_is_told_and_other_errors_pass_as_they_are() -> None:
+    lack, other = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes")
+    with pytest.raises(RunError, match="^out of memory here; less$") as told:
+        with memory_told("here", "less"):
+            raise lack
+    assert told.value.__cause__ is lack
+    with pytest.raises(RuntimeError, match="shapes") as passed, memory_told("here", "less"):
+        raise other
+    assert passed.value is other
+    assert passed.value.__cause__ is None

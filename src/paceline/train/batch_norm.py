@@ -85,11 +85,14 @@ class BatchNormState:
         return group.gather(self.flat)
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
-        """This rank's row; on another number of ranks than saved, the average on all."""
-        same = rows.shape[0] == group.world_size
-        own = rows[group.rank] if same else pool(rows)
-        self.flat.copy_(own.to(self.flat.device))
+        """As `own_row` says."""
+        self.flat.copy_(own_row(rows, group))
         self.tracked.copy_(tracked.to(self.tracked.device))
+
+
+def own_row(rows: Tensor, group: Group) -> Tensor:
+    """This rank's row; on another number of ranks than saved, the average on all."""
+    return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
 
 
 def pool(rows: Tensor) -> Tensor:

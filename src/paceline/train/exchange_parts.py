@@ -25,7 +25,7 @@ from paceline.core.errors import CheckpointError, ConfigError
 from paceline.plan.expected import Expected
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.train.memory import memory_error
+from paceline.train.memory import memory_told
 from paceline.train.pinned_plan import PinnedPlan
 
 
@@ -54,17 +54,12 @@ class ExchangeParts:
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or carrier.recordable))
 
         def make() -> GradientExchange:
-            try:
+            where = f"with the gradients' buffers on {group.device}"
+            with memory_told(where, "free memory, or choose a smaller model"):
                 return GradientExchange(
                     self.trained.items(), group, self.plan, accumulate=accumulate,
                     carrier=carrier, overlap=overlap,
                 )  # fmt: skip
-            except (RuntimeError, MemoryError) as error:
-                fault = memory_error(
-                    error, f"with the gradients' buffers on {group.device}",
-                    "free memory, or choose a smaller model",
-                )  # fmt: skip
-                raise fault or error from error
 
         return group.settled("exchange", make)
 

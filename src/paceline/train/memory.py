@@ -6,6 +6,9 @@ None where it was something else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from paceline.core.errors import RunError
@@ -17,3 +20,15 @@ def memory_error(error: Exception, where: str, remedy: str) -> RunError | None:
     if not told and "can't allocate memory" not in str(error):
         return None
     return RunError(f"out of memory {where}", remedy)
+
+
+@contextmanager
+def memory_told(where: str, remedy: str) -> Iterator[None]:
+    """Within this context running out of memory is the error that says so; others stay what they are."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        fault = memory_error(error, where, remedy)
+        if fault is None:
+            raise
+        raise fault from error

@@ -29,7 +29,7 @@ from paceline.precision.loss_scale import LossScale
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.input_wait import InputWait
-from paceline.train.memory import memory_error
+from paceline.train.memory import memory_told
 from paceline.train.micro_step import MicroStep
 from paceline.train.mixing import Mixing
 from paceline.train.seeds import seed_micro_batch
@@ -182,23 +182,14 @@ class TrainStep:
         return table.pin_memory() if self.policy.device.type == "cuda" else table
 
     def _reduce(self, signals: Signals) -> None:
-        try:
+        remedy = "free memory, or lower comm.fusion_mib: messages get smaller"
+        with memory_told("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
-        except (RuntimeError, MemoryError) as error:
-            fault = memory_error(
-                error, "in the exchange of gradients",
-                "free memory, or lower comm.fusion_mib: messages get smaller",
-            )  # fmt: skip
-            raise fault or error from error
 
     def _update(self, rate: float) -> None:
-        try:
+        remedy = "use a smaller --batch-size, or run.average_epochs=0"
+        with memory_told("in the update", remedy):
             self.update.run(rate)
-        except (RuntimeError, MemoryError) as error:
-            fault = memory_error(
-                error, "in the update", "use a smaller --batch-size, or run.average_epochs=0"
-            )
-            raise fault or error from error
 
     def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The outcome's copy to host memory, queued behind the update."""

@@ -31,7 +31,7 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.checkpoint_shelf import CheckpointShelf
 from paceline.train.inputs import RunInputs, agree_on_inputs, read_checkpoint
 from paceline.train.machine import choose_threads
-from paceline.train.memory import memory_error
+from paceline.train.memory import memory_told
 from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.progress import Progress
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
@@ -219,12 +219,9 @@ def _describe_model(config: RunConfig, model: nn.Module) -> str:
 
 def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.Module, list[str]]:
     """Initial weights on this rank's device; a device too full for them is the user's to mend."""
-    try:
+    where = f"while placing {config.model.name} on {group.device}"
+    with memory_told(where, "free the device, or choose a smaller model"):
         return _create_model_on(config, source, group)
-    except (RuntimeError, MemoryError) as error:
-        fault = memory_error(error, f"while placing {config.model.name} on {group.device}",
-                             "free the device, or choose a smaller model")  # fmt: skip
-        raise fault or error from error
 
 
 def _create_model_on(

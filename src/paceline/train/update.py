@@ -66,9 +66,10 @@ class Update:
         torch.index_select(self._exchange.uses, 0, self._order, out=self.optimizer.active)
         self.optimizer.step()
         overflow = self.optimizer.overflow
-        self._batch_norm.settle(torch.maximum(overflow, self._halted))
+        discard = torch.maximum(overflow, self._halted)
+        self._batch_norm.settle(discard)
         if self.average is not None:
-            self.average.add(torch.maximum(overflow, self._halted))
+            self.average.add(discard)
         extras = torch.stack([overflow, self._halted, self._scale.value])
         bad = self.optimizer.bad.to(torch.float32)
         self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras, bad]))

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.core.errors import ConfigError
 from paceline.optim.lars import LARS
-from paceline.train.batch_norm import BatchNormState, pool
+from paceline.train.batch_norm import BatchNormState, own_row
 from paceline.train.full_weights import full_state, master_weights
-from paceline.train.memory import memory_error
+from paceline.train.memory import memory_told
+
+_REMEDY = "use run.average_epochs=0, or free the device"
 
 
 class WeightAverage:
@@ -59,7 +61,7 @@ class WeightAverage:
     def applied(self) -> Iterator[None]:
         """Within this context the model computes with the average; afterwards with its own again."""
         with torch.no_grad():
-            with memory_for("while putting the averaged weights in place"):
+            with memory_told("while putting the averaged weights in place", _REMEDY):
                 own = [p.clone() for p in self._parameters]
                 statistics = self._batch_norm.flat.clone()
             torch._foreach_copy_(self._parameters, self.weights)
@@ -103,9 +105,7 @@ class WeightAverage:
         names = {id(p): name for name, p in self._model.named_parameters()}
         for place, parameter in zip(self.weights, self._parameters, strict=True):
             place.copy_(saved["weights"][names[id(parameter)]])
-        rows = saved["rows"]
-        same = rows.shape[0] == group.world_size
-        self.statistics.copy_(rows[group.rank] if same else pool(rows))
+        self.statistics.copy_(own_row(saved["rows"], group))
         self._count.fill_(saved["count"])
 
     def describe(self, steps_per_epoch: float) -> str:
@@ -127,18 +127,8 @@ def create_average(
             f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
             f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
         )  # fmt: skip
-    with memory_for("while copying the weights for their average"):
+    with memory_told("while copying the weights for their average", _REMEDY):
         return WeightAverage(model, optimizer, batch_norm, steps)
-
-
-@contextmanager
-def memory_for(what: str) -> Iterator[None]:
-    """Says how to do without, where there is no memory for it."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        remedy = "use run.average_epochs=0, or free the device"
-        raise memory_error(error, what, remedy) or error from error
 
 
 def applied(average: WeightAverage | None) -> Context[None]:
