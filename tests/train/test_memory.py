@@ -32,9 +32,11 @@ def test_other_errors_are_left_alone() -> None:
 
 def test_within_the_context_the_lack_is_told_and_other_errors_pass_as_they_are() -> None:
     lack, other = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes")
-    with pytest.raises(RunError, match="^out of memory here; less$") as told:
-        with memory_told("here", "less"):
-            raise lack
+    with (
+        pytest.raises(RunError, match="^out of memory here; less$") as told,
+        memory_told("here", "less"),
+    ):
+        raise lack
     assert told.value.__cause__ is lack
     with pytest.raises(RuntimeError, match="shapes") as passed, memory_told("here", "less"):
         raise other
