@@ -34,6 +34,7 @@ def test_a_rank_that_sleeps_is_named_with_the_first_buffer_and_ends_too(tmp_path
     done = run_three(small("--output", "run", *TIMEOUT, *RING), tmp_path, fault)
     assert [rank.code for rank in done] == [1, 1, 1]
     lines = {rank.error_line().removeprefix("rank 0: ").removeprefix("rank 1: ") for rank in done}
+    assert len(lines) == 1, lines
     (line,) = lines
     assert line.startswith("step 3: the exchange of buffer 1 of 6 (")
     assert " KiB, ring: fc.bias, fc.weight, layer3.1.bn2.weight and 2 more) stalled for " in line

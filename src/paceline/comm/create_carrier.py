@@ -27,7 +27,7 @@ def create_carrier(group: Group, settings: CommSettings, plan: FusionPlan) -> Ca
         groups = ProcessGroups(
             group.topology,
             settings.group_size or None,
-            timeout_s=settings.timeout_s,
+            timeout_s=settings.backend_timeout_s,
             subgroups=False if alone else None,
         )
         made.append(NativeCarrier(group, groups) if alone else HybridCarrier(group, groups))

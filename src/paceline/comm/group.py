@@ -77,7 +77,7 @@ class Group:
                 store=PrefixStore("paceline", store),
                 rank=topology.rank,
                 world_size=topology.world_size,
-                timeout=timedelta(seconds=settings.timeout_s),
+                timeout=timedelta(seconds=settings.backend_timeout_s),
                 device_id=device if self.backend == "nccl" else None,
             ),
         )

@@ -34,6 +34,7 @@ Tell = Callable[[PacelineError], None]
 _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
 _LAST_WORDS_S = 2.0
+_LINGER_S = 3.0
 
 
 class Watchdog:
@@ -64,15 +65,28 @@ class Watchdog:
         self._answers = -1
         self._news: dict[int, tuple[int, float]] = {}
         self._leaving: tuple[PacelineError, float] | None = None
+        # Either this thread ends the process or the run's own error does: a rank says one line.
+        self._ends = False
+        self._end_lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="paceline-watchdog", daemon=True)
         self._thread.start()
 
     def leaving(self, error: BaseException) -> None:
-        """This rank goes with an error of its own: that is what it shows, should it get stuck."""
+        """This rank goes with an error of its own: that is what it shows, should it get stuck.
+
+        Does not return where there is a verdict and the error is its consequence, of connections that
+        other ranks closed as they ended: then the verdict is what this rank shows, and ends with.
+        """
+        follows = isinstance(error, PeerError) and self._mail.verdict is not None
         if not isinstance(error, PacelineError):
             error = PacelineError(f"{type(error).__name__}: {error}")
-        self._leaving = (error, self._now_s + _LEAVE_S)
+        with self._end_lock:
+            spoken_for = follows or self._ends
+            if not spoken_for:
+                self._leaving = (error, self._now_s + _LEAVE_S)
+        if spoken_for:
+            self._thread.join()
 
     def close(self) -> None:
         self._closed.set()
@@ -86,8 +100,15 @@ class Watchdog:
             self._now_s += min(now - before, 4 * tick_s)
             before = now
             error = self._look()
-            if error is not None and not self._closed.is_set():
+            if error is not None and self._may_end(error):
                 self._end(error)
+
+    def _may_end(self, error: PacelineError) -> bool:
+        """False where this rank has begun to leave by itself, unless it got stuck on the way."""
+        with self._end_lock:
+            left = self._closed.is_set() or (self._leaving and self._leaving[0] is not error)
+            self._ends = not left
+        return self._ends
 
     def _look(self) -> PacelineError | None:
         """What this rank has to end with, if anything."""
@@ -138,7 +159,8 @@ class Watchdog:
         last_words.start()
         hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self._topology.is_main and hosts and not self._mail.lost:
-            self._mail.linger(2 * self._beat_s + 1)
+            self._mail.linger(2 * self._beat_s + _LINGER_S)
+        self._mail.close()  # the host waits for word that this rank has heard
         last_words.join(_LAST_WORDS_S)
         os._exit(error.exit_code)
 

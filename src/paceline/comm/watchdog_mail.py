@@ -86,22 +86,22 @@ class WatchdogMail:
     def _beat(self) -> None:
         self._post()
         if self._proposal is not None:
-            # A rank that could say itself what went wrong knows best.
-            told = self._agreement.read_fault()
-            if told is None:
-                self._agreement.post_fault(self._proposal)
-            error, code = str(told or self._proposal), (told or self._proposal).exit_code
-            word = json.dumps({"error": error, "code": code})
+            # The first fault stays: a rank that could say itself what went wrong knows best, and of
+            # two proposals at once one counts, also for a rank that asks for the fault alone.
+            self._agreement.post_fault(self._proposal)
+            fault = self._agreement.read_fault() or self._proposal
+            word = json.dumps({"error": str(fault), "code": fault.exit_code})
             self._store.compare_set(_VERDICT, "", word)
         if self.curious:
             keys = [self._key(rank) for rank in range(self._size)]
             self.letters = dict(enumerate(map(_read, self._store.multi_get(keys))))
         if self._store.check([_VERDICT]):
             word = json.loads(self._store.get(_VERDICT))
-            self._store.set(self._heard(self._rank), "")
-            if self._proposal is not None and word["error"] == str(self._proposal):
+            if word["error"] == f"rank {self._rank}: {self._proposal}":
                 self.verdict_here = self._proposal
             self.verdict = AgreedError(word["error"], word["code"])
+            # After that: the host may go at once, and with it the store for the run's own questions.
+            self._store.set(self._heard(self._rank), "")
 
     def _post(self) -> None:
         self._store.set(self._key(self._rank), f"{self.answers} {self._mine.to_text()}")
