@@ -22,7 +22,7 @@ from optim.lars_reference import (
     parameters,
 )
 from paceline.core.errors import PacelineError
-from paceline.optim import LARS, lars_fused
+from paceline.optim import LARS, Muon, lars_fused
 
 MIXED = (torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float32)
 
@@ -201,3 +201,30 @@ def test_a_parameter_that_changed_its_strides_is_refused() -> None:
     p.grad = torch.ones_like(p)
     with pytest.raises(PacelineError, match="got other strides than its state"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("scale", [None, 256.0])
+def test_muon_gives_the_kernels_directions_as_it_gives_them_to_foreach(scale: float | None) -> None:
+    made = []
+    for fused in (True, False):
+        ps = parameters(*MIXED)
+        groups = [
+            {"params": [ps[0], ps[2]], "weight_decay": 0.1},
+            {"params": [ps[1], ps[3], ps[4]], "lr": 0.2, "adapt": False, "orthogonal": False},
+        ]
+        optimizer = Muon(groups, 0.9, trust_coefficient=ETA, fused=fused)
+        if scale is not None:
+            optimizer.grad_scale = torch.tensor(scale)
+        for step in range(3):
+            fill_gradients(ps, step, scale or 1.0)
+            optimizer.step()
+        made.append((optimizer, ps))
+    (kernel, ps), (foreach, _) = made
+    assert kernel.path == "triton"
+    assert_alike(kernel, foreach)
+    before = everything(kernel)
+    assert ps[2].grad is not None
+    ps[2].grad[0, 0] = float("nan")
+    kernel.step()
+    assert kernel.nonfinite() == [1]
+    assert bits_equal(everything(kernel), before)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.optim import LARS, SGD
+from paceline.optim import LARS, SGD, Muon
 from paceline.optim.build import create_optimizer, set_rate
 from paceline.optim.settings import OptimSettings
 
@@ -74,6 +74,53 @@ def test_sgd_keeps_the_rate_outside_whatever_the_setting_for_lars() -> None:
     assert type(optimizer) is SGD
     assert not any(group["lr_in_momentum"] or group["adapt"] for group in optimizer.param_groups)
     assert all(group["nesterov"] for group in optimizer.param_groups)
+
+
+def three_roles() -> list[dict[str, Any]]:
+    """Stem, linear layer and a weight that is no matrix; then a scale and a matrix of shifts."""
+    shapes = [(4, 3, 3, 3), (5, 4), (7,), (4,), (2, 2)]
+    ps = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    return [
+        {"params": ps[:3], "weight_decay": 0.5, "role": "weight"},
+        {"params": ps[3:], "weight_decay": 0.0, "role": "bias_norm"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("orthogonal", "expected"),
+    [
+        ("filters", [(True, [(4, 3, 3, 3)]), (False, [(5, 4), (7,)])]),
+        ("all", [(True, [(4, 3, 3, 3), (5, 4)]), (False, [(7,)])]),
+    ],
+)
+@pytest.mark.parametrize("adapt_bias_norm", [False, True])
+def test_muon_takes_filters_or_all_weights_and_no_bias(
+    orthogonal: str, expected: list[Any], adapt_bias_norm: bool
+) -> None:
+    settings = OptimSettings(
+        name="muon", momentum=0.75, trust_coefficient=0.04, eps=1e-8, nesterov=True,
+        orthogonal=orthogonal, adapt_bias_norm=adapt_bias_norm,
+    )  # fmt: skip
+    optimizer = create_optimizer(settings, three_roles(), 0.5)
+    assert type(optimizer) is Muon
+    found = [
+        (group["orthogonal"], [tuple(p.shape) for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    assert found == [*expected, (False, [(4,), (2, 2)])]
+    assert [group["adapt"] for group in optimizer.param_groups] == [True, True, adapt_bias_norm]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
+    paces = [group["trust_coefficient"] for group in optimizer.param_groups]
+    assert paces == pytest.approx([0.04, 0.01, 0.01])
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["momentum"], group["eps"]) == (0.5, 0.75, 1e-8)
+        assert group["nesterov"] is True
+
+
+def test_muon_leaves_out_a_group_that_would_be_empty() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(4, 3, 3, 3))], "role": "weight"}]
+    optimizer = create_optimizer(OptimSettings(name="muon"), groups, 0.1)
+    assert [group["orthogonal"] for group in optimizer.param_groups] == [True]
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars"])

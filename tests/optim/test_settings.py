@@ -28,6 +28,8 @@ from paceline.optim.settings import OptimSettings
         ("eps", -1e-8),
         ("trust_log_interval", -1),
         ("fused", "cuda"),
+        ("orthogonal", "most"),
+        ("orthogonal", "all"),  # of momentum SGD
     ],
 )
 def test_a_bad_value_is_named(field: str, value: Any) -> None:
@@ -48,3 +50,11 @@ def test_nesterov_without_momentum_is_refused() -> None:
 def test_the_fp16_ablation_has_no_kernels() -> None:
     with pytest.raises(ConfigError, match="optim.fused = 'triton': has no kernels.*use foreach"):
         OptimSettings(name="lars", in_half=True, fused="triton")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("clip", True), ("lr_in_momentum", False), ("in_half", True)]
+)
+def test_muon_has_no_such_form(field: str, value: bool) -> None:
+    with pytest.raises(ConfigError, match=rf"optim\.{field} = {value}: muon has no such form"):
+        OptimSettings(name="muon", **{field: value})

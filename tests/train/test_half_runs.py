@@ -40,14 +40,14 @@ def state(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: content_hash(value) for name, value in parts.items()}
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_stop_and_resume_is_bit_identical(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "name"), [("fp16", "lars"), ("bf16", "lars"), ("fp16", "muon")])
+def test_stop_and_resume_is_bit_identical(dtype: str, name: str, tmp_path: Path) -> None:
     # The scale moves in both halves: two overflows at first, then one growth every two steps.
     half: dict[str, Any] = {
         "precision__amp_dtype": dtype,
         "precision__loss_scale_interval": 2,
         "precision__loss_scale_init": 2.0**21,
-        "optim__name": "lars",
+        "optim__name": name,
         "optim__trust_coefficient": 0.02,
     }
     whole = run_small(tmp_path / "a", **half)

@@ -17,7 +17,9 @@ from paceline.bench.timing import device_times
 from paceline.models.registry import create_model
 from paceline.models.roles import parameter_groups
 from paceline.models.settings import ModelSettings
+from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
+from paceline.optim.settings import OptimSettings
 from paceline.optim.sgd import SGD
 from paceline.precision.policy import Policy, choose_policy
 from paceline.precision.settings import PrecisionSettings
@@ -73,7 +75,14 @@ def _ways(device: torch.device) -> dict[str, Way]:
         optimizer.grad_scale = torch.tensor(1024.0, device=device)
         return optimizer.step, f"momentum SGD, {optimizer.path}, masters, finite check"
 
-    ways: dict[str, Way] = {"ours lars": lars(None), "ours sgd": sgd}
+    def muon(
+        model: nn.Module, groups: list[dict[str, Any]], policy: Policy
+    ) -> tuple[Callable[[], object], str]:
+        optimizer = create_optimizer(OptimSettings(name="muon", nesterov=True), groups, 0.1)
+        optimizer.grad_scale = torch.tensor(1024.0, device=device)
+        return optimizer.step, f"Muon on filters, {optimizer.path}, masters, finite check"
+
+    ways: dict[str, Way] = {"ours lars": lars(None), "ours sgd": sgd, "ours muon": muon}
     if device.type == "cuda":
         ways["ours lars, foreach"] = lars(False)
     ways["torch fused sgd"] = _torch_sgd

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.optim.lars import LARS
+    from paceline.optim.muon import Muon
     from paceline.optim.settings import OptimSettings
     from paceline.optim.sgd import SGD
 
-__all__ = ["LARS", "SGD", "OptimSettings"]
+__all__ = ["LARS", "SGD", "Muon", "OptimSettings"]
 
-_HOME = {"LARS": "lars", "SGD": "sgd", "OptimSettings": "settings"}
+_HOME = {"LARS": "lars", "Muon": "muon", "SGD": "sgd", "OptimSettings": "settings"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """From settings to an optimizer.
 
-In: parameter groups as `paceline.models.parameter_groups` makes them. Out: SGD or LARS, whose
+In: parameter groups as `paceline.models.parameter_groups` makes them. Out: SGD, LARS or Muon, whose
 rate the training loop sets before every step.
 """
 
@@ -14,12 +14,14 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.optim.lars import LARS
 from paceline.optim.lars_fused import triton_is_usable
+from paceline.optim.muon import Muon
+from paceline.optim.orthogonal import is_matrix
 from paceline.optim.settings import OptimSettings
 from paceline.optim.sgd import SGD
 
 
 def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float) -> LARS:
-    """SGD or LARS; groups of role `bias_norm` keep the global rate unless the settings adapt them."""
+    """Groups of role `bias_norm` keep the global rate unless the settings adapt them."""
     fused = {"auto": None, "triton": True, "foreach": False}[settings.fused]
     devices = {p.device for group in groups for p in group["params"]}
     for device in devices if fused else ():
@@ -34,6 +36,8 @@ def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], 
             fused=fused,
             in_half=settings.in_half,
         )
+    if settings.name == "muon":
+        return _muon(settings, groups, lr, fused)
     assert settings.name == "lars", settings.name
     exempt = set() if settings.adapt_bias_norm else {"bias_norm"}
     return LARS(
@@ -47,6 +51,37 @@ def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], 
         clip=settings.clip,
         fused=fused,
         in_half=settings.in_half,
+    )
+
+
+def _muon(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, fused: bool | None
+) -> Muon:
+    """Each group in two, where only some of its tensors are made orthogonal."""
+    exempt = set() if settings.adapt_bias_norm else {"bias_norm"}
+    least = 3 if settings.orthogonal == "filters" else 2
+    made = []
+    for group in groups:
+        adapts = group.get("role") not in exempt
+        weights = group.get("role") != "bias_norm"
+        chosen = [p for p in group["params"] if weights and is_matrix(p) and p.dim() >= least]
+        known = {id(p) for p in chosen}
+        rest = [p for p in group["params"] if id(p) not in known]
+        if chosen:
+            made.append(group | {"params": chosen, "adapt": True, "orthogonal": True})
+        if rest or not chosen:
+            # In LARS momentum multiplies the layer's rate by 1 / (1 − m): this way all keep one pace.
+            eta = settings.trust_coefficient * (1 - settings.momentum)
+            more = {"adapt": adapts, "orthogonal": False, "trust_coefficient": eta}
+            made.append(group | {"params": rest} | more)
+    return Muon(
+        made,
+        lr,
+        settings.momentum,
+        trust_coefficient=settings.trust_coefficient,
+        eps=settings.eps,
+        nesterov=settings.nesterov,
+        fused=fused,
     )
 
 

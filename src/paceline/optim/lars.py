@@ -130,7 +130,7 @@ class LARS(Optimizer):
             self.upload()
             assert self._table is not None
             held = replace(self._gates(outcome), hold=torch.ones_like(outcome.overflow))
-            self._engine.run(rows, self._table.values, held, outcome)
+            self._engine.run(self._directed(rows, held), self._table.values, held, outcome)
 
     def upload(self) -> None:
         """Sends the groups' values to the device, if one changed, without waiting.
@@ -139,7 +139,7 @@ class LARS(Optimizer):
         """
         self._ready()
         if self._table is not None:
-            self._table.send(tuple(Hyper.of(group) for group in self.param_groups))
+            self._table.send(tuple(self._hyper(group) for group in self.param_groups))
 
     def _device(self) -> torch.device:
         devices = {p.device for group in self.param_groups for p in group["params"]}
@@ -185,9 +185,11 @@ class LARS(Optimizer):
         gates = self._gates(outcome)
         if not rows:
             outcome.clear()
-        elif self._engine is not None and self._table is not None:
-            if not capturing(self._table.values.device):
-                self.upload()
+            return loss
+        if not capturing(outcome.bad.device):
+            self.upload()
+        rows = self._directed(rows, gates)
+        if self._engine is not None and self._table is not None:
             self._engine.run(rows, self._table.values, gates, outcome)
         else:
             if capturing(outcome.bad.device):
@@ -195,9 +197,23 @@ class LARS(Optimizer):
                     "the foreach path would freeze the learning rate in a CUDA graph",
                     "install triton, or step outside of the graph",
                 )
-            hypers = [Hyper.of(group) for group in self.param_groups]
+            hypers = [self._hyper(group) for group in self.param_groups]
             lars_foreach.run(rows, hypers, gates, outcome, self.in_half)
+        self._settle(rows, gates, outcome)
         return loss
+
+    # What Muon does otherwise.
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        """The values with which a group is updated."""
+        return Hyper.of(group)
+
+    def _directed(self, rows: list[Row], gates: Gates) -> list[Row]:
+        """The rows as the update takes them; nothing that lasts changes here."""
+        return rows
+
+    def _settle(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        """After the update, which may have been skipped."""
 
     def _gates(self, outcome: Outcome) -> Gates:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

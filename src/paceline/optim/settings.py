@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, nearest
 
-OPTIMIZERS = ("lars", "sgd")
+OPTIMIZERS = ("lars", "muon", "sgd")
 PATHS = ("auto", "foreach", "triton")
+ORTHOGONALS = ("filters", "all")
 SCHEDULES = ("constant", "cosine", "poly", "step")
 
 
@@ -21,8 +22,10 @@ class OptimSettings:
     `decay_epochs`). `decay_over_epochs` is the epoch at which poly and cosine arrive, warm-up counted;
     unset, the run's end. Weight decay spares biases and normalisation unless `decay_bias_norm`.
 
-    `name` is sgd or lars. For lars: `trust_coefficient`, `eps`, `lr_in_momentum` and `clip` as in
-    docs/optimizers.md; biases and normalisation keep the global rate unless `adapt_bias_norm`.
+    `name` is sgd, lars or muon. For lars: `trust_coefficient`, `eps`, `lr_in_momentum` and `clip` as in
+    docs/optimizers.md; biases and normalisation keep the global rate unless `adapt_bias_norm`. For muon,
+    which is for batches beyond those of lars: `trust_coefficient` and `eps` likewise; `orthogonal` says
+    whose momentum is made so: filters (of convolutions), or all, the weights of linear layers too.
     `trust_log_interval` steps pass between two records of the trust ratios (0: none). `in_half` is an
     ablation: the update in the parameters' own format, without masters. `fused` is auto (Triton on a GPU
     where it is installed), triton or foreach.
@@ -49,6 +52,7 @@ class OptimSettings:
     lr_in_momentum: bool = True
     clip: bool = False
     adapt_bias_norm: bool = False
+    orthogonal: str = "filters"
     trust_log_interval: int = 0
     in_half: bool = False
     fused: str = "auto"
@@ -95,9 +99,30 @@ class OptimSettings:
                 "leave it unset to decay over the whole run",
             )
         self._check_lars()
+        self._check_muon()
+
+    def _check_muon(self) -> None:
+        if self.orthogonal not in ORTHOGONALS:
+            raise ConfigError(
+                "optim.orthogonal", self.orthogonal, "unknown",
+                nearest(self.orthogonal, ORTHOGONALS),
+            )  # fmt: skip
+        if self.name != "muon":
+            if self.orthogonal != "filters":
+                raise ConfigError(
+                    "optim.orthogonal", self.orthogonal, f"{self.name} makes nothing orthogonal",
+                    "use optim.name = 'muon', or leave it out",
+                )  # fmt: skip
+            return
+        for name, wanted in (("clip", False), ("lr_in_momentum", True), ("in_half", False)):
+            if getattr(self, name) != wanted:
+                raise ConfigError(
+                    f"optim.{name}", getattr(self, name), "muon has no such form",
+                    "leave it out, or use optim.name = 'lars'",
+                )  # fmt: skip
 
     def _check_lars(self) -> None:
-        if self.trust_log_interval and self.name != "lars":
+        if self.trust_log_interval and self.name == "sgd":
             raise ConfigError(
                 "optim.trust_log_interval", self.trust_log_interval,
                 f"{self.name} has no trust ratios", "use optim.name = 'lars', or 0",

@@ -23,6 +23,7 @@ from paceline.data.batch_plan import BatchPlan
 from paceline.data.settings import DataSettings
 from paceline.optim.lars import LARS
 from paceline.optim.master_state import MASTER
+from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.loss_scale import LossScale
 from paceline.train.batch_norm import BatchNormState
@@ -52,6 +53,8 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     for field in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
         name = f"data.{field}"
         _compare(path, name, there.get(name, getattr(DataSettings, field)), here.get(name))
+    name = "optim.orthogonal"  # whose momentum means what
+    _compare(path, name, there.get(name, OptimSettings.orthogonal), here.get(name))
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Collection[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from paceline.comm.gradient_exchange import GradientExchange
@@ -81,6 +82,9 @@ def create_parts(
     optimizer = group.settled(
         "optimizer", lambda: create_master_optimizer(settings, model, policy, rate)
     )
+    if settings.name == "muon":
+        remedy = "muon wants one kind of device and as many threads everywhere; or use lars"
+        group.settle("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
     batch_norm = BatchNormState(model)
     fast = group.settled(
         "speed", lambda: choose_fast_path(config.run, model, group.device, problem)
@@ -106,6 +110,14 @@ def create_parts(
         model, policy, optimizer, batch_norm, scale, exchange, fast, normalize, planned.file, words,
         average,
     )  # fmt: skip
+
+
+def _computes(device: torch.device) -> str:
+    """What the last bits of a product of matrices depend on. All ranks make the same products; were
+    they to differ, so would the weights, more with every step, and nobody would be told."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
 
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:

@@ -1,0 +1,145 @@
+"""Muon: LARS along orthogonalised momentum, for batches at which LARS itself has too few steps.
+
+In: parameters in fp32, fp16 or bf16. Out: `Muon`, LARS whose filters move in the direction of their
+momentum with all singular values made equal (K. Jordan et al. 2024). Masters, kernels, switches on the
+device and checkpoints are LARS's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from paceline.core.errors import PacelineError
+from paceline.optim import master_state
+from paceline.optim.hyper_table import Hyper, HyperTable
+from paceline.optim.lars import LARS
+from paceline.optim.orthogonal import is_matrix, orthogonalised
+from paceline.optim.update_rows import Gates, Outcome, Row
+
+_MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
+
+
+class Muon(LARS):
+    """v ← m·v + (1−m)·g; u = O(v)·‖v‖; λ = η‖w‖ / (‖u‖ + β‖w‖ + eps); w ← w − lr·λ·(u + βw).
+
+    O makes all singular values equal; `nesterov` takes (1−m)·g + m·v in place of v. So for groups
+    with `orthogonal=True`, the default, whose tensors are matrices with a row for each output; other
+    groups are updated as by LARS. Momentum is an average here and comes before the layer's rate, which
+    it does not multiply: η has to be 1/(1−m) times that of LARS for the same pace.
+
+    Example:
+        optimizer = Muon([{"params": filters}, {"params": others, "orthogonal": False}], lr=4.0)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust_coefficient: float = 0.03,
+        eps: float = 0.0,
+        nesterov: bool = True,
+        adapt: bool = True,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            weight_decay,
+            trust_coefficient=trust_coefficient,
+            eps=eps,
+            nesterov=nesterov,
+            adapt=adapt,
+            fused=fused,
+        )
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._own: HyperTable | None = None  # the groups as they are; the kernels' has no momentum
+        self._next: dict[int, Tensor] = {}
+        self._directions: dict[int, Tensor] = {}
+        self._scratch: dict[int, Tensor] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({"orthogonal": True, **param_group})
+        group = self.param_groups[-1]
+        for p in group["params"] if group["orthogonal"] else ():
+            if not is_matrix(p):
+                self.param_groups.pop()
+                raise PacelineError(
+                    f"parameter of shape {tuple(p.shape)} has no singular values to speak of",
+                    "put it into a group with orthogonal=False",
+                )
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state dict of torch's Muon has only such
+            group.setdefault("orthogonal", True)
+
+    def upload(self) -> None:
+        super().upload()
+        if self._own is None or len(self._own.values) != len(self.param_groups):
+            self._own = HyperTable(len(self.param_groups), self._device())
+        self._own.send(tuple(Hyper.of(group) for group in self.param_groups))
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        hyper = super()._hyper(group)
+        if not group["orthogonal"]:
+            return hyper
+        return hyper._replace(momentum=0.0, nesterov=False, lr_in_momentum=True)
+
+    def _directed(self, rows: list[Row], gates: Gates) -> list[Row]:
+        """The rows with directions for gradients; momenta as they would be wait in `_next`."""
+        chosen = [row for row in rows if self.param_groups[row.group]["orthogonal"]]
+        if not chosen:
+            return rows
+        assert self._own is not None
+        wanted = []
+        for row in chosen:
+            values = self._own.values[row.group]
+            momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
+            gradient = row.gradient.float()
+            if gates.grad_scale is not None:
+                gradient = gradient / gates.grad_scale.reshape(())
+            then = self._kept(self._next, row)
+            torch.lerp(gradient, row.momentum, momentum, out=then)
+            wanted.append(torch.lerp(then, torch.lerp(gradient, then, momentum), nesterov))
+        directed = {}
+        for row, found in zip(chosen, orthogonalised(wanted), strict=True):
+            direction = self._kept(self._directions, row)
+            # The kernels divide by the scale, a power of two, as they do with every gradient.
+            torch.mul(found, 1.0 if gates.grad_scale is None else gates.grad_scale, out=direction)
+            scratch = self._kept(self._scratch, row)
+            directed[row.index] = Row(
+                row.index, row.group, row.parameter, direction, row.master, scratch
+            )
+        return [directed.get(row.index, row) for row in rows]
+
+    def _settle(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        """Keeps the new momenta, unless the step was skipped: a factor of 0 would let NaN through."""
+        go = outcome.overflow == 0
+        for gate in (gates.found_inf, gates.hold):
+            if gate is not None:
+                go = go & (gate.reshape(()) == 0)
+        for row in rows:
+            if not self.param_groups[row.group]["orthogonal"]:
+                continue
+            own = go if gates.active is None else go & (gates.active[row.index] != 0)
+            momentum = self.state[row.parameter][master_state.MOMENTUM]
+            torch.where(own, self._next[row.index], momentum, out=momentum)
+
+    def _kept(self, store: dict[int, Tensor], row: Row) -> Tensor:
+        """Memory that stays where it is: a recorded graph knows its address."""
+        if row.index not in store:
+            store[row.index] = torch.zeros_like(
+                row.parameter, dtype=torch.float32, memory_format=torch.preserve_format
+            )
+        return store[row.index]

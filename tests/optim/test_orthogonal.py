@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.optim.orthogonal import is_matrix, orthogonalised
+from paceline.optim.update_rows import same_strides
+
+SHAPES = [(16, 8, 3, 3), (64, 16, 1, 1), (10, 48), (48, 10), (7, 7), (6, 4, 5), (2, 2)]
+
+
+def drawn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_become_about_equal_and_the_norm_stays(shape: tuple[int, ...]) -> None:
+    tensor = drawn(shape)
+    (found,) = orthogonalised([tensor])
+    assert found.shape == tensor.shape
+    torch.testing.assert_close(found.norm(), tensor.norm())
+    values = torch.linalg.svdvals(found.flatten(1).double())
+    assert values.max() / values.min() < 1.2 / 0.6, values
+
+
+def test_bases_stay_and_only_the_values_change() -> None:
+    """U·S·Vᵀ becomes U·p(S)·Vᵀ, whose p is the iteration on numbers."""
+    tensor = drawn((6, 9))
+    u, s, v = torch.linalg.svd(tensor.double(), full_matrices=False)
+    values = s / s.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = (u * values) @ v
+    expected *= s.norm() / expected.norm()
+    (found,) = orthogonalised([tensor])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_many_at_once_are_as_one_at_a_time() -> None:
+    tensors = [drawn(shape, seed) for seed, shape in enumerate([*SHAPES, *SHAPES])]
+    for together, tensor in zip(orthogonalised(tensors), tensors, strict=True):
+        torch.testing.assert_close(together, orthogonalised([tensor])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 3, 3), (16, 8, 1, 1), (16, 1, 3, 3)])
+def test_the_memory_format_changes_strides_only(shape: tuple[int, ...]) -> None:
+    plain = drawn(shape)
+    last = plain.contiguous(memory_format=torch.channels_last)
+    (found,) = orthogonalised([last])
+    (expected,) = orthogonalised([plain])
+    assert same_strides(found, last)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_half_gradient_far_below_1_is_no_matter() -> None:
+    tensor = drawn((12, 20)).mul(1e-3)
+    (small,) = orthogonalised([tensor.half()])
+    assert small.dtype == torch.float32
+    torch.testing.assert_close(small, orthogonalised([tensor.half().float()])[0])
+
+
+def test_nothing_stays_nothing_and_what_is_not_finite_shows() -> None:
+    bad = [drawn((4, 6)) for _ in range(3)]
+    for tensor, value in zip(bad, (float("nan"), float("inf"), 3e38), strict=True):
+        tensor[:, 2] = value  # the last is finite, but not its square
+    zero, *found, good = orthogonalised([torch.zeros(4, 6), *bad, drawn((4, 6))])
+    assert torch.equal(zero, torch.zeros(4, 6))
+    for tensor in found:
+        assert not torch.isfinite(tensor).all()
+    assert torch.isfinite(good).all()  # though it shares their batch
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((3,), False), ((), False), ((1, 8), False), ((8, 1), False), ((8, 1, 1, 1), False),
+     ((2, 2), True), ((8, 1, 3, 3), True)],
+)  # fmt: skip
+def test_what_counts_as_a_matrix(shape: tuple[int, ...], expected: bool) -> None:
+    assert is_matrix(torch.zeros(shape)) == expected
