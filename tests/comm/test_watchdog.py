@@ -115,3 +115,31 @@ def _threads_after(rank: int) -> list[str]:
         group.all_reduce_sum(torch.ones(1))
     left = set(threading.enumerate()) - before
     return [t.name for t in left if t.name.startswith("paceline-")]
+
+
+def test_the_backend_waits_longer_than_the_watchdog() -> None:
+    """It can only say that time is over, and would say it first on a host that is short of cores."""
+    from ranks import run_ranks
+
+    assert run_ranks(2, _waits_of_the_backend) == [[5 + 15, 5 + 15]] * 2
+
+
+def _waits_of_the_backend(rank: int) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from paceline.comm.create_carrier import create_carrier
+    from paceline.comm.group import Group
+    from paceline.comm.hybrid_carrier import HybridCarrier
+    from paceline.comm.settings import CommSettings
+    from paceline.core.topology import Topology
+    from paceline.plan.fusion_plan import FusionPlan
+
+    settings = CommSettings(timeout_s=5.0, algorithm="ring")
+    cpu = torch.device("cpu")
+    with Group(Topology.from_env(os.environ), settings, cpu) as group:
+        plan = FusionPlan.by_threshold([("weight", 4)], 0, algorithm="ring")
+        carrier = create_carrier(group, settings, plan)
+        assert isinstance(carrier, HybridCarrier)
+        groups = [dist.group.WORLD, carrier._hybrid.groups.world]
+        return [g._get_backend(cpu).options._timeout.total_seconds() for g in groups if g]

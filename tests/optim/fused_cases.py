@@ -228,3 +228,17 @@ def test_muon_gives_the_kernels_directions_as_it_gives_them_to_foreach(scale: fl
     kernel.step()
     assert kernel.nonfinite() == [1]
     assert bits_equal(everything(kernel), before)
+
+
+def test_muons_directions_keep_the_addresses_that_a_recording_knows() -> None:
+    ps = parameters(*MIXED)
+    groups = [{"params": [ps[0], ps[2]]}, {"params": [ps[1], ps[3], ps[4]], "orthogonal": False}]
+    optimizer = Muon(groups, 0.9, fused=True)
+    fill_gradients(ps, 0)
+    optimizer.prepare()
+    assert optimizer._engine is not None
+    assert optimizer._engine._tables is not None
+    prepared = optimizer._engine._tables.key
+    for _ in range(2):
+        optimizer.step()
+        assert optimizer._engine._tables.key == prepared

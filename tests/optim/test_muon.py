@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from optim.lars_reference import assert_near, bits_equal, everything, fill_gradients
-from paceline.core.errors import PacelineError
-from paceline.optim import LARS, Muon, lars_foreach
+from paceline.core.errors import PacelineError, RunError
+from paceline.optim import LARS, Muon, lars_foreach, lars_fused
+from paceline.optim.update_rows import Gates
 
 SHAPES = [(6, 5, 3, 3), (7, 11), (12, 3), (40,), (5,)]
 MATRICES = 3
@@ -176,6 +179,25 @@ def test_a_gradient_of_zeros_and_a_weight_of_zeros_are_safe() -> None:
     assert all(torch.isfinite(tensor).all() for tensor in everything(optimizer))
 
 
+def test_a_gradient_that_stays_0_leaves_only_the_decay_as_in_lars() -> None:
+    """What is left of the momentum would be made as long as a real step, for hundreds of steps."""
+    optimizer, ps = create(momentum=0.9)
+    fill_gradients(ps, 0)
+    optimizer.step()
+    before = ps[0].detach().clone()
+    assert ps[0].grad is not None
+    ps[0].grad.zero_()
+    for _ in range(600):
+        optimizer.step()
+        assert optimizer.overflow == 0  # also where the momentum has become tiny
+    assert optimizer.trust_ratios()[0] == 1.0
+    torch.testing.assert_close(
+        ps[0].detach(), before * (1 - 0.9 * DECAY) ** 600, atol=1e-7, rtol=1e-3
+    )
+    momentum = optimizer.state[ps[0]]["momentum_buffer"]
+    assert momentum.abs().max() < 1e-20
+
+
 def test_momentum_may_change_between_steps() -> None:
     """A recorded graph reads it on the device, so it must not be frozen anywhere."""
     optimizer, ps = create(momentum=0.5)
@@ -219,8 +241,84 @@ def test_a_copy_goes_on_by_itself(how: Any) -> None:
     assert bits_equal(everything(copied), everything(optimizer))
 
 
+def test_a_group_may_join_after_a_step() -> None:
+    """With a momentum of its own, which must not be another group's."""
+    optimizer, ps = create(momentum=0.5)
+    fill_gradients(ps, 0)
+    optimizer.step()
+    late = nn.Parameter(torch.randn(9, 4, generator=torch.Generator().manual_seed(5)))
+    optimizer.add_param_group({"params": [late], "momentum": 0.8, "weight_decay": DECAY})
+    reference = Reference(late)
+    for step in range(1, 4):
+        fill_gradients([*ps, late], step)
+        optimizer.step()
+        assert late.grad is not None
+        reference.step(late.grad, 0.9, 0.8, True)
+    assert_near(late, reference.weight, 2e-5)
+
+
+def test_a_step_gone_wrong_is_forgotten_with_a_checkpoint() -> None:
+    ps, optimizer = stepped()
+    twins, twin = stepped()
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = [p.detach().clone() for p in ps]
+    for group in optimizer.param_groups:
+        group["lr"] = float("inf")
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        for p, weights in zip(ps, kept, strict=True):
+            p.copy_(weights)
+    fill_gradients(ps, 1)
+    fill_gradients(twins, 1)
+    optimizer.step()
+    twin.step()
+    assert bits_equal(everything(optimizer), everything(twin))
+
+
+def test_groups_of_another_optimizer_stay_what_they_are_here() -> None:
+    lars, qs = create(kinds=(LARS,))
+    fill_gradients(qs, 0)
+    lars.step()
+    optimizer, ps = create()
+    optimizer.load_state_dict(lars.state_dict())
+    assert [group["orthogonal"] for group in optimizer.param_groups] == [True, False]
+    fill_gradients(ps, 1)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["param_groups"][1]["orthogonal"] = True
+    with pytest.raises(PacelineError, match="put it into a group with orthogonal=False"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_capture_without_preparation_gets_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, ps = create()
+    fill_gradients(ps, 0)
+    monkeypatch.setattr("paceline.optim.lars.capturing", lambda device: True)
+    with pytest.raises(RunError, match="would freeze the learning rate"):
+        optimizer.step()
+    optimizer._engine = lars_fused.FusedStep()
+    with pytest.raises(RunError, match="not prepared; call prepare"):
+        optimizer.step()
+
+
+def test_a_recording_keeps_the_table_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, ps = create()
+    fill_gradients(ps, 0)
+    optimizer.step()
+    assert isinstance(optimizer, Muon)
+    monkeypatch.setattr("paceline.optim.muon.capturing", lambda device: True)
+    optimizer._directed(optimizer._rows(), Gates())
+    recorded = weakref.ref(optimizer._own)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
+    optimizer.upload()
+    gc.collect()
+    assert recorded() is not None
+    assert recorded() is not optimizer._own
+
+
 def test_a_state_dict_of_torchs_muon_is_loaded() -> None:
-    """It has no word of who is orthogonal: all of its parameters are."""
+    """It has no word of who is orthogonal."""
     draw = torch.Generator().manual_seed(0)
     theirs = nn.Parameter(torch.randn(6, 4, generator=draw))
     other = torch.optim.Muon([theirs], lr=0.1, momentum=0.9)

@@ -60,6 +60,20 @@ def test_a_half_gradient_far_below_1_is_no_matter() -> None:
     torch.testing.assert_close(small, orthogonalised([tensor.half().float()])[0])
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-12, 1e-18, 1e-22, 1e-24, 1e-27, 1e-30, 1e-38])
+def test_tiny_gradients_stay_tiny_and_finite(size: float) -> None:
+    """Their squares leave fp32's range, so that the norm is too small, or 0."""
+    tensor = drawn((16, 48)) * size
+    first = torch.outer(drawn((16,)), drawn((48,), 1)) * size  # of rank 1: one large singular value
+    for made, wanted in zip(orthogonalised([tensor, first]), (tensor, first), strict=True):
+        assert torch.isfinite(made).all()
+        assert made.norm() <= 1.01 * wanted.double().norm()
+    if size >= 1e-12:
+        (found,) = orthogonalised([tensor])
+        (expected,) = orthogonalised([tensor / size])
+        torch.testing.assert_close(found / size, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_nothing_stays_nothing_and_what_is_not_finite_shows() -> None:
     bad = [drawn((4, 6)) for _ in range(3)]
     for tensor, value in zip(bad, (float("nan"), float("inf"), 3e38), strict=True):

@@ -12,7 +12,7 @@ from paceline.comm.group import Group
 from paceline.comm.hybrid_carrier import HybridCarrier
 from paceline.comm.native_carrier import NativeCarrier
 from paceline.comm.process_groups import ProcessGroups
-from paceline.comm.settings import CommSettings
+from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.plan.fusion_plan import FusionPlan
 
 
@@ -27,7 +27,8 @@ def create_carrier(group: Group, settings: CommSettings, plan: FusionPlan) -> Ca
         groups = ProcessGroups(
             group.topology,
             settings.group_size or None,
-            timeout_s=settings.backend_timeout_s,
+            timeout_s=settings.timeout_s,
+            grace_s=BACKEND_GRACE_S,
             subgroups=False if alone else None,
         )
         made.append(NativeCarrier(group, groups) if alone else HybridCarrier(group, groups))

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.progress_board import ProgressBoard
 from paceline.comm.rendezvous import meet
-from paceline.comm.settings import CommSettings
+from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.comm.watchdog import Tell, Watchdog
 from paceline.comm.watchdog_words import BufferWords
 from paceline.core.errors import CommError, PacelineError, RunError
@@ -77,7 +77,7 @@ class Group:
                 store=PrefixStore("paceline", store),
                 rank=topology.rank,
                 world_size=topology.world_size,
-                timeout=timedelta(seconds=settings.backend_timeout_s),
+                timeout=timedelta(seconds=settings.timeout_s + BACKEND_GRACE_S),
                 device_id=device if self.backend == "nccl" else None,
             ),
         )

@@ -28,13 +28,16 @@ class ProcessGroups:
         k: int | None = None,
         *,
         timeout_s: float = 600.0,
+        grace_s: float = 0.0,
         subgroups: bool | None = None,
     ) -> None:
-        """`subgroups`: None makes them where the backend is NCCL. Over Gloo the explicit algorithms
+        """`grace_s`: how much longer the backend waits, where a watchdog keeps `timeout_s`.
+        `subgroups`: None makes them where the backend is NCCL. Over Gloo the explicit algorithms
         need the group of all ranks only, and each further group is a mesh of sockets."""
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.timeout_s = timeout_s
+        self._wait = timedelta(seconds=timeout_s + grace_s)
         self.world: ProcessGroup | None = None
         self.row: ProcessGroup | None = None
         self.masters: ProcessGroup | None = None
@@ -72,8 +75,7 @@ class ProcessGroups:
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """The group, or None on ranks that are not in it."""
-        timeout = timedelta(seconds=self.timeout_s)
-        group = dist.new_group(list(ranks), timeout=timeout, backend=self.backend)
+        group = dist.new_group(list(ranks), timeout=self._wait, backend=self.backend)
         if not isinstance(group, ProcessGroup) or self.rank not in ranks:
             return None
         self._made.append(group)

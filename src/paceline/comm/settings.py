@@ -13,7 +13,9 @@ WIRES = ("auto", "float32", "float16", "bfloat16")
 OVERLAPS = ("auto", "on", "off")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
-_BACKEND_GRACE_S = 15.0
+# By how much torch's own wait is longer than `timeout_s`: on a starved host, too, the watchdog, which can
+# say who is missing, speaks before a backend that only knows that time is over.
+BACKEND_GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,6 @@ class CommSettings:
         if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
             raise ConfigError("comm.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
         self._check_together()
-
-    @property
-    def backend_timeout_s(self) -> float:
-        """Of torch's own wait. Longer than `timeout_s`: on a starved host too the watchdog, which can
-        say who is missing, speaks before a backend that only knows that time is over."""
-        return self.timeout_s + _BACKEND_GRACE_S
 
     def _check_together(self) -> None:
         """Settings that contradict one another are refused: none is ignored in silence."""

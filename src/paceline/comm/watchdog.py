@@ -89,8 +89,11 @@ class Watchdog:
             self._thread.join()
 
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join(_END_WAIT_S)
+        """Does not return where the verdict is being shown: then the process ends with that."""
+        with self._end_lock:
+            self._closed.set()
+            ends = self._ends
+        self._thread.join(None if ends else _END_WAIT_S)
         self._mail.close()
 
     def _serve(self) -> None:

@@ -68,7 +68,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class TrustEvent(Event):
-    """LARS's trust ratio of each parameter in one step, by name."""
+    """The trust ratio (LARS, Muon) of each parameter in one step, by name."""
 
     kind: ClassVar[str] = "trust"
     step: int

@@ -68,12 +68,12 @@ def _muon(
         known = {id(p) for p in chosen}
         rest = [p for p in group["params"] if id(p) not in known]
         if chosen:
-            made.append(group | {"params": chosen, "adapt": True, "orthogonal": True})
+            # In LARS momentum multiplies a layer's rate by 1 / (1 − m): this way all keep one pace.
+            eta = settings.trust_coefficient / (1 - settings.momentum)
+            more = {"adapt": True, "orthogonal": True, "trust_coefficient": eta}
+            made.append(group | {"params": chosen} | more)
         if rest or not chosen:
-            # In LARS momentum multiplies the layer's rate by 1 / (1 − m): this way all keep one pace.
-            eta = settings.trust_coefficient * (1 - settings.momentum)
-            more = {"adapt": adapts, "orthogonal": False, "trust_coefficient": eta}
-            made.append(group | {"params": rest} | more)
+            made.append(group | {"params": rest, "adapt": adapts, "orthogonal": False})
     return Muon(
         made,
         lr,

@@ -188,15 +188,15 @@ class LARS(Optimizer):
             return loss
         if not capturing(outcome.bad.device):
             self.upload()
+        elif self._engine is None:
+            raise RunError(
+                "the foreach path would freeze the learning rate in a CUDA graph",
+                "install triton, or step outside of the graph",
+            )
         rows = self._directed(rows, gates)
         if self._engine is not None and self._table is not None:
             self._engine.run(rows, self._table.values, gates, outcome)
         else:
-            if capturing(outcome.bad.device):
-                raise RunError(
-                    "the foreach path would freeze the learning rate in a CUDA graph",
-                    "install triton, or step outside of the graph",
-                )
             hypers = [self._hyper(group) for group in self.param_groups]
             lars_foreach.run(rows, hypers, gates, outcome, self.in_half)
         self._settle(rows, gates, outcome)

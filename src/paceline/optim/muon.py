@@ -7,19 +7,20 @@ device and checkpoints are LARS's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, RunError
 from paceline.optim import master_state
 from paceline.optim.hyper_table import Hyper, HyperTable
 from paceline.optim.lars import LARS
 from paceline.optim.orthogonal import is_matrix, orthogonalised
-from paceline.optim.update_rows import Gates, Outcome, Row
+from paceline.optim.update_rows import Gates, Outcome, Row, capturing
 
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
 
@@ -30,7 +31,8 @@ class Muon(LARS):
     O makes all singular values equal; `nesterov` takes (1−m)·g + m·v in place of v. So for groups
     with `orthogonal=True`, the default, whose tensors are matrices with a row for each output; other
     groups are updated as by LARS. Momentum is an average here and comes before the layer's rate, which
-    it does not multiply: η has to be 1/(1−m) times that of LARS for the same pace.
+    it does not multiply: η has to be 1/(1−m) times that of LARS for the same pace. A gradient of zeros
+    leaves only the decay, at λ = 1 as in LARS; v goes on fading. What has to be finite is v.
 
     Example:
         optimizer = Muon([{"params": filters}, {"params": others, "orthogonal": False}], lr=4.0)
@@ -64,25 +66,26 @@ class Muon(LARS):
     def _set_up(self) -> None:
         super()._set_up()
         self._own: HyperTable | None = None  # the groups as they are; the kernels' has no momentum
+        self._captured: list[HyperTable] = []  # a graph goes on reading these
         self._next: dict[int, Tensor] = {}
         self._directions: dict[int, Tensor] = {}
-        self._scratch: dict[int, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({"orthogonal": True, **param_group})
-        group = self.param_groups[-1]
-        for p in group["params"] if group["orthogonal"] else ():
-            if not is_matrix(p):
-                self.param_groups.pop()
-                raise PacelineError(
-                    f"parameter of shape {tuple(p.shape)} has no singular values to speak of",
-                    "put it into a group with orthogonal=False",
-                )
+        group = self.param_groups.pop()
+        if group["orthogonal"]:
+            _require_matrices(group["params"])
+        self.param_groups.append(group)
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # a state dict of torch's Muon has only such
-            group.setdefault("orthogonal", True)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Groups that do not say whether they are orthogonal, as other optimizers', stay as here."""
+        saved = list(state_dict["param_groups"])
+        if len(saved) == len(self.param_groups):
+            for place, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
+                saved[place] = {"orthogonal": ours["orthogonal"], **theirs}
+                if saved[place]["orthogonal"]:
+                    _require_matrices(ours["params"])
+        super().load_state_dict({**state_dict, "param_groups": saved})
 
     def upload(self) -> None:
         super().upload()
@@ -94,15 +97,18 @@ class Muon(LARS):
         hyper = super()._hyper(group)
         if not group["orthogonal"]:
             return hyper
-        return hyper._replace(momentum=0.0, nesterov=False, lr_in_momentum=True)
+        return hyper._replace(momentum=0.0)
 
     def _directed(self, rows: list[Row], gates: Gates) -> list[Row]:
         """The rows with directions for gradients; momenta as they would be wait in `_next`."""
         chosen = [row for row in rows if self.param_groups[row.group]["orthogonal"]]
         if not chosen:
             return rows
-        assert self._own is not None
-        wanted = []
+        if self._own is None or len(self._own.values) != len(self.param_groups):
+            raise RunError("a step is captured that was not prepared", "call prepare() before")
+        if capturing(self._own.values.device):
+            self._captured.append(self._own)
+        wanted, still = [], []
         for row in chosen:
             values = self._own.values[row.group]
             momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
@@ -112,15 +118,16 @@ class Muon(LARS):
             then = self._kept(self._next, row)
             torch.lerp(gradient, row.momentum, momentum, out=then)
             wanted.append(torch.lerp(then, torch.lerp(gradient, then, momentum), nesterov))
+            still.append(torch.linalg.vector_norm(gradient) == 0)
         directed = {}
-        for row, found in zip(chosen, orthogonalised(wanted), strict=True):
+        for row, found, none in zip(chosen, orthogonalised(wanted), still, strict=True):
             direction = self._kept(self._directions, row)
             # The kernels divide by the scale, a power of two, as they do with every gradient.
-            torch.mul(found, 1.0 if gates.grad_scale is None else gates.grad_scale, out=direction)
-            scratch = self._kept(self._scratch, row)
-            directed[row.index] = Row(
-                row.index, row.group, row.parameter, direction, row.master, scratch
-            )
+            if gates.grad_scale is not None:
+                found = found * gates.grad_scale
+            torch.where(none, torch.zeros_like(found), found, out=direction)
+            # For its momentum the update gets memory that it may write to, and that is finite.
+            directed[row.index] = replace(row, gradient=direction, momentum=direction)
         return [directed.get(row.index, row) for row in rows]
 
     def _settle(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
@@ -143,3 +150,12 @@ class Muon(LARS):
                 row.parameter, dtype=torch.float32, memory_format=torch.preserve_format
             )
         return store[row.index]
+
+
+def _require_matrices(parameters: Sequence[Tensor]) -> None:
+    for p in parameters:
+        if not is_matrix(p):
+            raise PacelineError(
+                f"parameter of shape {tuple(p.shape)} has no singular values to speak of",
+                "put it into a group with orthogonal=False",
+            )

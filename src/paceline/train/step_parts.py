@@ -162,9 +162,11 @@ def create_master_optimizer(
     groups = parameter_groups(model, settings.weight_decay)
     if settings.decay_bias_norm:
         groups = [{**group, "weight_decay": settings.weight_decay} for group in groups]
-    drawn = [p.detach().clone() for group in groups for p in group["params"]]
+    drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
     optimizer = create_optimizer(settings, groups, rate)
-    for master, weights in zip(optimizer.masters(), drawn, strict=True):
-        master.detach().copy_(weights)
+    # The optimizer's own order: it may have groups of its own.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for master, parameter in zip(optimizer.masters(), parameters, strict=True):
+        master.detach().copy_(drawn[parameter])
     return optimizer
