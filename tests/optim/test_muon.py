@@ -187,13 +187,12 @@ def test_a_gradient_that_stays_0_leaves_only_the_decay_as_in_lars() -> None:
     before = ps[0].detach().clone()
     assert ps[0].grad is not None
     ps[0].grad.zero_()
-    for _ in range(600):
+    for step in range(1, 601):
         optimizer.step()
         assert optimizer.overflow == 0  # also where the momentum has become tiny
-    assert optimizer.trust_ratios()[0] == 1.0
-    torch.testing.assert_close(
-        ps[0].detach(), before * (1 - 0.9 * DECAY) ** 600, atol=1e-7, rtol=1e-3
-    )
+        assert optimizer.trust_ratios()[0] == 1.0
+        if step < 5:
+            torch.testing.assert_close(ps[0].detach(), before * (1 - 0.9 * DECAY) ** step)
     momentum = optimizer.state[ps[0]]["momentum_buffer"]
     assert momentum.abs().max() < 1e-20
 
