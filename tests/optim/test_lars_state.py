@@ -158,7 +158,7 @@ def test_strides_of_dimensions_of_size_one_need_no_copy() -> None:
     p.grad = torch.randn(8, 4, 1, 1).clone(memory_format=torch.contiguous_format)
     optimizer = LARS([p], 0.1)
     optimizer.step()
-    assert optimizer._staged == {}
+    assert optimizer._staged._copies == {}
 
 
 def test_masters_can_be_reset_from_loaded_weights() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from no_waiting import no_waiting
 from optim.lars_reference import assert_near, bits_equal, everything
+from optim.recorded import recorded
 from optim.test_lars_gpu import fill
 from paceline.optim import Muon
 from paceline.optim.orthogonal import orthogonalised
@@ -103,13 +104,7 @@ def test_a_captured_graph_replays_what_eager_steps_do() -> None:
     hold = torch.zeros((), device="cuda")
     graphed.hold = hold
     fill(qs, 0)
-    graphed.prepare()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        graphed.step()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph = recorded(graphed)
     for step, (lr, momentum) in enumerate([(0.9, 0.9), (0.1, 0.9), (0.4, 0.5), (0.3, 0.5)]):
         for optimizer, own in ((eager, ps), (graphed, qs)):
             optimizer.param_groups[0] |= {"lr": lr, "momentum": momentum}

@@ -18,7 +18,8 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.optim import lars_foreach, master_state
 from paceline.optim.hyper_table import Hyper, HyperTable
 from paceline.optim.lars_fused import FusedStep, triton_is_usable
-from paceline.optim.update_rows import FORMATS, Gates, Outcome, Row, capturing, same_strides
+from paceline.optim.staged_gradients import StagedGradients
+from paceline.optim.update_rows import FORMATS, Gates, Outcome, Row, capturing
 
 
 class LARS(Optimizer):
@@ -86,7 +87,7 @@ class LARS(Optimizer):
         self._outcome: Outcome | None = None
         self._table: HyperTable | None = None
         self._engine: FusedStep | None = None
-        self._staged: dict[int, Tensor] = {}
+        self._staged = StagedGradients()
         self.overflow = torch.zeros(())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -230,25 +231,9 @@ class LARS(Optimizer):
                     continue
                 state = self.state[p]
                 master = state.get(master_state.MASTER, p)
-                gradient = self._gradient(index, number, p, p.grad)
+                gradient = self._staged.of(index, number, p, p.grad)
                 rows.append(Row(index, number, p, gradient, master, state[master_state.MOMENTUM]))
         return rows
-
-    def _gradient(self, index: int, group: int, p: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with the parameter's strides; a copy in memory that stays, where it has others."""
-        if gradient.layout != torch.strided:
-            raise RunError(
-                f"sparse gradient for a parameter of shape {tuple(p.shape)} in group {group}",
-                "make it dense (nn.Embedding(sparse=False)), or give it an optimizer of its own",
-            )
-        if same_strides(gradient, p) and gradient.dtype in FORMATS:
-            return gradient
-        staged = self._staged.get(index)
-        kind = gradient.dtype if gradient.dtype in FORMATS else torch.float32
-        if staged is None or staged.dtype != kind:
-            staged = torch.empty_like(p, dtype=kind, memory_format=torch.preserve_format)
-            self._staged[index] = staged
-        return staged.copy_(gradient)
 
     # --- after a step ------------------------------------------------------------------------------
 
