@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 import paceline.comm.watchdog as watchdog_module
+import paceline.comm.watchdog_mail as mail_module
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.progress_board import ProgressBoard
 from paceline.comm.watchdog import Watchdog
@@ -118,6 +119,9 @@ def start(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Threads end before `os._exit` is the real one again, also where a test fails."""
     made: list[Exits] = []
     monkeypatch.setattr(os, "_exit", lambda code: made[0].exit(code))
+    # However short of cores the host is: the waits that are looked at here do not run out.
+    monkeypatch.setattr(watchdog_module, "_LAST_WORDS_S", 20.0)
+    monkeypatch.setattr(mail_module, "_END_WAIT_S", 20.0)
 
     def begin(rank: int = 1) -> Exits:
         made.append(Exits(store, rank))

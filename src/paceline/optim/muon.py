@@ -126,7 +126,7 @@ class Muon(LARS):
             if gates.grad_scale is not None:
                 found = found * gates.grad_scale
             torch.where(none, torch.zeros_like(found), found, out=direction)
-            # For its momentum the update gets memory that it may write to, and that is finite.
+            # The update has no momentum of its own here: it gets memory that is finite whenever it runs.
             directed[row.index] = replace(row, gradient=direction, momentum=direction)
         return [directed.get(row.index, row) for row in rows]
 
