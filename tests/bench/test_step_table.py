@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +36,14 @@ def test_a_row_survives_the_way_to_its_process() -> None:
     row = choose_rows(["ours N>1"], COMMON)[0]
     assert StepRow.from_json(row.to_json()) == row
     assert row.group
+
+
+def test_the_row_of_many_ranks_sends_several_buffers_while_backward_goes_on() -> None:
+    """Not the single buffer that a lone rank has."""
+    row = choose_rows(["ours N>1"], COMMON)[0]
+    small = replace(row, switches={**row.switches, "comm.fusion_mib": 0.02})
+    (result,) = measure_rows([small], 100, 1, lambda result: None)
+    assert re.search(r"\d+ buffers of .*, native, overlapped, backend gloo", result["what"]), result
 
 
 def test_rows_are_measured_in_processes_and_a_broken_one_says_why() -> None:

@@ -17,9 +17,11 @@ from paceline.core.errors import ConfigError, nearest
 _OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours bf16": {"precision.amp_dtype": "bf16"},
-    # What runs on many ranks: the same in a process group, whose collectives are called between
-    # backward and update. One rank's all-reduce moves no bytes: it shows the cost of the calls.
-    "ours N>1": {},
+    # What runs on many ranks: in a process group, with their plan instead of a lone rank's single
+    # buffer, so that hooks send buffers while backward goes on. One rank's all-reduce moves no bytes:
+    # it shows the cost of all but the network.
+    "ours N>1": {"comm.algorithm": "native"},
+    "ours muon": {"optim.name": "muon"},
     "ours no graphs": {"run.cuda_graphs": "off"},
     "ours tf32": {"precision.amp_dtype": "fp32"},
     "ours fp32": {"precision.amp_dtype": "fp32", "precision.tf32": False},
@@ -88,7 +90,7 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
     ):
         if "ours" in speed and below in speed:
             found[name] = speed["ours"] / speed[below]
-    for name in ("ours N>1", "ours no graphs"):
+    for name in ("ours N>1", "ours muon", "ours no graphs"):
         if "ours" in speed and name in speed:
             found[f"{name} / ours"] = speed[name] / speed["ours"]
     return found

@@ -108,27 +108,47 @@ class Muon(LARS):
             raise RunError("a step is captured that was not prepared", "call prepare() before")
         if capturing(self._own.values.device):
             self._captured.append(self._own)
-        wanted, still = [], []
-        for row in chosen:
-            values = self._own.values[row.group]
-            momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
-            gradient = row.gradient.float()
-            if gates.grad_scale is not None:
-                gradient = gradient / gates.grad_scale.reshape(())
-            then = self._kept(self._next, row)
-            torch.lerp(gradient, row.momentum, momentum, out=then)
-            wanted.append(torch.lerp(then, torch.lerp(gradient, then, momentum), nesterov))
-            still.append(torch.linalg.vector_norm(gradient) == 0)
-        directed = {}
-        for row, found, none in zip(chosen, orthogonalised(wanted), still, strict=True):
-            direction = self._kept(self._directions, row)
+        wanted: list[Tensor] = []
+        still: list[Tensor] = []
+        for number in range(len(self.param_groups)):
+            alike = [row for row in chosen if row.group == number]
+            if alike:
+                own, none = self._averaged(alike, self._own.values[number], gates.grad_scale)
+                wanted += own
+                still += none
+        # The rows' order is the groups'.
+        found = orthogonalised(wanted, still)
+        if gates.grad_scale is not None:
             # The kernels divide by the scale, a power of two, as they do with every gradient.
-            if gates.grad_scale is not None:
-                found = found * gates.grad_scale
-            torch.where(none, torch.zeros_like(found), found, out=direction)
+            torch._foreach_mul_(found, gates.grad_scale.reshape(()))
+        directions = [self._kept(self._directions, row) for row in chosen]
+        torch._foreach_copy_(directions, found)
+        directed = {}
+        for row, direction in zip(chosen, directions, strict=True):
             # The update has no momentum of its own here: it gets memory that is finite whenever it runs.
             directed[row.index] = replace(row, gradient=direction, momentum=direction)
         return [directed.get(row.index, row) for row in rows]
+
+    def _averaged(
+        self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """What to make orthogonal for the rows of a group, and which of them have no gradient at all.
+        In list operations: a kernel for each small tensor would cost more than the products."""
+        momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
+        then = [self._kept(self._next, row) for row in rows]
+        gradients = [torch.empty_like(tensor) for tensor in then]
+        torch._foreach_copy_(gradients, [row.gradient for row in rows])
+        if scale is not None:
+            torch._foreach_div_(gradients, scale.reshape(()))
+        still = (torch.stack(torch._foreach_norm(gradients)) == 0).unbind()
+        torch._foreach_copy_(then, [row.momentum for row in rows])
+        torch._foreach_mul_(then, momentum)
+        torch._foreach_add_(then, torch._foreach_mul(gradients, 1 - momentum))
+        kept = 1 + nesterov * (momentum - 1)  # 1 without nesterov: v itself
+        wanted = list(torch._foreach_mul(then, kept))
+        torch._foreach_mul_(gradients, 1 - kept)
+        torch._foreach_add_(wanted, gradients)
+        return wanted, still
 
     def _settle(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         """Keeps the new momenta, unless the step was skipped: a factor of 0 would let NaN through."""
@@ -136,10 +156,11 @@ class Muon(LARS):
         for gate in (gates.found_inf, gates.hold):
             if gate is not None:
                 go = go & (gate.reshape(()) == 0)
+        owns = None if gates.active is None else go & (gates.active != 0)
         for row in rows:
             if not self.param_groups[row.group]["orthogonal"]:
                 continue
-            own = go if gates.active is None else go & (gates.active[row.index] != 0)
+            own = go if owns is None else owns[row.index]
             momentum = self.state[row.parameter][master_state.MOMENTUM]
             torch.where(own, self._next[row.index], momentum, out=momentum)
 

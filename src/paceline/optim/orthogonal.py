@@ -25,21 +25,34 @@ def is_matrix(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def orthogonalised(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """In fp32, with the norms that the tensors had; 0 stays 0, and what is not finite becomes NaN."""
-    norms = torch._foreach_norm(list(tensors), 2)
+def orthogonalised(tensors: Sequence[Tensor], still: Sequence[Tensor] = ()) -> list[Tensor]:
+    """In fp32, with the norms that the tensors had; 0 stays 0, and what is not finite becomes NaN.
+
+    `still`: for each tensor a flag on its device; where it is set, zeros come out whatever went in.
+    """
     made: list[Tensor] = [torch.empty(0)] * len(tensors)
     alike: dict[tuple[int, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
         alike.setdefault(tuple(_matrix(tensor).shape), []).append(place)
     for places in alike.values():
-        unit = torch.stack([_matrix(tensors[i]) / norms[i].clamp(min=_TINY) for i in places])
+        # Tensors of one shape go together: for small ones launching a kernel is the cost.
+        stacked = torch.stack([_matrix(tensors[i]) for i in places])
+        norms = _norms(stacked)
+        unit = stacked / norms.clamp(min=_TINY)
         turned = unit.shape[1] > unit.shape[2]
         found = _iterated(unit.mT if turned else unit)
-        for i, matrix in zip(places, (found.mT if turned else found).unbind(), strict=True):
-            length = torch.linalg.vector_norm(matrix).clamp(min=_TINY)
-            made[i] = _like((matrix * (norms[i] / length)).contiguous(), tensors[i])
+        found = (found.mT if turned else found) * (norms / _norms(found).clamp(min=_TINY))
+        if still:
+            flags = torch.stack([still[i] for i in places])
+            found = torch.where(flags[:, None, None], 0.0, found)
+        for i, matrix in zip(places, found.contiguous().unbind(), strict=True):
+            made[i] = _like(matrix, tensors[i])
     return made
+
+
+def _norms(matrices: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
+    return norms
 
 
 def _iterated(wide: Tensor) -> Tensor:
