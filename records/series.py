@@ -2,8 +2,9 @@
 
     python series.py SERIES.toml --data-dir DIR --output DIR [--seconds 500] [--only NAME]
 
-A series names its runs; each is a recipe and settings over it. A run whose folder has a summary.json is
-done; one with a checkpoint goes on from there. No new run is begun that would outlast `--seconds`.
+A series names its runs; each is a recipe, shipped or a file beside the series, and settings over it. A run
+whose folder has a summary.json is done; one with a checkpoint goes on from there. No new run is begun
+that would outlast `--seconds`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def main() -> None:
         settings = {**series["common"], **run, "run.output": str(folder), "run.resume": resume,
                     "data.dir": options.data_dir, "data.source": "auto"}  # fmt: skip
         recipe = settings.pop("recipe")
+        beside = options.series.parent / recipe
+        recipe = str(beside) if beside.is_file() else recipe
         begun = time.perf_counter()
         try:
             outcome = run_training(load_config(recipe, settings), lambda name=name: Line(name))

@@ -158,6 +158,8 @@ def main() -> None:
         for key in [key for key in settings if key.startswith("explore.")]:
             CHOSEN[key.removeprefix("explore.")] = settings.pop(key)
         recipe = settings.pop("recipe")
+        beside = options.series.parent / recipe
+        recipe = str(beside) if beside.is_file() else recipe
         run_module.run_training(load_config(recipe, settings), lambda name=name: Line(name))
 
 
