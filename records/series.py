@@ -2,8 +2,8 @@
 
     python series.py SERIES.toml --data-dir DIR --output DIR [--seconds 500] [--only NAME]
 
-A series names its runs; each is a recipe, shipped or a file beside the series, and settings over it. A run
-whose folder has a summary.json is done; one with a checkpoint goes on from there. No new run is begun
+A series names its runs; each is a recipe, shipped or a file beside the series, and settings over it. A
+run whose folder has a summary.json is done; one with a checkpoint goes on from there. No new run is begun
 that would outlast `--seconds`.
 """
 
