@@ -47,17 +47,17 @@ def test_the_row_of_many_ranks_sends_several_buffers_while_backward_goes_on() ->
 
 
 def test_rows_are_measured_in_processes_and_a_broken_one_says_why() -> None:
-    rows = choose_rows(["ours", "plain fp32"], COMMON)
+    rows = choose_rows(["ours", "ours muon", "plain fp32"], COMMON)
     broken = StepRow(**{**COMMON, "name": "broken", "kind": "ours", "switches": {"run.nothing": 1}})
     told: list[str] = []
-    results = measure_rows([*rows, broken], 100, 3, lambda result: told.append(result["name"]))
-    assert told == ["ours", "plain fp32", "broken"]
-    for result in results[:2]:
+    results = measure_rows([*rows, broken], 100, 4, lambda result: told.append(result["name"]))
+    assert told == ["ours", "ours muon", "plain fp32", "broken"]
+    for result in results[:3]:
         assert result["steps"] == 2
         assert result["images_per_s"] == pytest.approx(4 / result["step_s"])
-    assert "lars" in results[0]["what"]
-    assert "run.nothing" in results[2]["error"]
-    assert set(ratios(results)) == {"ours / plain fp32"}
+    assert ["lars" in results[0]["what"], "muon" in results[1]["what"]] == [True, True]
+    assert "run.nothing" in results[3]["error"]
+    assert set(ratios(results)) == {"ours / plain fp32", "ours muon / ours"}
 
 
 def test_a_row_that_never_gets_warm_is_given_up() -> None:

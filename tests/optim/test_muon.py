@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from optim.lars_reference import assert_near, bits_equal, everything, fill_gradients
+from optim.muon_reference import DECAY, ETA, Reference
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim import LARS, Muon, lars_foreach, lars_fused
 from paceline.optim.update_rows import Gates
@@ -19,7 +20,6 @@ from paceline.optim.update_rows import Gates
 SHAPES = [(6, 5, 3, 3), (7, 11), (12, 3), (40,), (5,)]
 MATRICES = 3
 KINDS = (torch.float32, torch.float16, torch.bfloat16)
-ETA, DECAY = 0.3, 0.1
 
 
 @pytest.fixture(autouse=True, params=["in place", "by select"])
@@ -41,26 +41,6 @@ def create(
     if kinds == (Muon,):
         groups[1]["orthogonal"] = False
     return kinds[0](groups, 0.9, trust_coefficient=ETA, **options), ps
-
-
-class Reference:
-    """One matrix in float64, from the equation; singular values by decomposition."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight.detach().double()
-        self.momentum = torch.zeros_like(self.weight)
-
-    def step(self, gradient: Tensor, lr: float, m: float, nesterov: bool) -> None:
-        g, w = gradient.detach().double(), self.weight
-        self.momentum = m * self.momentum + (1 - m) * g
-        v = (1 - m) * g + m * self.momentum if nesterov else self.momentum
-        u, s, vt = torch.linalg.svd(v.flatten(1), full_matrices=False)
-        values = s / s.norm()
-        for _ in range(5):
-            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-        direction = ((u * values) @ vt).view_as(v) * (v.norm() / values.norm())
-        ratio = ETA * w.norm() / (direction.norm() + DECAY * w.norm())
-        self.weight = w - lr * ratio * (direction + DECAY * w)
 
 
 @pytest.mark.parametrize(

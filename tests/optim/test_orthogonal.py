@@ -85,6 +85,24 @@ def test_nothing_stays_nothing_and_what_is_not_finite_shows() -> None:
     assert torch.isfinite(good).all()  # though it shares their batch
 
 
+@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("value", [0.5, float("nan"), 3e38])
+def test_a_flag_makes_zeros_of_its_tensor_and_of_no_other(which: int, value: float) -> None:
+    shapes = [(4, 6), (6, 4), (4, 6), (3, 3, 2, 2), (6, 4), (4, 6)]
+    tensors = [drawn(shape, seed) for seed, shape in enumerate(shapes)]
+    expected = orthogonalised(tensors)
+    expected[which] = torch.zeros(shapes[which])
+    tensors[which].fill_(value)
+    flags = [torch.tensor(place == which) for place in range(len(shapes))]
+    for found, wanted in zip(orthogonalised(tensors, flags), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_flags_are_as_many_as_tensors() -> None:
+    with pytest.raises(ValueError, match="2 flags for 1 tensors"):
+        orthogonalised([drawn((4, 6))], [torch.tensor(False)] * 2)
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [((3,), False), ((), False), ((1, 8), False), ((8, 1), False), ((8, 1, 1, 1), False),

@@ -101,7 +101,12 @@ class Muon(LARS):
 
     def _directed(self, rows: list[Row], gates: Gates) -> list[Row]:
         """The rows with directions for gradients; momenta as they would be wait in `_next`."""
-        chosen = [row for row in rows if self.param_groups[row.group]["orthogonal"]]
+        groups = [
+            (number, [row for row in rows if row.group == number])
+            for number, group in enumerate(self.param_groups)
+            if group["orthogonal"]
+        ]
+        chosen = [row for _, own in groups for row in own]
         if not chosen:
             return rows
         if self._own is None or len(self._own.values) != len(self.param_groups):
@@ -110,13 +115,11 @@ class Muon(LARS):
             self._captured.append(self._own)
         wanted: list[Tensor] = []
         still: list[Tensor] = []
-        for number in range(len(self.param_groups)):
-            alike = [row for row in chosen if row.group == number]
-            if alike:
-                own, none = self._averaged(alike, self._own.values[number], gates.grad_scale)
-                wanted += own
+        for number, own in groups:
+            if own:
+                found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
+                wanted += found
                 still += none
-        # The rows' order is the groups'.
         found = orthogonalised(wanted, still)
         if gates.grad_scale is not None:
             # The kernels divide by the scale, a power of two, as they do with every gradient.
@@ -133,21 +136,22 @@ class Muon(LARS):
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """What to make orthogonal for the rows of a group, and which of them have no gradient at all.
-        In list operations: a kernel for each small tensor would cost more than the products."""
+        In list operations: launching a kernel for each small tensor costs more than its arithmetic."""
         momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
         then = [self._kept(self._next, row) for row in rows]
-        gradients = [torch.empty_like(tensor) for tensor in then]
-        torch._foreach_copy_(gradients, [row.gradient for row in rows])
+        fresh = [torch.empty_like(tensor) for tensor in then]
+        torch._foreach_copy_(fresh, [row.gradient for row in rows])
         if scale is not None:
-            torch._foreach_div_(gradients, scale.reshape(()))
-        still = (torch.stack(torch._foreach_norm(gradients)) == 0).unbind()
+            torch._foreach_div_(fresh, scale.reshape(()))
+        still = (torch.stack(torch._foreach_norm(fresh)) == 0).unbind()
+        torch._foreach_mul_(fresh, 1 - momentum)
         torch._foreach_copy_(then, [row.momentum for row in rows])
         torch._foreach_mul_(then, momentum)
-        torch._foreach_add_(then, torch._foreach_mul(gradients, 1 - momentum))
-        kept = 1 + nesterov * (momentum - 1)  # 1 without nesterov: v itself
-        wanted = list(torch._foreach_mul(then, kept))
-        torch._foreach_mul_(gradients, 1 - kept)
-        torch._foreach_add_(wanted, gradients)
+        torch._foreach_add_(then, fresh)
+        # With nesterov m·v + (1−m)·g, without it v itself: `nesterov` is 1 or 0, on the device.
+        wanted = list(torch._foreach_mul(then, 1 + nesterov * (momentum - 1)))
+        torch._foreach_mul_(fresh, nesterov)
+        torch._foreach_add_(wanted, fresh)
         return wanted, still
 
     def _settle(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:

@@ -30,6 +30,8 @@ def orthogonalised(tensors: Sequence[Tensor], still: Sequence[Tensor] = ()) -> l
 
     `still`: for each tensor a flag on its device; where it is set, zeros come out whatever went in.
     """
+    if still and len(still) != len(tensors):
+        raise ValueError(f"{len(still)} flags for {len(tensors)} tensors")
     made: list[Tensor] = [torch.empty(0)] * len(tensors)
     alike: dict[tuple[int, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
