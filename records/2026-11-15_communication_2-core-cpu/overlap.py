@@ -24,6 +24,7 @@ def run(cluster: EmulatedCluster, folder: Path, overlap: str) -> dict[str, float
         "comm.overlap": overlap, "comm.fusion_mib": 2, "comm.algorithm": "hierarchical",
         "data.source": "synthetic", "data.synthetic_samples": 8 * BATCH, "data.synthetic_classes": 10,
         "data.workers": 1, "run.epochs": 1, "run.global_batch_size": BATCH, "optim.warmup_epochs": 0,
+        "run.cutmix": 0,
     }  # fmt: skip
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     command = ["-m", "paceline", "train", "cifar10-resnet18", "--output", str(folder), *flags]

@@ -12,7 +12,9 @@ for what in "-b 512" "-b 256" "--model alexnet_bn -b 512"; do
   done
 done
 step -b 512 --row ours --row "$fp16" --row "$bf16" --row "$overhead" --together 5 --row-limit-s 120 > "$OUT/step-512.json"
+# "ours N>1": in the record's `step-256` it was a lone rank's single buffer; since 8987736 it is the plan of many ranks.
 step -b 256 --row ours --row "ours N>1" --row "$fp16" --row "$bf16" --row "$overhead" --together 5 --row-limit-s 120 > "$OUT/step-256.json"
+step -b 256 --row "$bf16" --row ours --together 2 --steps 150 > "$OUT/step-256-again.json"
 step --model alexnet_bn -b 512 --row ours --row "$fp16" --row "$bf16" --row "$overhead" --together 5 --row-limit-s 120 > "$OUT/step-alex.json"
 paceline bench optimizer --json > "$OUT/optimizer.json"
 python "$(dirname "$0")/average.py" > "$OUT/average.log"

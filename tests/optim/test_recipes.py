@@ -68,3 +68,33 @@ def test_alexnet_at_64k() -> None:
     schedule = LrSchedule(config.optim, config.optim.peak_lr(65536), int(95 * per_epoch), per_epoch)
     assert schedule.rate(int(10 * per_epoch)) == pytest.approx(24.0, rel=0.01)
     assert schedule.rate(round(52.5 * per_epoch)) == pytest.approx(6.0, rel=0.01)
+
+
+# optimizer, batch, rate, η, warm-up, CutMix, hole, average: as measured (records/…_cifar10_h200).
+CIFAR = {
+    "": ("sgd", 256, 0.2, None, 5, 0.5, 8, 0),
+    "-2500": ("muon", 2500, 0.2, 0.00256, 5, 0.5, 8, 0),
+    "-10k": ("muon", 10000, 0.1, 0.00256, 5, 0.5, 8, 6),
+    "-2500-lars": ("lars", 2500, 0.2, 0.01, 20, 0.0, 12, 0),
+    "-10k-lars": ("lars", 10000, 0.1, 0.0075, 30, 0.5, 8, 6),
+}
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_cifar10_recipes_are_those_that_were_measured(name: str) -> None:
+    config = load_config(f"cifar10-resnet18{name}", {})
+    run, optim = config.run, config.optim
+    found = (
+        optim.name,
+        run.global_batch_size,
+        optim.lr_base,
+        optim.trust_coefficient if optim.name != "sgd" else None,
+        optim.warmup_epochs,
+        run.cutmix,
+        config.data.cutout,
+        run.average_epochs,
+    )
+    assert found == CIFAR[name]
+    assert optim.peak_lr(CIFAR[name][1]) == pytest.approx(CIFAR[name][2] * CIFAR[name][1] / 256)
+    assert (optim.momentum, optim.nesterov, optim.schedule) == (0.9, True, "cosine")
+    assert (run.epochs, run.smoothing, optim.weight_decay) == (90, 0.1, 5e-4)
