@@ -38,4 +38,10 @@ lars-seed-3 lars 8 0.0025 0.9 3 3
 muon-seed-1 muon 1 0.01 0.9 1 1
 muon-seed-2 muon 1 0.01 0.9 1 2
 muon-seed-3 muon 1 0.01 0.9 1 3
+muon-128-0.0125 muon 0.2 0.00625 0.9 1 0 --global-batch-size 128 -b 128
+muon-128-0.025 muon 0.2 0.0125 0.9 1 0 --global-batch-size 128 -b 128
+muon-128-0.05 muon 0.2 0.025 0.9 1 0 --global-batch-size 128 -b 128
+muon-128-seed-1 muon 0.2 0.0125 0.9 1 1 --global-batch-size 128 -b 128
+muon-128-seed-2 muon 0.2 0.0125 0.9 1 2 --global-batch-size 128 -b 128
+muon-128-seed-3 muon 0.2 0.0125 0.9 1 3 --global-batch-size 128 -b 128
 RUNS
