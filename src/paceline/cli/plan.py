@@ -68,13 +68,8 @@ def plan(
     question = Question(work, batch_size, tuple(algorithm) or known, wires)
     if with_plan is None:
         chosen = best_plan(work, place, batch_size, question.algorithms, wires)
-    elif algorithm or wire:
-        raise ConfigError(
-            "--with-plan", str(with_plan), "decides algorithms and wire itself",
-            "leave out --algorithm and --wire",
-        )  # fmt: skip
     else:
-        chosen = _given_plan(with_plan, work, place)
+        chosen = _given_plan(with_plan, work, place, free=not (algorithm or wire))
     now = predict(work, place, chosen, batch_size)
     answer = Answer(
         work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
@@ -94,9 +89,15 @@ def plan(
     return 0
 
 
-def _given_plan(path: Path, work: Workload, place: Cluster) -> FusionPlan:
+def _given_plan(path: Path, work: Workload, place: Cluster, *, free: bool) -> FusionPlan:
+    """`free`: no flag says what the plan decides."""
     from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 
+    if not free:
+        raise ConfigError(
+            "--with-plan", str(path), "decides algorithms and wire itself",
+            "leave out --algorithm and --wire",
+        )  # fmt: skip
     file = PlanFile.read(path)
     model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
     file.check(model, ClusterFacts(place.ranks, place.nodes), str(path))

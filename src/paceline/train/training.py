@@ -7,6 +7,7 @@ loop. Every stage that can fail on one rank alone is settled among all before th
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,12 +168,6 @@ def _assemble(
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
     parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
     average = parts.average.describe(schedule.steps_per_epoch) if parts.average else ""
-    remarks = {
-        "average": average,
-        "pretrained": "; ".join(notes),
-        "resume": folder.note,
-        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
-    }
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
@@ -184,13 +179,30 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
-        **{name: words for name, words in remarks.items() if words},
+        **_remarks(config, folder, checkpoint, average, notes),
     }
     return Training(
         config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
         CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
         parts.plan_file, trace,
     )  # fmt: skip
+
+
+def _remarks(
+    config: RunConfig,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    average: str,
+    pretrained: Sequence[str],
+) -> dict[str, str]:
+    """What is told only where there is something to tell."""
+    remarks = {
+        "average": average,
+        "pretrained": "; ".join(pretrained),
+        "resume": folder.note,
+        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
+    }
+    return {name: words for name, words in remarks.items() if words}
 
 
 def _choose_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
