@@ -3,6 +3,7 @@
 # In the record the compilations ran in the background of other work; on a quiet GPU they are the better peers.
 set -eu
 OUT=${1:?folder for results}
+mkdir -p "$OUT"
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$OUT/inductor} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$OUT/triton}
 fp16="plain fp16 max-autotune" bf16="plain bf16 max-autotune" overhead="plain fp16 reduce-overhead"
 step() { paceline bench step "$@" --json; }

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from optim.lars_reference import bits_equal, everything, fill_gradients, parameters
+from optim.protocol_checks import check_bad_gradient, check_switch
 from paceline.core.errors import RunError
 from paceline.optim import LARS, lars_foreach
 
@@ -33,35 +34,13 @@ def stepped() -> tuple[list[nn.Parameter], LARS]:
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_one_bad_gradient_changes_no_bit(which: int, poison: float) -> None:
     ps, optimizer = stepped()
-    with torch.no_grad():
-        ps[0].view(-1)[0] = -0.0  # a product with 0 would turn its sign
-    before = everything(optimizer)
-    gradient = ps[which].grad
-    assert gradient is not None
-    gradient.view(-1)[-1] = poison
-    optimizer.step()
-    assert optimizer.overflow == 1
-    assert optimizer.nonfinite() == [which]
-    assert bits_equal(everything(optimizer), before)
-    gradient.view(-1)[-1] = 0.25
-    optimizer.step()
-    assert optimizer.overflow == 0
-    assert optimizer.nonfinite() == []
-    assert not bits_equal(everything(optimizer), before)
-    assert all(torch.isfinite(tensor).all() for tensor in everything(optimizer))
+    check_bad_gradient(ps, optimizer, which, poison)
 
 
 @pytest.mark.parametrize("switch", ["hold", "found_inf"])
 def test_hold_and_found_inf_change_no_bit(switch: str) -> None:
     _, optimizer = stepped()
-    before = everything(optimizer)
-    setattr(optimizer, switch, torch.ones(()))
-    optimizer.step()
-    assert bits_equal(everything(optimizer), before)
-    assert optimizer.overflow == 0
-    setattr(optimizer, switch, torch.zeros(()))
-    optimizer.step()
-    assert not bits_equal(everything(optimizer), before)
+    check_switch(optimizer, switch)
 
 
 def test_an_inactive_parameter_is_untouched_and_unchecked() -> None:

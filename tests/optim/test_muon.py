@@ -13,6 +13,7 @@ from torch import nn
 
 from optim.lars_reference import assert_near, bits_equal, everything, fill_gradients
 from optim.muon_reference import DECAY, ETA, Reference
+from optim.protocol_checks import check_bad_gradient, check_switch
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim import LARS, Muon, lars_foreach, lars_fused
 from paceline.optim.update_rows import Gates
@@ -96,31 +97,13 @@ def stepped() -> tuple[list[nn.Parameter], LARS]:
 @pytest.mark.parametrize("which", range(len(SHAPES)))
 def test_one_bad_gradient_changes_no_bit_and_is_named(which: int, poison: float) -> None:
     ps, optimizer = stepped()
-    before = everything(optimizer)
-    gradient = ps[which].grad
-    assert gradient is not None
-    gradient.view(-1)[-1] = poison
-    optimizer.step()
-    assert optimizer.overflow == 1
-    assert optimizer.nonfinite() == [which]
-    assert bits_equal(everything(optimizer), before)
-    gradient.view(-1)[-1] = 0.25
-    optimizer.step()
-    assert (float(optimizer.overflow), optimizer.nonfinite()) == (0.0, [])
-    assert all(torch.isfinite(tensor).all() for tensor in everything(optimizer))
-    assert not bits_equal(everything(optimizer), before)
+    check_bad_gradient(ps, optimizer, which, poison)
 
 
 @pytest.mark.parametrize("switch", ["hold", "found_inf"])
 def test_hold_and_found_inf_change_no_bit(switch: str) -> None:
     _, optimizer = stepped()
-    before = everything(optimizer)
-    setattr(optimizer, switch, torch.ones(()))
-    optimizer.step()
-    assert bits_equal(everything(optimizer), before)
-    setattr(optimizer, switch, torch.zeros(()))
-    optimizer.step()
-    assert not bits_equal(everything(optimizer), before)
+    check_switch(optimizer, switch)
 
 
 def test_an_inactive_matrix_is_untouched_and_unchecked() -> None:

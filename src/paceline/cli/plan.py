@@ -68,8 +68,13 @@ def plan(
     question = Question(work, batch_size, tuple(algorithm) or known, wires)
     if with_plan is None:
         chosen = best_plan(work, place, batch_size, question.algorithms, wires)
+    elif algorithm or wire:
+        raise ConfigError(
+            "--with-plan", str(with_plan), "decides algorithms and wire itself",
+            "leave out --algorithm and --wire",
+        )  # fmt: skip
     else:
-        chosen = _given_plan(with_plan, work, place, free=not (algorithm or wire))
+        chosen = _given_plan(with_plan, work, place)
     now = predict(work, place, chosen, batch_size)
     answer = Answer(
         work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
@@ -82,22 +87,20 @@ def plan(
     else:
         _print(answer)
     if html is not None:
-        from paceline.report.plan_page import PAGE_NAME, plan_page
-        from paceline.report.write import write_page
-
-        typer.echo(f"page: {write_page(plan_page(answer), html, PAGE_NAME)}", err=as_json)
+        typer.echo(f"page: {_write_page(html, answer)}", err=as_json)
     return 0
 
 
-def _given_plan(path: Path, work: Workload, place: Cluster, *, free: bool) -> FusionPlan:
-    """`free`: no flag says what the plan decides."""
+def _write_page(path: Path, answer: Answer) -> Path:
+    from paceline.report.plan_page import PAGE_NAME, plan_page
+    from paceline.report.write import write_page
+
+    return write_page(plan_page(answer), path, PAGE_NAME)
+
+
+def _given_plan(path: Path, work: Workload, place: Cluster) -> FusionPlan:
     from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 
-    if not free:
-        raise ConfigError(
-            "--with-plan", str(path), "decides algorithms and wire itself",
-            "leave out --algorithm and --wire",
-        )  # fmt: skip
     file = PlanFile.read(path)
     model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
     file.check(model, ClusterFacts(place.ranks, place.nodes), str(path))

@@ -24,7 +24,7 @@ class OptimSettings:
 
     `name` is sgd, lars or muon. For lars: `trust_coefficient`, `eps`, `lr_in_momentum` and `clip` as in
     docs/optimizers.md; biases and normalisation keep the global rate unless `adapt_bias_norm`. For muon,
-    which is for batches beyond those of lars: `trust_coefficient` (layers keep about the pace that they
+    which needs fewer steps: `trust_coefficient` (layers keep about the pace that they
     have with lars) and `eps` likewise; `orthogonal` says whose momentum is made so: filters, which are
     those of convolutions, or all, the weights of linear layers too.
     `trust_log_interval` steps pass between two records of the trust ratios (0: none). `in_half` is an
