@@ -27,7 +27,7 @@ from paceline.cli import (
     tune,
 )
 from paceline.cli.failure import Failure
-from paceline.core.errors import PacelineError
+from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
 
 app = typer.Typer(
@@ -70,7 +70,7 @@ def _root(
 def main() -> None:
     """Entry point of the script and of `python -m paceline`."""
     # Torch's C++ side tells of a peer's end in stack frames of its own; one line of ours does.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     sys.exit(_run())
 
 
@@ -78,6 +78,11 @@ def _run() -> int:
     try:
         code = app(standalone_mode=False)
         return code if isinstance(code, int) else 0
+    except DeviceError as error:
+        # Destructors and exit handlers would call CUDA, fail, and say so in pages.
+        code = _fail(Failure.of(error))
+        sys.stdout.flush()
+        os._exit(code)
     except PacelineError as error:
         return _fail(Failure.of(error))
     except (KeyboardInterrupt, typer.Abort):

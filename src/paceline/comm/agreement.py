@@ -46,12 +46,14 @@ class PeerError(CommError):
 
 
 class Agreement:
-    """Settles phases of a run among all ranks. Each phase's name is used once."""
+    """Settles phases of a run among all ranks. Each phase's name is used once in a run; where several
+    runs share the group, `run` keeps their phases apart."""
 
     def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
         self._store = store
         self._topology = topology
         self._timeout_s = timeout_s
+        self.run = ""
 
     def settle(
         self,
@@ -112,7 +114,7 @@ class Agreement:
         return {"error": None, "code": 0}
 
     def _key(self, phase: str, who: int | str) -> str:
-        return f"paceline/{phase}/{who}"
+        return f"paceline/{self.run}{phase}/{who}"
 
     def _wait(self, phase: str, who: int | str) -> bytes:
         """What `who` says; ends early where a rank has left word that it failed on the way."""

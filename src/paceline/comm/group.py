@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from paceline.comm import nccl
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.progress_board import ProgressBoard
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.comm.watchdog import Tell, Watchdog
 from paceline.comm.watchdog_words import BufferWords
-from paceline.core.errors import CommError, PacelineError, RunError
+from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
 from paceline.core.topology import Topology
 
 Made = TypeVar("Made")
@@ -34,6 +35,8 @@ _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
 _ASK_S = 1.0
+# How long aborting NCCL's communicators may take before the process ends regardless.
+_ABORT_WAIT_S = 3.0
 
 
 class Group:
@@ -57,10 +60,15 @@ class Group:
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
         self._ask_again_at = time.monotonic() + _ASK_S
+        # Destroy CUDA graphs that hold collectives; see `abort`.
+        self._release_graphs: list[Callable[[], None]] = []
+        self._left = self._device_lost = False
         # On rank 0: the launcher has run this job before.
         self.restarted = False
         if self.backend == "none":
             return
+        if self.backend == "nccl":
+            nccl.prepare_environment(topology, share_gpus=settings.share_gpus)
         meeting = meet(topology, settings.rendezvous_timeout_s)
         store, self.restarted = meeting.store, meeting.restarted
         self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
@@ -69,7 +77,9 @@ class Group:
         facts = {"comm.backend": self.backend, "device": device.type}
         self._agreement.settle("join", facts=facts, remedy="use the same kind of device everywhere")
         if topology.world_size > 1:
-            self._watchdog = Watchdog(store, topology, settings.timeout_s, self.board, tell)
+            self._watchdog = Watchdog(
+                store, topology, settings.timeout_s, self.board, tell, before_exit=self.abort
+            )
         self.watched(
             "joining the process group",
             lambda: dist.init_process_group(
@@ -90,15 +100,20 @@ class Group:
     def world_size(self) -> int:
         return self.topology.world_size
 
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replaces `tensor` by its sum over ranks, bit-identical on all of them."""
-        if self.backend != "none":
+    def all_reduce_sum(self, tensor: Tensor, *, wait: bool = True) -> None:
+        """Replaces `tensor` by its sum over ranks, bit-identical on all of them. Without `wait` a GPU
+        may still be at it; whoever waits for the device does so under `watched`."""
+        if self.backend == "none":
+            return
+        if wait:
+            self.completed("all-reduce", lambda: dist.all_reduce(tensor))
+        else:
             self.watched("all-reduce", lambda: dist.all_reduce(tensor))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
         if self.backend != "none":
-            self.watched("broadcast", lambda: dist.broadcast(tensor, src=0))
+            self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank."""
@@ -119,7 +134,7 @@ class Group:
         if self.backend == "none":
             return row.detach().cpu()[None].clone()
         rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
-        self.watched("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
+        self.completed("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
         return torch.stack(rows).cpu() if rows is not None else None
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -161,6 +176,12 @@ class Group:
         assert made is not None
         return made
 
+    def watch_signals(self, asked_to_stop: Callable[[], bool]) -> None:
+        """`asked_to_stop` says whether a signal has asked this process to stop, also while its main
+        thread is inside a wait and cannot handle the signal."""
+        if self._watchdog is not None:
+            self._watchdog.asked_to_stop = asked_to_stop
+
     def name_buffers(self, buffers: Sequence[BufferWords]) -> None:
         """What the watchdog calls the buffers of the exchange."""
         if self._watchdog is not None:
@@ -197,6 +218,36 @@ class Group:
             self._stop_heard = self._agreement.stop_announced()
         return self._stop_heard
 
+    def begin_run(self, name: str) -> None:
+        """Starts another run in this group, under a name that no run before it had."""
+        if self._agreement is not None:
+            self._agreement.run = f"{name}/"
+
+    def release_on_abort(self, release: Callable[[], None]) -> None:
+        """`release` destroys CUDA graphs that hold collectives of this group."""
+        self._release_graphs.append(release)
+
+    def leaving(self, error: BaseException) -> None:
+        """Before the teardown after an error: from here on the watchdog ends the process with `error`
+        where the teardown does not end by itself. NCCL's communicators are aborted where the other ranks
+        do not leave at the same point: their kernels, or ours, would wait forever."""
+        if self._left:
+            return
+        self._left = True
+        self._device_lost = isinstance(error, DeviceError)
+        if self._watchdog is not None:
+            self._watchdog.leaving(error)
+        self._post_own(error)
+        agreed = isinstance(error, PacelineError) and not isinstance(error, PeerError)
+        if not agreed:
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends NCCL's communicators without the other ranks; does nothing for other backends, whose
+        connections close with the process."""
+        if self.backend == "nccl":
+            nccl.abort(self._release_graphs, _ABORT_WAIT_S)
+
     def __enter__(self) -> Group:
         return self
 
@@ -207,29 +258,47 @@ class Group:
         trace: TracebackType | None,
     ) -> None:
         """Leaves; an error of this rank's own is left for the others to find first."""
-        if error is not None and self._watchdog is not None:
-            self._watchdog.leaving(error)
+        if error is not None:
+            self.leaving(error)
+        self.close()
+
+    def _post_own(self, error: BaseException) -> None:
+        """Leaves an error of this rank's own where the others find it."""
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
             self.post_fault(RunError(f"{type(error).__name__}: {error}", "see its traceback"))
-        self.close()
 
     def close(self) -> None:
         """Leaves the group. Waits for ranks that may be gone for seconds at most."""
         # First the connections, so that a rank that waits in a collective finds out.
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._device_lost:
             dist.destroy_process_group()
         if self._agreement is not None:
             self._agreement.leave(_LEAVE_WAIT_S)
         if self._watchdog is not None:
             self._watchdog.close()
 
+    def completed(self, what: str, action: Callable[[], object]) -> None:
+        """`watched`, to the end of the collective on the device. NCCL's calls return once the work is
+        queued; the wait for a lost rank would come later, where nobody watches."""
+
+        def complete() -> None:
+            action()
+            if self.backend == "nccl":
+                torch.cuda.current_stream(self.device).synchronize()
+
+        self.watched(what, complete)
+
     def watched(self, what: str, action: Callable[[], object]) -> None:
         """Runs a collective; when it breaks, says which rank failed and why, where that is known."""
         try:
             with self.board.during(what):
                 action()
+                if self._watchdog is not None:
+                    self._watchdog.hold_if_ending()
+        except torch.AcceleratorError:
+            raise  # this rank's own device failed; no other rank is to blame
         except RuntimeError as error:
             told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if told is not None:

@@ -34,6 +34,7 @@ class CommSettings:
     gradients are. `group_size` is the k of the algorithms with groups; 0 takes the ranks of a node.
     `overlap` sends full buffers while backward goes on: on, off, or auto, wherever that does not cost
     a recorded CUDA graph. `plan` is a plan file, which decides buffers, algorithms and wire itself.
+    `share_gpus` lets several ranks use one GPU over NCCL, which needs NVIDIA MPS; it is meant for tests.
     """
 
     backend: str = "auto"
@@ -47,6 +48,7 @@ class CommSettings:
     group_size: int = 0
     overlap: str = "auto"
     plan: str = ""
+    share_gpus: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (

@@ -9,6 +9,8 @@ post every few seconds. Python cannot interrupt a wait in C++, so a thread does 
 3. Where the store does not answer, rank 0's host is gone or this one is cut off: a rank that waits, or
    that has heard nothing for as long, says so and ends.
 4. A rank that leaves with an error has seconds for it; torch may wait for a lost host without end.
+5. A rank whose collective can not fail by itself (NCCL, a CUDA graph) ends with the error that another
+   rank has posted, and, once a signal has asked it to stop, after `_STOP_WAIT_S` in one place.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
 _LAST_WORDS_S = 2.0
 _LINGER_S = 3.0
+# torchrun kills ranks 30 s after its SIGTERM: the reason has to be found and shown before.
+_STOP_WAIT_S = 18.0
 
 
 class Watchdog:
@@ -47,8 +51,11 @@ class Watchdog:
         timeout_s: float,
         board: ProgressBoard,
         tell: Tell | None = None,
+        *,
+        before_exit: Callable[[], None] | None = None,
     ) -> None:
-        """`tell` shows an error where nobody can raise it. All ranks make one before they first wait."""
+        """`tell` shows an error where nobody can raise it. `before_exit` frees what outlives a process,
+        in bounded time. All ranks make one before they first wait."""
         self._topology = topology
         self._timeout_s = timeout_s
         self._limit_s = timeout_s - min(0.2 * timeout_s, 15.0)
@@ -56,6 +63,8 @@ class Watchdog:
         self._beat_s = min(max(timeout_s / 60, 0.1), 5.0)
         self._board = board
         self._tell = tell or _tell
+        self._before_exit = before_exit
+        self.asked_to_stop: Callable[[], bool] = lambda: False
         self.buffers: Sequence[BufferWords] = ()
         self._mail = WatchdogMail(store, topology, self._beat_s)
         # Advances with the thread's turns, so that a process that was stopped does not suspect others.
@@ -86,6 +95,14 @@ class Watchdog:
             if not spoken_for:
                 self._leaving = (error, self._now_s + _LEAVE_S)
         if spoken_for:
+            self._thread.join()
+
+    def hold_if_ending(self) -> None:
+        """Does not return where this process is being ended: a collective that the abort has cut short
+        returns with wrong numbers, and nothing may be made of them."""
+        with self._end_lock:
+            ends = self._ends
+        if ends:
             self._thread.join()
 
     def close(self) -> None:
@@ -133,9 +150,14 @@ class Watchdog:
             host = self._topology.master_addr
             rank = self._topology.rank
             return unreachable_error(standing, rank, host, unheard_s, self._mail.lost)
-        self._mail.curious = waited_s > 0.4 * self._timeout_s
+        asked = waited_s > 0 and self.asked_to_stop()
+        self._mail.curious = waited_s > 0.4 * self._timeout_s or asked
+        self._mail.listening = waited_s > 2 * self._beat_s
+        if self._mail.fault is not None and self._mail.listening:
+            return PeerError.told(self._mail.fault)
         self._read_letters()
-        if waited_s > self._limit_s and not self._proposed_s:
+        limit_s = min(self._limit_s, _STOP_WAIT_S) if asked else self._limit_s
+        if waited_s > limit_s and not self._proposed_s:
             self._proposed_s = self._now_s
             self._mail.propose(self._stall(standing, waited_s))
         return None
@@ -152,7 +174,8 @@ class Watchdog:
         silent = {
             rank
             for rank, (_, heard_s) in self._news.items()
-            if rank != self._topology.rank and self._now_s - heard_s > self._silence_s
+            if rank != self._topology.rank
+            and self._now_s - heard_s > min(self._silence_s, 3 * self._beat_s)
         }
         return stall_error(standings, silent, self.buffers, waited_s, self._timeout_s)
 
@@ -160,6 +183,8 @@ class Watchdog:
         """Not by way of destructors and exit handlers: they wait for what does not come."""
         last_words = threading.Thread(target=self._say, args=(error,), daemon=True)
         last_words.start()
+        if self._before_exit is not None:
+            self._before_exit()
         hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self._topology.is_main and hosts and not self._mail.lost:
             self._mail.linger(2 * self._beat_s + _LINGER_S)

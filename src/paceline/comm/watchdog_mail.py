@@ -42,6 +42,9 @@ class WatchdogMail:
         self.verdict_here: CommError | None = None  # the same, where this rank's proposal won
         self.letters: dict[int, tuple[int, Standing]] = {}
         self.curious = False
+        # `listening`: this rank has waited for a while, so an error that another rank has posted is why.
+        self.listening = False
+        self.fault: AgreedError | None = None
         self._post()
         self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
         self._thread.start()
@@ -95,6 +98,8 @@ class WatchdogMail:
         if self.curious:
             keys = [self._key(rank) for rank in range(self._size)]
             self.letters = dict(enumerate(map(_read, self._store.multi_get(keys))))
+        if self.listening:
+            self.fault = self._agreement.read_fault()
         if self._store.check([_VERDICT]):
             word = json.loads(self._store.get(_VERDICT))
             if word["error"] == f"rank {self._rank}: {self._proposal}":

@@ -68,6 +68,11 @@ class RunError(PacelineError):
     """A run that had to stop: diverged, or failed on some rank."""
 
 
+class DeviceError(RunError):
+    """The GPU's context is lost: calls into CUDA fail or do not return, so nothing is torn down and the
+    process ends at once."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the whole list where nothing is near."""
     names = sorted(known)

@@ -11,15 +11,16 @@ import ctypes
 import os
 
 _NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
-_USUAL, _MOST = 8, 32
+_FEWEST, _USUAL, _MOST = 2, 8, 32
 _DRIVER = "libcuda.so.1"
 _NOT_STARTED = 3
 
 
-def ask_for_connections() -> None:
-    """Before anything else asks CUDA. What a user set stays."""
+def ask_for_connections(sharing: int = 1) -> None:
+    """Before anything else asks CUDA. What a user set stays. `sharing`: processes on one GPU, which MPS
+    gives about a hundred connections in all; one process too many gets "out of memory"."""
     if _NAME not in os.environ and not _has_started():
-        os.environ[_NAME] = str(_MOST)
+        os.environ[_NAME] = str(max(_FEWEST, _MOST // sharing))
 
 
 def connections() -> str:

@@ -5,6 +5,7 @@ In: signals and a handler. Out: nothing; on leaving, whoever heard them before h
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
@@ -36,3 +37,38 @@ class SignalContext:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+class SignalWakeup:
+    """Tells other threads which signals have reached the process, also while the main thread is inside a
+    wait in C and its Python handlers cannot run (`signal.set_wakeup_fd`)."""
+
+    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
+        self._numbers = frozenset(int(number) for number in numbers)
+        self._read, self._write, self._before = -1, -1, -1
+        self._arrived = False
+
+    def __enter__(self) -> Self:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.set_wakeup_fd(self._before)
+        read, self._read = self._read, -1
+        os.close(read)
+        os.close(self._write)
+
+    def arrived(self) -> bool:
+        """Whether one of the signals has come. For one reading thread."""
+        try:
+            while not self._arrived and self._read >= 0 and (data := os.read(self._read, 64)):
+                self._arrived = any(byte in self._numbers for byte in data)
+        except OSError:
+            pass  # nothing new, or closed meanwhile
+        return self._arrived

@@ -53,6 +53,18 @@ class Captured:
             self._left -= 1 if self._left > 0 else 0
             self._function()
 
+    def release(self) -> None:
+        """Destroys the CUDA graph; later calls run the plain function.
+
+        A graph that holds NCCL kernels keeps a reference to its communicator, and destroying a
+        communicator waits for these references: graphs go first (pytorch/pytorch#115388). Does not wait
+        for a graph that still runs: CUDA frees it when it ends.
+        """
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+        self._left = -1
+
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:

@@ -22,8 +22,9 @@ from paceline.version import __version__
 
 
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:
-    """A GPU for each rank where there are GPUs; several ranks share one only over Gloo."""
-    ask_for_connections()
+    """A GPU for each rank where there are GPUs. Several ranks share one over Gloo, or over NCCL where
+    `comm.share_gpus` says so."""
+    ask_for_connections(topology.local_world_size if config.comm.share_gpus else 1)
     wanted = config.run.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -31,12 +32,13 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     if count == 0:
         raise ConfigError("run.device", "cuda", "no CUDA device here", "use --device cpu")
     shared = topology.local_world_size > count and not _has_gpu_of_its_own(topology)
-    if shared and config.comm.backend != "gloo":
+    if shared and config.comm.backend != "gloo" and not config.comm.share_gpus:
         raise ConfigError(
             "--nproc-per-node",
             topology.local_world_size,
             f"this node has {count} GPU(s), and NCCL needs one for each rank",
-            f"use --nproc-per-node {count}, or share GPUs with --set comm.backend=gloo",
+            f"use --nproc-per-node {count}, or share GPUs with --set comm.backend=gloo or, under "
+            "NVIDIA MPS, --set comm.share_gpus=true",
         )
     device = torch.device("cuda", topology.local_rank % count)
     torch.cuda.set_device(device)

@@ -80,11 +80,19 @@ class MicroStep:
             )
         self._recorded.run((images, labels, mix), self._exchange, armed=armed)
 
+    def release(self) -> None:
+        """Destroys the CUDA graphs, before the process groups whose collectives they hold."""
+        if self._recorded is not None:
+            self._recorded.release()
+            self._recorded = None
+        self._graphs = False
+
     def _drop_recording(self) -> None:
         """A recording holds the memory of a whole micro-batch for good, and a short batch, at the end of
         a run, needs nearly as much once more."""
         if self._recorded is not None:
             torch.cuda.synchronize(self._policy.device)
+            self._recorded.release()
             self._recorded = None
             torch.cuda.empty_cache()
 
@@ -148,6 +156,10 @@ class _Recorded:
         }
         self._uses: dict[bool, frozenset[str]] = {}
         self._sent: dict[bool, int] = {}
+
+    def release(self) -> None:
+        for captured in self._captured.values():
+            captured.release()
 
     def run(self, parts: _Parts, exchange: GradientExchange, *, armed: bool) -> None:
         """Replays, and tells the exchange what no Python has told it; records where due."""

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.comm.group import Group
 from paceline.comm.watchdog import Tell
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, Observer
+from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.data.sources.source_protocol import source_counters
 from paceline.report.write import write_report
@@ -26,7 +29,7 @@ from paceline.train.atomic_file import write_atomically
 from paceline.train.full_weights import full_state, master_weights
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
-from paceline.train.stop_signals import StopSignals
+from paceline.train.stop_signals import HANDLED, StopSignals
 from paceline.train.tensorboard import TensorBoardWriter
 from paceline.train.training import Training, build
 from paceline.train.weight_average import applied
@@ -60,11 +63,27 @@ def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> 
     try:
         _open_records(training, display)
         # From here on signals are noted and agreed upon; before, they end the process at once.
-        with stop:
+        with stop, SignalWakeup(HANDLED) as wakeup:
+            group.watch_signals(wakeup.arrived)
             result = TrainingLoop(training).run()
-            return _conclude(training, result)
-    finally:
+            outcome = _conclude(training, result)
+    except torch.AcceleratorError as failure:
+        raise _device_error(failure, group) from failure
+    except BaseException as error:
+        group.leaving(error)
         training.close()
+        raise
+    training.close()
+    return outcome
+
+
+def _device_error(failure: torch.AcceleratorError, group: Group) -> DeviceError:
+    reason = str(failure).strip().splitlines()[0].removeprefix("CUDA error: ")
+    return DeviceError(
+        f"rank {group.rank}: {group.device} failed ({reason})",
+        "look into the kernel log (dmesg) for Xid errors; find a faulty kernel with "
+        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; go on with --resume auto",
+    )
 
 
 def _open_records(training: Training, display: Callable[[], Observer]) -> None:

@@ -206,8 +206,9 @@ class TrainStep:
         launched = self._under_way.popleft()
         if launched.ready is not None:
             # Where the device exchanges by itself, this is where a rank waits for the others.
-            with self.group.board.during(f"step {launched.number + 1} on the device"):
-                launched.ready.synchronize()
+            self.group.watched(
+                f"step {launched.number + 1} on the device", launched.ready.synchronize
+            )
         row, bad = row_values(launched.row)
         if row["fault"]:
             raise self.group.fault()
@@ -230,6 +231,12 @@ class TrainStep:
             exposed_comm_s=launched.exposed(),
             stall=launched.stall(),
         )
+
+    def release(self) -> None:
+        """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not wait
+        for the device, which after a failure may be stuck in a collective."""
+        self.micro.release()
+        self.update.release()
 
     def _asked_to_stop(self) -> bool:
         """Here, or on another rank, which then waits for us with seconds to spare."""

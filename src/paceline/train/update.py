@@ -58,6 +58,10 @@ class Update:
         self.optimizer.upload()
         self._captured()
 
+    def release(self) -> None:
+        """Destroys the CUDA graph."""
+        self._captured.release()
+
     def _run(self) -> None:
         tail = self._exchange.tail
         given_up = tail[SIGNALS.index("fault")] + tail[SIGNALS.index("abandon")]
