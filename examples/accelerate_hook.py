@@ -2,6 +2,7 @@
 
     python examples/accelerate_hook.py --ranks 2                  # starts two ranks by torchrun
     python examples/accelerate_hook.py --ranks 2 --device cuda    # over Gloo, also on one GPU
+    torchrun --nproc-per-node 8 examples/accelerate_hook.py --device cuda --backend nccl
 
 Accelerate wraps the model in DistributedDataParallel; the hook is registered on what `prepare` returns,
 because DistributedDataParallelKwargs only knows torch's own hooks. Needs `accelerate`; Paceline must be
@@ -25,17 +26,20 @@ from paceline.comm import HybridAllReduce, SizeTable
 EPOCHS = 4
 
 
-def train(device: str, wire: str) -> str:
+def train(device: str, backend: str, wire: str) -> str:
     """What came of it, in one line; the same on every rank."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    # Before Accelerate, which would choose NCCL on GPUs, and NCCL wants a GPU for each rank.
-    dist.init_process_group("gloo")
-    state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=64 << 10), wire=wire)
+    gpu = None
     if device == "cuda":
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+    # Before Accelerate, which would choose NCCL on GPUs, and NCCL wants a GPU for each rank.
+    dist.init_process_group(backend, device_id=gpu if backend == "nccl" else None)
+    state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=64 << 10), wire=wire)
+    if gpu is not None:
         # Accelerate takes the GPU of this number; ranks that share one need the same.
-        shared = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-        os.environ["LOCAL_RANK"] = str(shared)
+        os.environ["LOCAL_RANK"] = str(gpu.index)
     options = DistributedDataParallelKwargs(bucket_cap_mb=1)
     accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=[options])
 
@@ -85,13 +89,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2, help="started here, unless torchrun does")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--wire", default="float32", choices=["float32", "float16", "bfloat16"])
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         ranks = ["--nproc-per-node", str(arguments.ranks)]
         os.execv(sys.executable, [sys.executable, *torchrun, *ranks, __file__, *sys.argv[1:]])
-    line = train(arguments.device, arguments.wire)
+    line = train(arguments.device, arguments.backend, arguments.wire)
     if dist.get_rank() == 0:
         sys.stdout.write(line + "\n")
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
     python examples/ddp_hook.py --ranks 2                      # starts two ranks by torchrun
     torchrun --nproc-per-node 4 examples/ddp_hook.py --wire float16
     python examples/ddp_hook.py --ranks 2 --device cuda        # over Gloo, also several ranks on one GPU
+    torchrun --nproc-per-node 8 examples/ddp_hook.py --device cuda --backend nccl   # a GPU for each rank
 
 A small network learns random data. The last line tells the loss, how many buckets the hook carried, and
 whether all ranks hold the same weights. Paceline must be installed, or PYTHONPATH be its `src`.
@@ -76,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2, help="started here, unless torchrun does")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--wire", default="float32", choices=["float32", "float16", "bfloat16"])
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
@@ -86,7 +88,9 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo")
+    dist.init_process_group(
+        arguments.backend, device_id=device if arguments.backend == "nccl" else None
+    )
     line = train(device, arguments.wire)
     if dist.get_rank() == 0:
         sys.stdout.write(line + "\n")

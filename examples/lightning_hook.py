@@ -2,6 +2,7 @@
 
     python examples/lightning_hook.py --ranks 2                   # starts two ranks by torchrun
     python examples/lightning_hook.py --ranks 2 --device cuda     # over Gloo, also on one GPU
+    torchrun --nproc-per-node 8 examples/lightning_hook.py --device cuda --backend nccl
 
 Lightning registers hooks on GPUs only; on CPUs the callback below does it. Needs `lightning`; Paceline
 must be installed, or PYTHONPATH be its `src`.
@@ -59,10 +60,14 @@ class RegisterOnCpu(pl.Callback):
             trainer.strategy.model.register_comm_hook(self._state, self._hook)
 
 
-def train(device: str, wire: str) -> str:
+def train(device: str, backend: str, wire: str) -> str:
     """What came of it, in one line; the same on every rank."""
     # Before Lightning, because the state needs it; Lightning takes what it finds.
-    dist.init_process_group("gloo")
+    gpu = None
+    if device == "cuda":
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(backend, device_id=gpu if backend == "nccl" else None)
     state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=64 << 10), wire=wire)
     carried = 0
 
@@ -78,7 +83,7 @@ def train(device: str, wire: str) -> str:
         devices = [torch.device("cuda", place % torch.cuda.device_count()) for place in places]
     strategy = DDPStrategy(
         parallel_devices=devices,
-        process_group_backend="gloo",
+        process_group_backend=backend,
         ddp_comm_state=state,
         ddp_comm_hook=hook,
         bucket_cap_mb=1,
@@ -119,13 +124,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2, help="started here, unless torchrun does")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--wire", default="float32", choices=["float32", "float16", "bfloat16"])
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         ranks = ["--nproc-per-node", str(arguments.ranks)]
         os.execv(sys.executable, [sys.executable, *torchrun, *ranks, __file__, *sys.argv[1:]])
-    line = train(arguments.device, arguments.wire)
+    line = train(arguments.device, arguments.backend, arguments.wire)
     if dist.get_rank() == 0:
         sys.stdout.write(line + "\n")
     dist.destroy_process_group()

@@ -65,7 +65,7 @@ class _Probe:
             taken_s, pieces = self._both(count)
             costs.append((taken_s - pieces * piece_s) / (count * exchange_s))
         mean = torch.tensor([statistics.median(costs)], dtype=torch.float64)
-        ranks.group.watched("the mean of a cost", lambda: dist.all_reduce(mean))
+        ranks.group.completed("the mean of a cost", lambda: dist.all_reduce(mean))
         return max(0.0, float(mean) / ranks.size)
 
     def _slowest(self, work: Callable[[], object]) -> float:

@@ -91,7 +91,8 @@ def build(row: StepRow, group: Group) -> tuple[TrainStep, str]:
         accumulate=False,
     )  # fmt: skip
     steps = row.steps + 2 * row.warm_up + 8
-    plan = BatchPlan(row.batch_size, steps, row.batch_size, row.batch_size, 1)
+    batch = row.batch_size * group.world_size
+    plan = BatchPlan(batch, steps, batch, row.batch_size, group.world_size)
     loader = SyntheticBatches(row, group.device)
     step = create_step(config, parts, loader, plan, group, StopSignals())
     return step, "; ".join(parts.describe().values())

@@ -35,11 +35,15 @@ class RankGroup:
         device: str = "auto",
         group_size: int | None = None,
         timeout_s: float = 300.0,
+        share_gpus: bool = False,
     ) -> None:
         self.topology = topology = Topology.from_env(os.environ)
         config = RunConfig().with_values(
-            {"run.device": device, "comm.backend": backend, "comm.timeout_s": timeout_s}
-        )
+            {
+                "run.device": device, "comm.backend": backend, "comm.timeout_s": timeout_s,
+                "comm.share_gpus": share_gpus,
+            }
+        )  # fmt: skip
         self.device = choose_device(config, topology)
         self._group_size, self._timeout_s = group_size, timeout_s
         self.group = Group(topology, config.comm, self.device)
@@ -81,7 +85,7 @@ class RankGroup:
         return [float(value) for value in row]
 
     def _max(self, row: torch.Tensor) -> None:
-        self.group.watched("a barrier", lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
+        self.group.completed("a barrier", lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
 
     def decided(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides, on every rank; plain JSON."""

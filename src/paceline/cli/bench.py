@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
 bench = typer.Typer(help="Measure against peers.", no_args_is_help=True)
 bench.command("allreduce")(bench_ranks.allreduce)
 bench.command("exchange")(bench_ranks.exchange)
+bench.command("ddp")(bench_ranks.ddp)
 bench.command("input")(bench_input.bench_input)
 
 

@@ -19,7 +19,7 @@ from paceline.comm.algorithms.names import ALGORITHMS, check_name
 from paceline.comm.settings import WIRES, CommSettings
 from paceline.comm.size_table import SizeTable
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
 
 HOSTS = typer.Option(0, help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
 RANKS_PER_HOST = typer.Option(1, help="Ranks on each of these hosts.")
@@ -27,6 +27,7 @@ LINK_MBIT = typer.Option(0.0, help="Rate of each host's link; 0: no limit.")
 RANKS = typer.Option(0, help="Ranks on this host, without a cluster or launcher.")
 DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
 BACKEND = typer.Option("auto", help="auto, gloo or nccl.")
+SHARE_GPUS = typer.Option(False, "--share-gpus", help="NCCL ranks may share a GPU, under MPS.")
 
 
 def allreduce(
@@ -47,6 +48,7 @@ def allreduce(
     size_limit_s: float = typer.Option(0.0, help="Seconds for each size at most; 0: no limit."),
     device: str = DEVICE,
     backend: str = BACKEND,
+    share_gpus: bool = SHARE_GPUS,
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
     """All-reduce: every size by every algorithm, against the backend's own."""
@@ -77,7 +79,9 @@ def allreduce(
         given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
         size_limit_s or None, link_mbit,
     )  # fmt: skip
-    with RankGroup(backend=backend, device=device, group_size=group_size or None) as joined:
+    with RankGroup(
+        backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
+    ) as joined:
         measuring, rows = AllReduceBench(joined, job), []
         say = joined.rank == 0 and not as_json
         if say:
@@ -112,6 +116,7 @@ def exchange(
     warm_up: int = typer.Option(2, help="Samples before."),
     device: str = DEVICE,
     backend: str = BACKEND,
+    share_gpus: bool = SHARE_GPUS,
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
     """One whole gradient exchange of a model: ours against DDP's."""
@@ -146,7 +151,9 @@ def exchange(
     from paceline.bench.rank_group import RankGroup
 
     job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
-    with RankGroup(backend=backend, device=device, group_size=group_size or None) as joined:
+    with RankGroup(
+        backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
+    ) as joined:
         measuring = ExchangeBench(joined, job)
         rows = measuring.measure()
         measuring.close()
@@ -159,6 +166,71 @@ def exchange(
             text = json.dumps(report, indent=1) + "\n" if as_json else _exchange_table(report)
             sys.stdout.write(text)
     return 0
+
+
+def ddp(
+    model: str = typer.Option("resnet50", help="Which model (docs/models.md)."),
+    batch_size: int = typer.Option(64, "--batch-size", "-b", help="Of one rank."),
+    image_size: int = typer.Option(224, help="Edge of the images in pixels."),
+    classes: int = typer.Option(1000, help="Number of classes."),
+    hosts: int = HOSTS,
+    ranks_per_host: int = RANKS_PER_HOST,
+    link_mbit: float = LINK_MBIT,
+    ranks: int = RANKS,
+    ways: list[str] = typer.Option([], "--way", help="Only this way; may be repeated."),
+    block: int = typer.Option(10, help="Steps of one sample."),
+    iterations: int = typer.Option(7, help="Samples of each; the median counts."),
+    device: str = DEVICE,
+    backend: str = BACKEND,
+    share_gpus: bool = SHARE_GPUS,
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+) -> int:
+    """Whole training steps on several ranks: ours against DistributedDataParallel."""
+    from paceline.models.settings import check_model_name
+
+    placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
+    check_settings(device, backend, 0)
+    check_model_name(model)
+    _check_counts(iterations, 0)
+    for flag, count in (("--batch-size", batch_size), ("--block", block)):
+        if count < 1:
+            raise ConfigError(flag, count, "must be at least 1")
+    code = run_placed(placement)
+    if code is not None:
+        return code
+
+    from paceline.bench.ddp_step import NAMES, DdpBench, DdpJob
+    from paceline.bench.rank_group import RankGroup
+
+    for name in ways:
+        if name not in NAMES:
+            raise ConfigError("--way", name, "unknown", nearest(name, NAMES))
+    job = DdpJob(model, batch_size, image_size, classes, block, iterations, ways or NAMES)
+    with RankGroup(backend=backend, device=device, share_gpus=share_gpus) as joined:
+        measuring = DdpBench(joined, job)
+        rows = measuring.measure()
+        measuring.close()
+        report = {
+            "settings": vars(job), "link_mbit": link_mbit, "cluster": joined.describe(),
+            "rows": rows, **environment(joined.device),
+        }  # fmt: skip
+        if joined.rank == 0:
+            text = json.dumps(report, indent=1) + "\n" if as_json else _ddp_table(report)
+            sys.stdout.write(text)
+    return 0
+
+
+def _ddp_table(report: dict[str, Any]) -> str:
+    head = f"{'way':<24}{'images/s':>10}{'ms a step':>11}{'p10':>8}{'p90':>8}{'exposed':>9}{'× ddp':>7}"
+    lines = [head]
+    for row in report["rows"]:
+        exposed = f"{1e3 * row['exposed_s']:.2f}" if "exposed_s" in row else "–"
+        ratio = f"{row['speed_against_ddp']:.3f}" if "speed_against_ddp" in row else "–"
+        lines.append(
+            f"{row['way']:<24}{row['images_per_s']:>10,.0f}{1e3 * row['step_s']:>11.2f}"
+            f"{1e3 * row['step_s_p10']:>8.2f}{1e3 * row['step_s_p90']:>8.2f}{exposed:>9}{ratio:>7}"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _exchange_table(report: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from paceline.cli.bench_ranks import (
     LINK_MBIT,
     RANKS,
     RANKS_PER_HOST,
+    SHARE_GPUS,
     algorithm_names,
     check_settings,
 )
@@ -52,6 +53,7 @@ def tune(
     group_size: int = typer.Option(0, help="Ranks of a group; 0: those of a node."),
     device: str = DEVICE,
     backend: str = BACKEND,
+    share_gpus: bool = SHARE_GPUS,
 ) -> int:
     """Measure this cluster; write the table of sizes for hybrid all-reduce."""
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
@@ -80,7 +82,9 @@ def tune(
     from paceline.bench.tune import TuneJob, Tuner
 
     job = TuneJob(choose_sizes(low, high, factor), names, iterations, limit_s, margin)
-    with RankGroup(backend=backend, device=device, group_size=group_size or None) as joined:
+    with RankGroup(
+        backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
+    ) as joined:
         # Only rank 0 writes; its folder counts, and all learn what is wrong with it.
         main = joined.rank == 0
         joined.group.settled("output", lambda: check_output(output, force) if main else output)

@@ -1,0 +1,222 @@
+"""Several NCCL ranks on one GPU, for tests and benchmarks of multi-GPU code.
+
+    python -m paceline.bench.one_gpu --ranks 2 -- -m paceline train …      # one node of two ranks
+    python -m paceline.bench.one_gpu --ranks 3,1 -- script.py              # two nodes, 3 + 1 ranks
+    torchrun --nproc-per-node 2 --no-python \\
+        python -m paceline.bench.one_gpu --wrap -- -m paceline train …     # under torchrun
+
+The first two start the ranks with torchrun's environment variables, one log file a rank; a time-out shows
+the Python stack of every thread. `--wrap` runs inside a rank that another launcher has started: it sets
+what NCCL needs and replaces itself by COMMAND.
+
+NCCL refuses two ranks of one host on one GPU, so each rank gets a host id of its own (NCCL_HOSTID), and
+the ranks talk through sockets on the loopback interface. NVIDIA MPS lets their kernels run at the same
+time; without it the first collective does not end. MPS has about a hundred connections for all clients
+of a GPU, so each rank asks for few. Speed over these sockets says nothing about NVLink or InfiniBand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, LaunchError, PacelineError
+
+_CONTROL = "nvidia-cuda-mps-control"
+_CONNECTIONS = "4"
+_STACKS_S = 3.0
+
+
+def why_unavailable() -> str:
+    """Why this machine cannot run ranks that share a GPU; empty where it can."""
+    if shutil.which(_CONTROL) is None:
+        return f"{_CONTROL} is not on the PATH"
+    import torch
+
+    # Does not start CUDA in this process, whose children choose their own connections.
+    return "" if torch.cuda.device_count() else "there is no CUDA device"
+
+
+def start_mps() -> None:
+    """Starts the MPS daemon; one that runs already stays."""
+    subprocess.run([_CONTROL, "-d"], capture_output=True, timeout=30, check=False)
+
+
+def restart_mps() -> None:
+    """A client that was killed inside a collective can leave the server unusable."""
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run([_CONTROL], input=b"quit\n", capture_output=True, timeout=10, check=False)
+    for name in ("nvidia-cuda-mps-server", _CONTROL):
+        subprocess.run(["pkill", "-9", "-f", name], capture_output=True, check=False)
+    time.sleep(0.5)
+    start_mps()
+
+
+def rank_environment(rank: int) -> dict[str, str]:
+    """What NCCL and CUDA need in a rank that shares its GPU."""
+    return {
+        "NCCL_HOSTID": f"{socket.gethostname()}-rank{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS),
+    }
+
+
+@dataclass
+class SharedGpuJob:
+    """Ranks of one job. `nodes` has the number of ranks of each node, such as (3, 1)."""
+
+    nodes: Sequence[int]
+    logs: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return sum(self.nodes)
+
+    def log(self, rank: int) -> str:
+        return (self.logs / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, limit_s: float) -> list[int]:
+        """All exit codes; ranks that outlast `limit_s` print their stacks and are killed."""
+        deadline = time.monotonic() + limit_s
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        late = [process for process in self.processes if process.poll() is None]
+        for process in late:
+            process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
+        if late:
+            time.sleep(_STACKS_S)
+        self.kill()
+        return [process.wait() for process in self.processes]
+
+    def kill(self) -> None:
+        """Ends what is left of every rank's session."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def start_ranks(
+    nodes: Sequence[int],
+    command: Sequence[str],
+    logs: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> SharedGpuJob:
+    """Starts `command` on every rank; MPS must run."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = SharedGpuJob(tuple(nodes), logs)
+    try:
+        for node, count in enumerate(nodes):
+            for local in range(count):
+                rank = len(job.processes)
+                own = {
+                    "RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": local,
+                    "LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port, "PYTHONFAULTHANDLER": 1,
+                }  # fmt: skip
+                values = {name: str(value) for name, value in own.items()}
+                with (logs / f"rank{rank}.log").open("wb") as output:
+                    job.processes.append(
+                        subprocess.Popen(
+                            full_command(command),
+                            env={**os.environ, **rank_environment(rank), **values}
+                            | dict(environment or {}),
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+    except BaseException:
+        job.kill()
+        raise
+    return job
+
+
+def full_command(command: Sequence[str]) -> list[str]:
+    """A script or `-m MODULE` runs in this Python; anything else is a program."""
+    if command[0] == "-m" or command[0].endswith(".py"):
+        return [sys.executable, *command]
+    return list(command)
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        return _wrap(options.command) if options.wrap else _run(options)
+    except PacelineError as error:
+        sys.stderr.write(f"paceline: error: {error}\n")
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.bench.one_gpu",
+        description="Runs COMMAND on several NCCL ranks that share one GPU under NVIDIA MPS.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", default="2", help="of each node: 2, or 1,1, or 3,1 (default: 2)")
+    parser.add_argument("--logs", type=Path, help="folder for rank0.log … (default: a new one)")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="kill ranks after this long")
+    parser.add_argument("--restart-mps", action="store_true", help="start from a fresh MPS server")
+    parser.add_argument("--wrap", action="store_true", help="this process is a rank already")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --, with arguments")
+    return parser
+
+
+def _wrap(command: Sequence[str]) -> int:
+    if "RANK" not in os.environ:
+        raise LaunchError("--wrap: RANK is not set", "use it under torchrun, or use --ranks")
+    for name, value in rank_environment(int(os.environ["RANK"])).items():
+        os.environ.setdefault(name, value)
+    words = full_command(command)
+    os.execvp(words[0], words)
+
+
+def _run(options: argparse.Namespace) -> int:
+    problem = why_unavailable()
+    if problem:
+        raise LaunchError(f"ranks cannot share a GPU here: {problem}")
+    nodes = _nodes(options.ranks)
+    if options.restart_mps:
+        restart_mps()
+    start_mps()
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="paceline-one-gpu-"))
+    job = start_ranks(nodes, options.command, logs)
+    try:
+        codes = job.wait(options.limit_s)
+    finally:
+        job.kill()
+    sys.stdout.write(job.log(0))
+    sys.stdout.write(f"exit codes {codes}; logs in {logs}\n")
+    return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
+def _nodes(text: str) -> list[int]:
+    try:
+        nodes = [int(part) for part in text.split(",")]
+    except ValueError:
+        nodes = []
+    if not nodes or min(nodes) < 1:
+        raise ConfigError("--ranks", text, "is not a list of numbers", "write 2, or 3,1")
+    return nodes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
