@@ -1,0 +1,141 @@
+"""Whole commands on several NCCL ranks: they end, with what they promise, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nccl.jobs import (
+    ROOT,
+    check_quiet,
+    environment,
+    finished,
+    needs_gpu,
+    start,
+    torchrun,
+    train,
+    wait_for_steps,
+)
+
+pytestmark = [*needs_gpu, pytest.mark.timeout(180)]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings"),
+    [
+        ((2,), []),
+        ((4,), ["--amp-dtype", "bf16"]),
+        ((2, 2), ["--set", "comm.algorithm=hierarchical", "--set", "comm.overlap=on"]),
+        ((3, 1), ["--set", "comm.algorithm=hybrid", "--set", "comm.eta_kib=64",
+                  "--set", "comm.wire=float16"]),
+    ],
+    ids=["default", "four", "hierarchical", "ragged-hybrid"],
+)  # fmt: skip
+def test_a_run_trains_evaluates_saves_and_ends(
+    nodes: tuple[int, ...], settings: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    # Several buckets, so that the exchange overlaps and the CUDA graph holds collectives.
+    finished(
+        nodes, train(run, "--epochs", "2", "--set", "comm.fusion_mib=0.05", *settings), tmp_path
+    )
+    found = summary(run)
+    assert found["stopped_by"] == "finished"
+    assert found["world_size"] == sum(nodes)
+    assert found["chosen"]["backend"] == "nccl"
+    assert found["top1"] > 60
+    assert list((run / "checkpoints").glob("step-*.pt"))
+
+
+def test_an_early_target_ends_all_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished((2,), train(run, "--epochs", "5", "--target-top1", "30"), tmp_path)
+    assert summary(run)["stopped_by"] == "target"
+
+
+def test_a_trace_has_all_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished((2,), train(run, "--epochs", "1", "--trace"), tmp_path)
+    events = json.loads((run / "trace.json").read_text())
+    rows = events["traceEvents"] if isinstance(events, dict) else events
+    assert len({row["pid"] for row in rows if "pid" in row}) >= 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_resumes(number: signal.Signals, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = train(run, "--epochs", "4", "--set", "comm.fusion_mib=0.05")
+    job = start((2,), words, tmp_path / "first")
+    wait_for_steps(job, run / "metrics.jsonl", 40)
+    for process in job.processes:
+        process.send_signal(number)
+    assert job.wait(60) == [128 + number] * 2
+    check_quiet(job)
+    finished((2,), [*words, "--resume", "auto"], tmp_path / "second")
+    found = summary(run)
+    assert found["stopped_by"] == "finished"
+    assert len(found["resumed_at_steps"]) == 1
+
+
+def test_tune_writes_a_table_and_training_uses_it(tmp_path: Path) -> None:
+    table = tmp_path / "sizes.toml"
+    tune = ["-m", "paceline", "tune", "--share-gpus", "-o", str(table), "--limit-s", "15",
+            "--max-bytes", "4MiB", "--iterations", "5"]  # fmt: skip
+    finished((2, 2), tune, tmp_path / "tune", limit_s=150)
+    finished(
+        (2, 2),
+        train(tmp_path / "run", "--epochs", "1", "--set", "comm.algorithm=hybrid", "--set",
+              f"comm.sizes={table}"),
+        tmp_path / "train",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["allreduce", "exchange"])
+def test_bench(what: str, tmp_path: Path) -> None:
+    flags = {
+        "allreduce": ["--bytes", "4KiB,4MiB", "--iterations", "5"],
+        "exchange": ["--model", "resnet18", "--iterations", "3"],
+    }
+    command = ["-m", "paceline", "bench", what, "--share-gpus", "--json", *flags[what]]
+    rows = json.loads(finished((2, 2), command, tmp_path))["rows"]
+    assert len(rows) > 4
+
+
+@pytest.mark.parametrize("name", ["ddp_hook", "accelerate_hook", "lightning_hook"])
+def test_examples(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(
+        {"accelerate_hook": "accelerate", "lightning_hook": "lightning"}.get(name, "torch")
+    )
+    script = str(ROOT / "examples" / f"{name}.py")
+    job = start((2,), [script, "--device", "cuda", "--backend", "nccl"], tmp_path)
+    assert job.wait(90) == [0, 0], job.log(0)[-2000:] + job.log(1)[-2000:]
+    assert "weights equal on all ranks" in job.log(0)
+
+
+def test_under_torchrun_by_the_wrapper(tmp_path: Path) -> None:
+    job = torchrun(2, train(tmp_path / "run", "--epochs", "1"))
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output[-3000:]
+    assert summary(tmp_path / "run")["chosen"]["backend"] == "nccl"
+
+
+def test_our_own_launcher_needs_the_setting_alone(tmp_path: Path) -> None:
+    words = [*train(tmp_path / "run", "--epochs", "1"), "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *words], env={**os.environ, **environment()},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert summary(tmp_path / "run")["world_size"] == 2
