@@ -10,15 +10,17 @@ communication.
 
 from __future__ import annotations
 
+import copy
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,6 +82,9 @@ class DdpBench:
         self._images = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
         self._labels = torch.randint(0, job.classes, (job.batch_size,), device=device)
         self._alone = Group(Topology(), RunConfig().comm, device)
+        self._gloo: dist.ProcessGroup | None = None
+        if ranks.group.backend == "nccl":
+            self._gloo = dist.new_group(backend="gloo")
         self._ways: dict[str, Way] = {}
         for name in job.names:
             self._ways[name] = self._built(name)
@@ -89,10 +94,12 @@ class DdpBench:
             self._meet(f"{name} is warm")
 
     def _meet(self, phase: str) -> None:
-        """Over the store, not by a collective: while one rank's collective spins, another rank's search
-        for convolution algorithms on the same GPU may find no room."""
+        """Over the store, not by a collective. Where ranks share a GPU under MPS, a rank that loads
+        kernels, allocates memory or tries convolutions waits for the collectives of the others."""
         self._ranks.synchronize()
         self._ranks.group.settle(phase)
+        if self._ranks.rank == 0:
+            sys.stderr.write(f"{phase}\n")
 
     def _built(self, name: str) -> Way:
         if name in OURS or name == OURS_ALONE:
@@ -131,33 +138,47 @@ class DdpBench:
             ModelSettings(name=job.model), num_classes=job.classes, image_size=job.image_size
         )
         net = net.to(ranks.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._backward(net)  # chooses the convolutions before any collective is under way
-        self._meet(f"{name} has its convolutions")
-        model: nn.Module = net
-        if name != DDP_ALONE:
-            cuda = ranks.device.type == "cuda"
-            model = DistributedDataParallel(
-                net, device_ids=[ranks.device.index] if cuda else None,
-                static_graph="static" in switches, gradient_as_bucket_view=True,
-            )  # fmt: skip
-            if "hook" in switches:
-                model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-        forward: Callable[[Tensor], Tensor] = model
         if "compile" in switches:
-            forward = torch.compile(model, dynamic=False)
-        optimizer = torch.optim.SGD(
-            net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5,
-            fused=True if ranks.device.type == "cuda" else None,
-        )  # fmt: skip
-        scaler = torch.amp.GradScaler(ranks.device.type, enabled=self._amp == torch.float16)
+            net = cast(nn.Module, torch.compile(net, dynamic=False))
         self.about[name] = (
             f"autocast {self._amp}, NHWC, fused SGD, {', '.join(switches) or 'plain'}"
         )
+        if name == DDP_ALONE:
+            return self._stepping(net, net, job.block)
+        if self._gloo is not None:
+            # The same steps over Gloo first, so that all kernels are loaded and all memory is there
+            # before NCCL's kernels are under way.
+            twin = net if "compile" in switches else copy.deepcopy(net)
+            self._stepping(self._wrapped(twin, switches, self._gloo), twin, WARM_UP)()
+            del twin
+            self._meet(f"{name} has been tried over Gloo")
+        return self._stepping(self._wrapped(net, switches, None), net, job.block)
+
+    def _wrapped(
+        self, net: nn.Module, switches: Sequence[str], group: dist.ProcessGroup | None
+    ) -> nn.Module:
+        device = self._ranks.device
+        model = DistributedDataParallel(
+            net, device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=group, static_graph="static" in switches, gradient_as_bucket_view=True,
+        )  # fmt: skip
+        if "hook" in switches:
+            model.register_comm_hook(group or dist.group.WORLD, fp16_compress_hook)
+        return model
+
+    def _stepping(self, forward: nn.Module, net: nn.Module, steps: int) -> Way:
+        optimizer = torch.optim.SGD(
+            net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5,
+            fused=True if self._ranks.device.type == "cuda" else None,
+        )  # fmt: skip
+        scaler = torch.amp.GradScaler(self._ranks.device.type, enabled=self._amp == torch.float16)
 
         def run() -> None:
-            for _ in range(job.block):
+            for _ in range(steps):
                 optimizer.zero_grad(set_to_none=True)
-                loss = self._loss(forward)
+                with torch.autocast(self._ranks.device.type, self._amp):
+                    outputs = forward(self._images)
+                    loss = F.cross_entropy(outputs, self._labels, label_smoothing=0.1)
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 scaler.step(optimizer)
                 scaler.update()
@@ -167,16 +188,6 @@ class DdpBench:
     @property
     def _amp(self) -> torch.dtype:
         return torch.float16 if self._ranks.device.type == "cuda" else torch.bfloat16
-
-    def _loss(self, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        with torch.autocast(self._ranks.device.type, self._amp):
-            return F.cross_entropy(forward(self._images), self._labels, label_smoothing=0.1)
-
-    def _backward(self, net: nn.Module) -> None:
-        for _ in range(2):
-            self._loss(net).backward()  # type: ignore[no-untyped-call]
-        net.zero_grad(set_to_none=True)
-        self._ranks.synchronize()
 
     def measure(self) -> list[dict[str, Any]]:
         job, size = self._job, self._ranks.size
