@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.config import RunConfig, load_config, parse_assignment, read_recipe, recipe_names
 from paceline.core.errors import ConfigError
 
@@ -111,3 +115,18 @@ def test_a_key_without_a_section_suggests_one() -> None:
 def test_values_out_of_range_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         load_config("quickstart", {name: value})
+
+
+def test_every_setting_that_the_source_names_exists() -> None:
+    """An error that names a setting which cannot be set leads nowhere."""
+    config = RunConfig()
+    sections = {field.name: getattr(config, field.name) for field in fields(config)}
+    known = {f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)}
+    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sections)})\.[a-z_0-9]+(?![\w(/.])")
+    unknown = []
+    for file in Path(paceline.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found = set(named.findall(node.value)) - known
+                unknown += [f"{file.name}:{node.lineno}: {name}" for name in found]
+    assert not unknown

@@ -39,9 +39,7 @@ class Central(Explicit):
             # Spread evenly, so that the servers share neither a node nor its link while others rest.
             self.servers = tuple(order[len(order) * at // servers] for at in range(servers))
         else:
-            raise ConfigError(
-                "comm.servers", servers, f"must be 1 to {len(order)}, the number of ranks"
-            )
+            raise ConfigError("servers", servers, f"must be 1 to {len(order)}, the number of ranks")
 
     def rounds(self, segment: Tensor, lane: Lane) -> Rounds:
         owners = Owners(lane, segment, self._layout.order, self.servers, self._rank)

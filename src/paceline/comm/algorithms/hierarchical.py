@@ -42,7 +42,7 @@ class Hierarchical(Explicit):
     ) -> None:
         """`masters`: how they sum among themselves, one of `member_sum.KINDS`; None: by size."""
         super().__init__(groups, staging, batched=batched)
-        check_kind(masters)
+        check_kind("masters", masters)
         self._kind = masters
         levels = max(_row_shape(group, group[0]).levels for group in self._layout.groups)
         row = self._layout.row_of(self._rank)

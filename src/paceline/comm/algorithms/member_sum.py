@@ -41,9 +41,9 @@ def choose_kind(members: int, segment_bytes: int) -> str:
     return "exchange" if segment_bytes <= EXCHANGE_BYTES else "ring"
 
 
-def check_kind(kind: str | None) -> None:
+def check_kind(argument: str, kind: str | None) -> None:
     if kind is not None and kind not in KINDS:
-        raise ConfigError("comm.masters", kind, "unknown", nearest(kind, KINDS))
+        raise ConfigError(argument, kind, "unknown", nearest(kind, KINDS))
 
 
 def count_rounds(kind: str, members: int) -> int:

@@ -32,7 +32,7 @@ class Torus2d(Explicit):
     ) -> None:
         """`columns`: how a column sums, one of `member_sum.KINDS`; None: by size."""
         super().__init__(groups, staging, batched=batched)
-        check_kind(columns)
+        check_kind("columns", columns)
         self._kind = columns
         self._row = self._layout.row_of(self._rank)
         width = len(self._layout.columns)

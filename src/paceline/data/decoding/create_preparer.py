@@ -28,7 +28,7 @@ def create_preparer(source: Source, transform: SquareTransform, settings: DataSe
             "data.decoder",
             settings.decoder,
             "decodes on a GPU; these batches are made on the host",
-            f"set it to {', '.join(map(repr, _WAYS))}, or use the loaders of data.on_device",
+            f"set it to {', '.join(map(repr, _WAYS))}, or train with --device cuda",
         )
     return way(source, transform, settings)
 
