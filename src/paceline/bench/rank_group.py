@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.group import Group
-from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.process_groups import ProcessGroups, all_gather_json
+from paceline.comm.settings import BACKEND_GRACE_S
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.train.machine import choose_device
@@ -46,7 +47,8 @@ class RankGroup:
         )  # fmt: skip
         self.device = choose_device(config, topology)
         self._group_size, self._timeout_s = group_size, timeout_s
-        self.group = Group(topology, config.comm, self.device)
+        shared = {"program": "bench", "backend": backend, "device": device}
+        self.group = Group(topology, config.comm, self.device, shared=shared)
         self._word = torch.zeros(1, dtype=torch.float64, device=self.device)
 
     @property
@@ -103,13 +105,16 @@ class RankGroup:
 
     def __enter__(self) -> Self:
         try:
-            said: list[int] = [0] * self.size
+            said: list[int] = []
 
             def join() -> None:
                 self.groups = ProcessGroups(
-                    self.topology, self._group_size, timeout_s=self._timeout_s
+                    self.topology,
+                    self._group_size,
+                    timeout_s=self._timeout_s,
+                    grace_s=BACKEND_GRACE_S,
                 )
-                dist.all_gather_object(said, self.topology.node_rank)
+                said.extend(all_gather_json(self.topology.node_rank))
 
             self.group.watched("the making of process groups", join)
         except BaseException:

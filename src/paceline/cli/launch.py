@@ -28,18 +28,17 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from paceline.cli import local_rendezvous
+
     _silence_agent()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        # Without it the agent takes a port that is in use for the store of another agent of this
-        # job, and waits a minute for it to answer.
-        rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1",
+        rdzv_backend=local_rendezvous.register(),
+        rdzv_endpoint=f"{local_rendezvous.ADDRESS}:{port}",
+        local_addr=local_rendezvous.ADDRESS,
         max_restarts=max_restarts,
         monitor_interval=0.1,
         # The other signals are ours; Ctrl-\ stays the way out that saves nothing.
@@ -48,8 +47,12 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
     signals = LaunchSignals(SignalException)
     # Ranks choose their own thread counts; the agent's default would be 1, and a printed warning.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // processes))
+    own = {CHILD_MARK: str(os.getpid()), "OMP_NUM_THREADS": threads}
+    if sys.platform == "linux":
+        # Gloo would listen on the address that the host's name resolves to.
+        own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
-        with signals, _environment({CHILD_MARK: str(os.getpid()), "OMP_NUM_THREADS": threads}):
+        with signals, _environment(own):
             elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
     except ChildFailedError as error:
         return _conclude(root_cause(error.failures))

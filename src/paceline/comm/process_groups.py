@@ -8,9 +8,13 @@ All ranks create them at once, in one order, or all raise the same error.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -84,9 +88,7 @@ class ProcessGroups:
     def check_same(self, facts: Mapping[str, object]) -> None:
         """Fails, on every rank alike, unless all ranks have the same facts. All ranks call this."""
         if self.world is not None:
-            said: list[dict[str, object]] = [{}] * self.world_size
-            dist.all_gather_object(said, dict(facts), group=self.world)
-            _compare(said)
+            _compare(all_gather_json(dict(facts), self.world))
 
     def close(self) -> None:
         """Leaves the groups; the default one stays."""
@@ -108,9 +110,8 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> GroupLayout:
         topology.local_world_size,
     )
     facts = {"comm.group_size": k, "comm.timeout_s": timeout_s}
-    said: list[tuple[Place, dict[str, object]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (place, facts))
-    words = [word for word in said if word is not None]
+    said = all_gather_json([astuple(place), facts])
+    words = [(Place(*theirs), found) for theirs, found in said]
     _compare([theirs for _, theirs in words])
     for rank, (found, _) in enumerate(words):
         if found.rank != rank:
@@ -119,6 +120,27 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> GroupLayout:
                 "check the launcher's environment variables",
             )
     return GroupLayout.from_places([found for found, _ in words], k)
+
+
+def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in order of rank, on all ranks. All ranks of the group call this.
+
+    Torch's `all_gather_object` unpickles what arrives, and so runs whatever code a peer sends."""
+    data = json.dumps(value).encode()
+    # NCCL moves memory of the GPU only.
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    ranks = dist.get_world_size(group)
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    longest = max(int(length) for length in lengths)
+    row = torch.zeros(longest, dtype=torch.uint8, device=device)
+    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(row) for _ in range(ranks)]
+    dist.all_gather(rows, row, group=group)
+    return [
+        json.loads(r.cpu().numpy().tobytes()[: int(length)])
+        for r, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def _compare(said: Sequence[Mapping[str, object]]) -> None:
