@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from paceline.cli.failure import CHILD_MARK
 from paceline.cli.launch_signals import LaunchSignals
 
 
@@ -59,14 +56,3 @@ def test_nohup_is_respected() -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_rank_whose_launcher_is_gone_already_ends_itself() -> None:
-    code = "from paceline.cli.launch_signals import follow_launcher as f; f(); print('alive')"
-    for launcher, expected in ((str(os.getpid()), (0, "alive\n")), ("1", (-signal.SIGTERM, ""))):
-        env = {**os.environ, CHILD_MARK: launcher}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-        )
-        assert (done.returncode, done.stdout) == expected, done.stderr

@@ -27,6 +27,7 @@ from paceline.cli import (
     tune,
 )
 from paceline.cli.failure import Failure
+from paceline.cli.launcher_watch import LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
 
@@ -75,8 +76,12 @@ def main() -> None:
 
 
 def _run() -> int:
+    # First of all: a launcher may end while a rank still imports torch.
+    watch = LauncherWatch(os.environ)
     try:
         code = app(standalone_mode=False)
+        if code and watch.error is not None:  # it stopped, and saved, for that reason
+            _fail(Failure.of(watch.error))
         return code if isinstance(code, int) else 0
     except DeviceError as error:
         # Destructors and exit handlers would call CUDA, fail, and say so in pages.
@@ -84,7 +89,8 @@ def _run() -> int:
         sys.stdout.flush()
         os._exit(code)
     except PacelineError as error:
-        return _fail(Failure.of(error))
+        # What breaks once the launcher is gone, and its store with it, is no cause of its own.
+        return _fail(Failure.of(watch.error or error))
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:  # noqa: BLE001 - the last place that can show it

@@ -1,4 +1,4 @@
-"""Signals to the launcher, and the tie that ends ranks with it.
+"""Signals to the launcher of `paceline train --nproc-per-node`.
 
 In: SIGTERM, SIGINT and SIGHUP at the launcher. Out: one exception in the agent's loop, which hands the
 ranks a SIGTERM and waits for them. What comes while they save changes nothing.
@@ -6,21 +6,15 @@ ranks a SIGTERM and waits for them. What comes while they save changes nothing.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from types import FrameType
 
-from paceline.cli.failure import CHILD_MARK, is_child_of_launcher
 from paceline.core.signal_context import SignalContext
 
 # The agent gives ranks 30 s. Should it ever have lost the first signal, one after that counts again.
 _DEAF_S = 35.0
-# Linux's prctl: the signal that this process gets when its parent ends.
-_PR_SET_PDEATHSIG = 1
 
 
 class LaunchSignals(SignalContext):
@@ -44,13 +38,3 @@ class LaunchSignals(SignalContext):
         # Whatever it was, ranks get SIGTERM: it makes them save, also where a terminal was lost, and it
         # ends a Python that is still starting without the traceback that SIGINT leaves.
         raise self._raised(f"the launcher got {self.received.name}", signal.SIGTERM)
-
-
-def follow_launcher() -> None:
-    """In a rank of ours: a launcher that dies, even by SIGKILL, sends SIGTERM to this process."""
-    if CHILD_MARK not in os.environ or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # It may have died before the call, and then nothing would ever come.
-    if not is_child_of_launcher():
-        os.kill(os.getpid(), signal.SIGTERM)

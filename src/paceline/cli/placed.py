@@ -9,14 +9,12 @@ from __future__ import annotations
 import sys
 
 from paceline.bench.placement import Placement, rank_arguments
-from paceline.cli.launch_signals import follow_launcher
 from paceline.core.errors import LaunchError
 
 
 def run_placed(placement: Placement) -> int | None:
     """Starts the ranks, unless this process is one."""
     if placement.is_launched():
-        follow_launcher()
         return None
     arguments = rank_arguments(sys.argv[1:])
     if placement.ranks:

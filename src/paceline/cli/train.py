@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import Failure
-from paceline.cli.launch_signals import follow_launcher
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
@@ -66,7 +65,6 @@ def train(
         "run.pretrained": pretrained, "run.device": device, "precision.amp_dtype": amp_dtype,
         "run.compile": compile, "run.trace": "true" if trace else None,
     }  # fmt: skip
-    follow_launcher()
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
     config = resolve(recipe, flags, settings)
     for flag, value, least in (
