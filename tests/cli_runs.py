@@ -157,6 +157,8 @@ def started_ranks(
         for rank, own in enumerate(arguments):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
             world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+            # Ranks that differ in their settings are still ranks of one job, and say what differs.
+            world["PACELINE_JOB_ID"] = f"test-{port}"
             ranks.append(CliProcess(own, cwd, faults[rank] if faults else None, place | world))
         yield ranks
     finally:

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from torch.distributed import HashStore
 
 from paceline.comm.agreement import AgreedError, Agreement
 from paceline.comm.rendezvous import meet
@@ -114,3 +115,11 @@ def test_a_verdict_counts_before_the_fault_that_follows_from_it() -> None:
     with pytest.raises(AgreedError) as caught:
         agreement.settle("configuration")
     assert str(caught.value) == "ranks differ"
+
+
+def test_the_first_suspect_stays() -> None:
+    """Survivors that leave break connections too."""
+    store = HashStore()
+    first, second = (Agreement(store, Topology(rank, 2, rank, 2), 1.0) for rank in (0, 1))
+    assert first.first_suspect("rank 5 is gone") == "rank 5 is gone"
+    assert second.first_suspect("rank 0 is gone") == "rank 5 is gone"

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -48,7 +56,10 @@ def test_a_new_attempt_finds_nothing_of_the_last_in_the_agents_store(agent: TCPS
 
 
 def test_the_greeting_of_a_dead_rank_is_no_rank(agent: TCPStore) -> None:
-    agent.set("paceline-lobby/greeting/1", "left-by-the-dead 0")
+    with ThreadPoolExecutor(1) as pool:
+        dead = pool.submit(meet, replace(RANK1, master_port=agent.port), 0.1)
+        with pytest.raises(CommError):  # it has left its greeting, and gives up
+            dead.result()
     with pytest.raises(CommError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 1 s"):
         meet(replace(RANK0, master_port=agent.port), timeout_s=1)
     first, second = _meet_all(agent.port)
@@ -62,7 +73,7 @@ def test_one_agent_that_counts_a_restart_is_enough(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(meet, replace(RANK1, master_port=agent.port), 20)
-        agent.wait(["paceline-lobby/greeting/1"], timedelta(seconds=20))
+        agent.wait(["paceline-lobby/greeting/1"], timedelta(seconds=20))  # the first of all
         # The two run in one process here; by now rank 1 has said what its own agent counts.
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
         assert meet(replace(RANK0, master_port=agent.port), 20).restarted
@@ -113,3 +124,178 @@ def test_other_causes_have_their_own_words(error: Exception, words: str) -> None
     cause, remedy = explain("host:80", RANK0, error, 5)
     assert words in cause
     assert remedy
+
+
+@pytest.fixture
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACELINE_JOB_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def waiting_rank_0(
+    port: int, settings: dict[str, Any] | None = None, world_size: int = 2
+) -> Iterator[Any]:
+    """Rank 0 of a job whose rank 1 has not come yet."""
+    topology = replace(RANK0, master_port=port, world_size=world_size, local_world_size=world_size)
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(meet, topology, 20, settings)
+
+
+def wait_for_job(port: int) -> TCPStore:
+    """Until rank 0 has said which job it is: then no environment of its own counts any more."""
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.01)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store.wait(["paceline-lobby/job"], timedelta(seconds=20))
+    return store
+
+
+def test_a_rank_of_another_job_is_refused_at_once_and_the_right_one_joins(
+    no_job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("PACELINE_JOB_ID", "4711")
+    with waiting_rank_0(port) as first:
+        wait_for_job(port)
+        monkeypatch.setenv("PACELINE_JOB_ID", "4712")
+        with pytest.raises(
+            CommError, match=r"environment job 4711 .* environment job 4712"
+        ) as caught:
+            meet(replace(RANK1, master_port=port), 300)
+        assert "MASTER_PORT" in caught.value.remedy
+        monkeypatch.setenv("PACELINE_JOB_ID", "4711")
+        second = meet(replace(RANK1, master_port=port), 20)
+        first.result().store.set("word", "heard")
+        assert second.store.get("word") == b"heard"
+
+
+def test_another_number_of_ranks_is_noticed_at_once_on_both_sides(no_job: None) -> None:
+    port = free_port()
+    with waiting_rank_0(port) as first:
+        other = replace(RANK1, world_size=3, local_world_size=3, master_port=port)
+        words = "the number of ranks is 2 there and 3 here"
+        with pytest.raises(CommError, match=words):
+            meet(other, 300)
+        with pytest.raises(CommError, match=words):
+            first.result()
+
+
+def test_settings_tell_jobs_without_an_id_apart(no_job: None) -> None:
+    port = free_port()
+    with waiting_rank_0(port, {"run.seed": 1, "run.name": "a"}) as first:
+        with pytest.raises(CommError, match="run.seed is 1 there and 2 here"):
+            meet(replace(RANK1, master_port=port), 300, {"run.seed": 2, "run.name": "a"})
+        meet(replace(RANK1, master_port=port), 20, {"run.seed": 1, "run.name": "a"})
+        first.result()
+
+
+def test_settings_that_differ_within_a_job_are_left_to_the_agreement(
+    no_job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_JOB_ID", "4711")
+    port = free_port()
+    with waiting_rank_0(port, {"run.seed": 1}) as first:
+        meet(replace(RANK1, master_port=port), 20, {"run.seed": 2})
+        first.result()
+
+
+def test_rank_0_does_not_wait_for_ever_for_a_rank_that_was_refused(
+    no_job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.comm.rendezvous._REFUSED_S", 0.2)
+    port = free_port()
+    with waiting_rank_0(port, {"run.seed": 1}) as first:
+        with pytest.raises(CommError):
+            meet(replace(RANK1, master_port=port), 300, {"run.seed": 2})
+        with pytest.raises(CommError, match="rank 1 that came .* run.seed is 1 there and 2 here"):
+            first.result()
+
+
+def test_a_place_is_taken_once(no_job: None) -> None:
+    """The same job, started twice at one port: its second rank 1 must not join the first's."""
+    port = free_port()
+    first, _second = _meet_all(port)
+    with pytest.raises(CommError, match="all of its ranks have joined already"):
+        meet(replace(RANK1, master_port=port), 300)
+    first.store.set("word", "heard")
+
+
+def test_of_two_that_come_as_one_rank_only_one_joins(no_job: None) -> None:
+    port = free_port()
+    others = [replace(RANK1, master_port=port)] * 2
+    with ThreadPoolExecutor(2) as pool, waiting_rank_0(port, world_size=2) as first:
+        both = [pool.submit(meet, other, 20) for other in others]
+        errors = [future.exception() for future in both]
+        first.result()
+    (error,) = (error for error in errors if error is not None)
+    assert isinstance(error, CommError)
+    assert "another job" in str(error)
+
+
+def test_a_restart_with_other_ranks_is_no_other_job(
+    agent: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An elastic agent may come back with fewer nodes; its store still has the former attempt."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    topologies = [replace(t, launcher="torchrun", master_port=agent.port) for t in (RANK0, RANK1)]
+    for size in (2, 3, 2):
+        ranks = [
+            replace(topologies[0], rank=n, local_rank=n, world_size=size, local_world_size=size)
+            for n in range(size)
+        ]
+        with ThreadPoolExecutor(size) as pool:
+            # Rank 0 last: the others find the note of the former attempt.
+            later = [pool.submit(meet, rank, 20) for rank in ranks[1:]]
+            time.sleep(0.3)
+            later.append(pool.submit(meet, ranks[0], 20))
+            for meeting in later:
+                meeting.result()
+
+
+def test_ranks_of_one_node_meet_where_no_other_host_can_come(no_job: None) -> None:
+    port = free_port()
+    met = _meet_all(port)
+    addresses = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+    ]
+    assert addresses == [f"0100007F:{port:04X}"]
+    del met  # the store closes with it
+
+
+PROGRAM = """
+import sys
+from paceline.comm.rendezvous import meet
+from paceline.core.topology import Topology
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+meet(Topology(rank, 2, rank, 2, master_port=port, launcher="environment"), 3.0)
+print("met")
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no job control")
+def test_a_rank_that_is_stopped_while_it_waits_loses_no_time(no_job: None) -> None:
+    """Stopped for longer than the time-out: on waking it still has what was left of it."""
+    port = free_port()
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM, str(rank), str(port)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    first = start(0)
+    try:
+        wait_for_job(port)
+        os.kill(first.pid, signal.SIGSTOP)
+        time.sleep(3.5)
+        os.kill(first.pid, signal.SIGCONT)
+        meet(replace(RANK1, master_port=port), 20)
+        assert first.communicate(timeout=20)[0] == "met\n"
+    finally:
+        first.kill()
+        first.wait()

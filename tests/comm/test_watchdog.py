@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import faults
-from cli_runs import Done, small, started_ranks
+from cli_runs import Done, small, started_ranks, steps
 
 TIMEOUT = ("--set", "comm.timeout_s=3")
 SLEEP = partial(time.sleep, 60)
@@ -117,11 +119,35 @@ def _threads_after(rank: int) -> list[str]:
     return [t.name for t in left if t.name.startswith("paceline-")]
 
 
-def test_the_backend_waits_longer_than_the_watchdog() -> None:
-    """It can only say that time is over, and would say it first on a host that is short of cores."""
+def test_the_backend_waits_longer_than_any_suspension() -> None:
+    """Its clock goes on while the process is stopped, and it can only say that time is over."""
     from ranks import run_ranks
 
-    assert run_ranks(2, _waits_of_the_backend) == [[5 + 15, 5 + 15]] * 2
+    for waits in run_ranks(2, _waits_of_the_backend):
+        assert len(waits) == 2
+        assert min(waits) >= 24 * 3600
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "pause_s"),
+    [(2, 6), pytest.param(20, 60, marks=pytest.mark.slow)],
+)
+def test_a_job_that_is_suspended_as_a_whole_goes_on(
+    tmp_path: Path, timeout_s: int, pause_s: int
+) -> None:
+    arguments = small("--output", "run", "--epochs", "200", *RING)
+    arguments += ["--set", f"comm.timeout_s={timeout_s}", "--set", "checkpoint.interval_epochs=0"]
+    with started_ranks([arguments] * 3, tmp_path) as ranks:
+        ranks[0].wait_until(lambda: len(steps(tmp_path / "run")) > 5)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send(number)
+            if number == signal.SIGSTOP:
+                time.sleep(pause_s)
+        before = len(steps(tmp_path / "run"))
+        ranks[0].wait_until(lambda: len(steps(tmp_path / "run")) > before + 20)
+        ranks[1].send(signal.SIGTERM)
+        assert [rank.wait(30).code for rank in ranks] == [128 + signal.SIGTERM] * 3
 
 
 def _waits_of_the_backend(rank: int) -> list[float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.progress_board import ProgressBoard, Standing
+from paceline.comm.rank_hosts import RankHost, RankHosts
 from paceline.comm.watchdog_words import BufferWords, size, stall_error, unreachable_error
 
 BUFFERS = [
@@ -61,8 +64,10 @@ def test_a_collective_of_the_group_is_named_by_itself() -> None:
         2: Standing(step=9, calls=4),
     }
     text = str(stall_error(standings, {2}, BUFFERS, 3.0, 4.0))
-    assert text.startswith("gather stalled for 3 s: rank 1 did not arrive (after step 10); ")
-    assert "rank 2 gives no sign of life (last seen after step 10)" in text
+    assert text.startswith(
+        "gather stalled for 3 s: rank 2 gives no sign of life (last seen after step 10); "
+    )
+    assert "rank 1 did not arrive (after step 10)" in text
 
 
 def test_many_ranks_stay_one_readable_line() -> None:
@@ -80,6 +85,69 @@ def test_a_host_that_does_not_answer() -> None:
         "rank 3, in buffer 1 of step 3: rank 0's host (10.0.0.1) has not answered for 8 s; "
     )
     assert "has been gone" in str(unreachable_error(Standing(), 3, "h", 8.0, closed=True))
+
+
+A, B, C = (RankHost(f"node{n}", f"10.0.0.{n}") for n in (1, 2, 3))
+HOSTS = RankHosts([A, A, B, B, C, C])
+
+
+def test_who_gives_no_sign_of_life_comes_before_who_is_only_slower() -> None:
+    """A link is cut during an evaluation that takes rank 0 longest."""
+    standings = {rank: Standing(step=9, calls=4) for rank in range(6)}
+    standings[4] = Standing(step=9, calls=5, call="all-reduce")
+    text = str(stall_error(standings, {3}, BUFFERS, 3.0, 4.0, HOSTS))
+    assert "s: rank 3 on node2 (10.0.0.2) gives no sign of life" in text
+    assert text.index("rank 3 on") < text.index("rank 0 on node1 (10.0.0.1) did not arrive")
+    assert "look into rank 3's log and host, and the network to it" in text
+
+
+def test_a_host_that_vanished_is_named_with_its_ranks() -> None:
+    standings = {rank: Standing(step=2, begun=1) for rank in range(6)}
+    text = str(stall_error(standings, {2, 3, 5}, BUFFERS, 3.0, 4.0, HOSTS))
+    assert "host node2 (10.0.0.2) with ranks 2 and 3 gives no sign of life" in text
+    assert "rank 5 on node3 (10.0.0.3) gives no sign of life" in text
+
+
+def test_a_rank_that_lost_rank_0_says_which_hosts_it_still_reaches() -> None:
+    def said(reached: list[RankHost] | None, closed: bool = False) -> str:
+        standing = Standing(step=2, begun=1)
+        return str(unreachable_error(standing, 3, "10.0.0.1", 8.0, closed, HOSTS, reached))
+
+    assert said([C]).startswith(
+        "rank 3 on node2 (10.0.0.2), in buffer 1 of step 3: rank 0's host node1 (10.0.0.1) has not "
+        "answered for 8 s, though node3 (10.0.0.3) can be reached; that host has ended"
+    )
+    assert "; this host node2 (10.0.0.2) is cut off the network; " in said([])
+    assert "; it or this host has ended or is cut off the network; " in said(None)
+    assert "is cut off the network; go" in said([], closed=True)
+    assert "; this host" not in said([], closed=True)
+
+
+def test_hosts_that_answer_are_found_though_nothing_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = socket.create_connection
+
+    def connect_unless_lost(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[0] == "192.0.2.1":
+            raise TimeoutError
+        return connect(address, timeout=timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connect_unless_lost)
+    here = RankHost("here", "127.0.0.1")
+    hosts = RankHosts([A, here, RankHost("lost", "192.0.2.1"), RankHost("near", "127.0.0.2")])
+    assert hosts.others_that_answer(1, 1) == [RankHost("near", "127.0.0.2")]
+    assert RankHosts([A, here]).others_that_answer(1, 1) is None
+    assert RankHosts().others_that_answer(1, 1) is None
+
+
+def test_a_broken_connection_names_the_host_at_its_other_end() -> None:
+    assert RankHosts([A, B]).gone_text("10.0.0.2") == "rank 1 on node2 (10.0.0.2) is gone"
+    assert (
+        HOSTS.gone_text("10.0.0.2") == "host node2 (10.0.0.2) or one of its ranks 2 and 3 is gone"
+    )
+    assert not HOSTS.gone_text("10.0.0.9")
+    assert not RankHosts([A, A]).gone_text("10.0.0.1"), "one host need not be named"
 
 
 @pytest.mark.parametrize(

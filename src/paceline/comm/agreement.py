@@ -17,11 +17,13 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
+from paceline.comm.active_clock import ActiveClock
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
 
 _FAULT = "paceline/fault"
 _STOP = "paceline/stop"
+_SUSPECT = "paceline/suspect"
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.1
 _GRACE_S = 15.0
 
@@ -121,13 +123,13 @@ class Agreement:
         key, pause_s = self._key(phase, who), _FIRST_PAUSE_S
         # Rank 0 gives up first: it knows who is missing, and tells the others.
         patience_s = self._timeout_s + (_GRACE_S if who == "verdict" else 0.0)
-        deadline = time.monotonic() + patience_s
+        clock = ActiveClock()
         while not self._store.check([key]):
             told = self.read_fault()
             # Whoever judged may have failed right after it: then its judgement is there by now.
             if told is not None and not self._store.check([key]):
                 raise told
-            if time.monotonic() > deadline:
+            if clock.now_s() > patience_s:
                 missing = "rank 0" if who == "verdict" else f"rank {who}"
                 raise CommError(
                     f"{missing} did not reach '{phase}' within {self._timeout_s:g} s",
@@ -158,6 +160,14 @@ class Agreement:
             return None
         where = f"rank {word['rank']}: " if self._topology.world_size > 1 else ""
         return AgreedError(where + word["error"], word["code"])
+
+    def first_suspect(self, suspect: str) -> str:
+        """Whom the first rank whose connection broke takes to be gone. The ranks that leave next break
+        other connections in turn, and would be blamed for it."""
+        try:
+            return bytes(self._store.compare_set(_SUSPECT, "", suspect)).decode() or suspect
+        except RuntimeError:
+            return suspect
 
     def announce_stop(self) -> None:
         """Lets ranks that were not signalled know, before the next collective, that one was."""

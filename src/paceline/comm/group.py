@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from paceline.comm import nccl
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.progress_board import ProgressBoard
+from paceline.comm.rank_hosts import RankHosts
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.comm.watchdog import Tell, Watchdog
@@ -48,13 +49,16 @@ class Group:
         settings: CommSettings,
         device: torch.device,
         tell: Tell | None = None,
+        shared: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tell` shows an error when the watchdog ends this process."""
+        """`tell` shows an error when the watchdog ends this process. `shared`: settings that all ranks of
+        the job have in common, by which another job at the same port is told apart."""
         self.topology = topology
         self.device = device
         # An observer of the exchange; the watchdog reads it.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
+        self._hosts = RankHosts()
         self.backend = choose_backend(settings, topology, device)
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
@@ -69,7 +73,7 @@ class Group:
             return
         if self.backend == "nccl":
             nccl.prepare_environment(topology, share_gpus=settings.share_gpus)
-        meeting = meet(topology, settings.rendezvous_timeout_s)
+        meeting = meet(topology, settings.rendezvous_timeout_s, shared)
         store, self.restarted = meeting.store, meeting.restarted
         self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
@@ -77,9 +81,11 @@ class Group:
         facts = {"comm.backend": self.backend, "device": device.type}
         self._agreement.settle("join", facts=facts, remedy="use the same kind of device everywhere")
         if topology.world_size > 1:
+            self._hosts = RankHosts.read(store)
             self._watchdog = Watchdog(
-                store, topology, settings.timeout_s, self.board, tell, before_exit=self.abort
-            )
+                store, topology, settings.timeout_s, self.board, tell, self._hosts,
+                before_exit=self.abort,
+            )  # fmt: skip
         self.watched(
             "joining the process group",
             lambda: dist.init_process_group(
@@ -200,8 +206,11 @@ class Group:
 
     def told(self, error: CommError) -> PeerError:
         """Of an exchange that broke: what the rank that failed has said, else `error` itself."""
+        suspect = self._suspect(error.cause)
         said = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
-        return PeerError.told(said) if said else PeerError(error.cause, error.remedy)
+        if said:
+            return PeerError.told(said)
+        return PeerError(f"{error.cause}{suspect and ': '}{suspect}", error.remedy)
 
     def announce_stop(self) -> None:
         """This rank was asked to stop. The others hear of it in the next collective at the latest, and
@@ -300,13 +309,23 @@ class Group:
         except torch.AcceleratorError:
             raise  # this rank's own device failed; no other rank is to blame
         except RuntimeError as error:
+            suspect = self._suspect(str(error))
             told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if told is not None:
                 raise PeerError.told(told) from error
+            gone = suspect or "another rank is gone"
             raise PeerError(
-                f"{what} broke on rank {self.rank}: another rank is gone ({_reason(error)})",
+                f"{what} broke on rank {self.rank}: {gone} ({_reason(error)})",
                 "the first rank to fail tells the cause; resume with --resume auto",
             ) from error
+
+    def _suspect(self, error: str) -> str:
+        """Who is gone, by the peer's address in the backend's error; empty where that is unknown."""
+        for address in re.findall(r"\[?([0-9a-fA-F.:]+)\]?:\d+", error):
+            suspect = self._hosts.gone_text(address)
+            if suspect and self._agreement is not None:
+                return self._agreement.first_suspect(suspect)
+        return ""
 
 
 def _reason(error: RuntimeError) -> str:

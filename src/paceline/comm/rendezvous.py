@@ -1,39 +1,57 @@
 """The rendezvous: ranks find one another at the address that the launcher names.
 
-In: a `Topology`. Out: a `Meeting`: a key-value store that all ranks of this attempt share, and no
-others. Under torchrun the agent hosts it, so it outlives a dying rank; elsewhere rank 0 does.
+In: a `Topology`, and the settings that all ranks of the job share. Out: a `Meeting`: a key-value store
+that all ranks of this attempt share, and no others. Under torchrun the agent hosts it, so it outlives a
+dying rank; elsewhere rank 0 does.
 
-1. Rank 0 draws a name for this attempt at the job.
-2. Every other rank leaves a greeting under its rank, with a word that nobody else has.
-3. Rank 0 answers each greeting with the attempt's name, until all have come in.
+1. Rank 0 draws a name for this attempt at the job, and leaves a note that says which job it is.
+2. Every other rank leaves a greeting with its rank, its `JobIdentity` and a word that nobody else has.
+3. Rank 0 answers each greeting with the attempt's name, or with the reason why that rank belongs to
+   another job; a rank that is refused ends at once and never joins.
+4. A rank that was accepted takes its place, which only one process can have. The meeting ends when all
+   places are taken.
 
 An agent keeps its store when it starts ranks anew, with all that the last attempt left in it, and
 agents on several nodes do not count their attempts alike. A greeting of a rank that is dead is
-answered too, but only the living come in; and two jobs that meet at one port by mistake stay apart.
+answered too, but only the living take their places. A note that a former attempt left in an agent's store
+may tell of another number of ranks, so there only the job's id counts; a store of rank 0's has no past.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
 import queue
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, though not in __all__
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from paceline.comm.active_clock import ActiveClock
+from paceline.comm.job_identity import JobIdentity
+from paceline.comm.rank_hosts import RankHost, post_hosts
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 
 _LOBBY = "paceline-lobby"
+_JOB = f"{_LOBBY}/job"
+_COUNT = f"{_LOBBY}/greetings"
 _POLL_S = 0.02
+_LAST_POLL_S = 0.2
 _RETRY_S = 0.1
 # Torch's own timeout comes first, where it works: its words tell more.
 _GRACE_S = 1.0
+# Where no job id tells whether a rank with other settings is of this job, rank 0 gives the right one so
+# much time to come after the wrong one has been refused.
+_REFUSED_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -44,43 +62,47 @@ class Meeting:
     restarted: bool
 
 
-def meet(topology: Topology, timeout_s: float) -> Meeting:
+def meet(
+    topology: Topology, timeout_s: float, settings: Mapping[str, Any] | None = None
+) -> Meeting:
     """Returns when all ranks have come, or fails with a line that names address, port and remedy."""
     where = f"{topology.master_addr}:{topology.master_port}"
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = topology.is_main and not agent_hosts
+    job = JobIdentity.from_env(os.environ, topology, settings)
+    clock = ActiveClock()
     try:
-        if not hosts:
-            _await_host(topology, timeout_s)
+        address = "" if hosts else _await_host(topology, timeout_s, clock)
         store = _open_store(topology, hosts, timeout_s)
+        here = RankHost(job.host, address or topology.master_addr)
         if not topology.is_main:
-            return Meeting(PrefixStore(_come_in(store, topology.rank, timeout_s), store), False)
+            guest = _Guest(store, topology, job, here)
+            return Meeting(PrefixStore(guest.join(timeout_s, clock), store), False)
         # Only an agent's store can be older than this attempt.
         again = store.add(f"{_LOBBY}/attempts", 1) > 1 and agent_hosts
-        name, counts = _welcome(store, topology, timeout_s)
-        return Meeting(PrefixStore(name, store), again or max(counts) > 0)
+        host = _Host(store, topology, job, here, agent_hosts)
+        name = host.welcome(timeout_s, clock)
+        return Meeting(PrefixStore(name, store), again or host.restarts > 0)
     except CommError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(*explain(where, topology, error, timeout_s)) from error
 
 
-def _await_host(topology: Topology, timeout_s: float) -> None:
-    """Returns once somebody listens at the address.
+def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> str:
+    """Returns this host's own address once somebody listens at the job's.
 
     Torch would wait for that too, but says in pages of its own that nobody came.
     """
-    deadline = time.monotonic() + timeout_s
     while True:
-        left_s = deadline - time.monotonic()
+        left_s = timeout_s - clock.now_s()
         try:
             address = (topology.master_addr, topology.master_port)
-            socket.create_connection(address, timeout=max(left_s, _RETRY_S)).close()
+            with socket.create_connection(address, timeout=max(left_s, _RETRY_S)) as connection:
+                return str(connection.getsockname()[0])
         except OSError:  # a name, too, may become known only when its host has started
             if left_s <= 0:
                 raise
-        else:
-            return
         time.sleep(_RETRY_S)
 
 
@@ -94,6 +116,7 @@ def _open_store(topology: Topology, hosts: bool, timeout_s: float) -> TCPStore:
 
     def open_store() -> None:
         try:
+            listener = _loopback_listener(topology) if hosts else None
             store = TCPStore(
                 topology.master_addr,
                 topology.master_port,
@@ -102,6 +125,7 @@ def _open_store(topology: Topology, hosts: bool, timeout_s: float) -> TCPStore:
                 # The greetings do this, and they can name who is missing.
                 wait_for_workers=False,
                 multi_tenant=True,
+                master_listen_fd=listener,
             )
         except Exception as error:  # noqa: BLE001  (raised where the caller waits)
             outcome.put(error)
@@ -109,13 +133,31 @@ def _open_store(topology: Topology, hosts: bool, timeout_s: float) -> TCPStore:
             outcome.put(store)
 
     threading.Thread(target=open_store, name="paceline-rendezvous", daemon=True).start()
-    try:
-        opened = outcome.get(timeout=timeout_s + _GRACE_S)
-    except queue.Empty:
-        raise TimeoutError(f"nothing answered within {timeout_s:g} s") from None
+    clock = ActiveClock()
+    while True:
+        try:
+            opened = outcome.get(timeout=_GRACE_S)
+            break
+        except queue.Empty:
+            if clock.now_s() > timeout_s + _GRACE_S:
+                raise TimeoutError(f"nothing answered within {timeout_s:g} s") from None
     if isinstance(opened, Exception):
         raise opened
     return opened
+
+
+def _loopback_listener(topology: Topology) -> int | None:
+    """A socket for ranks of one node that meet at its loopback address; None leaves it to torch, which
+    listens on every address of the host. (A host's own name may stand for a loopback address on that
+    host alone, so ranks on other nodes decide.)"""
+    if topology.local_world_size < topology.world_size:
+        return None
+    family, _, _, _, address = socket.getaddrinfo(
+        topology.master_addr, topology.master_port, type=socket.SOCK_STREAM
+    )[0]
+    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        return None
+    return socket.create_server(address[:2], family=family, backlog=1024).detach()
 
 
 def _restart_count() -> int:
@@ -123,47 +165,157 @@ def _restart_count() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _come_in(store: Store, rank: int, timeout_s: float) -> str:
-    """The attempt's name, from rank 0."""
-    word = uuid.uuid4().hex
-    store.set(f"{_LOBBY}/greeting/{rank}", f"{word} {_restart_count()}")
-    answer = f"{_LOBBY}/answer/{word}"
-    store.wait([answer], timedelta(seconds=timeout_s))
-    name = store.get(answer).decode()
-    store.set(f"{_LOBBY}/in/{name}/{rank}", "")
-    return name
+class _Guest:
+    """Any rank but 0."""
+
+    def __init__(self, store: Store, topology: Topology, job: JobIdentity, here: RankHost) -> None:
+        self._store, self._topology, self._job, self._here = store, topology, job, here
+
+    def join(self, timeout_s: float, clock: ActiveClock) -> str:
+        """The attempt's name, from rank 0, once this rank has its place in it."""
+        word, rank = uuid.uuid4().hex, self._topology.rank
+        greeting = {
+            "word": word, "rank": rank, "restarts": _restart_count(),
+            "at": list(self._here), "job": self._job.to_table(),
+        }  # fmt: skip
+        number = self._store.add(_COUNT, 1)
+        self._store.set(f"{_LOBBY}/greeting/{number}", json.dumps(greeting))
+        answer_key, pause_s = f"{_LOBBY}/answer/{word}", _POLL_S
+        while not self._store.check([answer_key]):
+            self._check_job()
+            if clock.now_s() > timeout_s:
+                raise TimeoutError("rank 0 did not answer")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LAST_POLL_S)
+        answer = json.loads(self._store.get(answer_key))
+        if "refused" in answer:
+            raise self._refusal(JobIdentity.from_table(answer["job"]), answer["refused"])
+        place = _place(answer["name"], rank)
+        if self._store.compare_set(place, "", word).decode() != word:
+            raise self._refusal(
+                JobIdentity.from_table(answer["job"]), f"it has another process as rank {rank}"
+            )
+        return str(answer["name"])
+
+    def _check_job(self) -> None:
+        """Fails where the store is another job's, also one that greets nobody any more."""
+        if not self._store.check([_JOB]):
+            return
+        note = json.loads(self._store.get(_JOB))
+        job = JobIdentity.from_table(note["job"])
+        if note["agent"]:
+            conflict = "their job ids differ" if job.same_id(self._job) is False else ""
+        else:
+            conflict = job.conflict(self._job)
+            if not conflict and note["complete"]:
+                conflict = "all of its ranks have joined already"
+        if conflict:
+            raise self._refusal(job, conflict)
+
+    def _refusal(self, there: JobIdentity, conflict: str) -> CommError:
+        rank, where = self._topology.rank, _where(self._topology)
+        return CommError(
+            f"rank {rank} has met another job at {where} ({conflict}): {there.describe()} is there, "
+            f"{self._job.describe()} is here",
+            "give each job a MASTER_PORT (torchrun: --master-port) of its own, or start all ranks of "
+            "one job alike",
+        )
 
 
-def _welcome(store: Store, topology: Topology, timeout_s: float) -> tuple[str, list[int]]:
-    """The attempt's name, and how often each rank's agent says that it has started it anew."""
-    name = uuid.uuid4().hex
-    greetings: dict[int, str] = {0: f"- {_restart_count()}"}
-    missing = set(range(1, topology.world_size))
-    deadline = time.monotonic() + timeout_s
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"{_LOBBY}/in/{name}/{rank}"]):
-                missing.discard(rank)
-            elif store.check([f"{_LOBBY}/greeting/{rank}"]):
-                greeting = store.get(f"{_LOBBY}/greeting/{rank}").decode()
-                if greetings.get(rank) != greeting:
-                    greetings[rank] = greeting
-                    store.set(f"{_LOBBY}/answer/{greeting.split()[0]}", name)
-        if missing and time.monotonic() > deadline:
-            raise CommError(*_absent(topology, missing, timeout_s))
-        if missing:
-            time.sleep(_POLL_S)
-    return name, [int(greeting.split()[1]) for greeting in greetings.values()]
+class _Host:
+    """Rank 0."""
+
+    def __init__(
+        self,
+        store: Store,
+        topology: Topology,
+        job: JobIdentity,
+        here: RankHost,
+        agent_hosts: bool,
+    ) -> None:
+        self._store, self._topology, self._job = store, topology, job
+        self._agent_hosts = agent_hosts
+        self._name = uuid.uuid4().hex
+        self._hosts = {0: here}
+        # How often any agent says that it has started its ranks anew.
+        self.restarts = _restart_count()
+        self._read = 0
+        self._unread: set[int] = set()
+        self._refused: dict[int, str] = {}
+        self._refused_s = 0.0
+
+    def welcome(self, timeout_s: float, clock: ActiveClock) -> str:
+        """The attempt's name, once every rank has its place."""
+        self._note(complete=False)
+        missing = set(range(1, self._topology.world_size))
+        while missing:
+            self._answer_all(clock)
+            places = {rank for rank in missing if rank in self._hosts}
+            missing -= {r for r in places if self._store.check([_place(self._name, r)])}
+            if missing and clock.now_s() > timeout_s:
+                raise CommError(*self._absent(missing, timeout_s))
+            wrong = sorted(missing & self._refused.keys())
+            if wrong and clock.now_s() > self._refused_s + _REFUSED_S:
+                raise self._mismatch(wrong[0])
+            if missing:
+                time.sleep(_POLL_S)
+        post_hosts(PrefixStore(self._name, self._store), self._hosts)
+        self._note(complete=True)
+        return self._name
+
+    def _note(self, *, complete: bool) -> None:
+        note = {"job": self._job.to_table(), "complete": complete, "agent": self._agent_hosts}
+        self._store.set(_JOB, json.dumps(note))
+
+    def _answer_all(self, clock: ActiveClock) -> None:
+        came = self._store.add(_COUNT, 0)
+        self._unread |= set(range(self._read + 1, came + 1))
+        self._read = came
+        for number in sorted(self._unread):
+            key = f"{_LOBBY}/greeting/{number}"
+            if self._store.check([key]):  # counted first, written a moment later
+                self._unread.discard(number)
+                self._answer(json.loads(self._store.get(key)), clock)
+
+    def _answer(self, greeting: dict[str, Any], clock: ActiveClock) -> None:
+        theirs, rank = JobIdentity.from_table(greeting["job"]), greeting["rank"]
+        conflict = self._job.conflict(theirs)
+        answer: dict[str, Any] = {"job": self._job.to_table()}
+        answer |= {"refused": conflict} if conflict else {"name": self._name}
+        self._store.set(f"{_LOBBY}/answer/{greeting['word']}", json.dumps(answer))
+        if not conflict:
+            self._hosts[rank] = RankHost(*greeting["at"])
+            self.restarts = max(self.restarts, greeting["restarts"])
+        elif not self._agent_hosts and self._job.same_id(theirs) is not False:
+            # Perhaps a rank of this very job that was started otherwise. In an agent's store it may be
+            # one of a former attempt.
+            self._refused[rank], self._refused_s = conflict, clock.now_s()
+            if self._job.same_id(theirs) or self._job.settings == theirs.settings:
+                raise self._mismatch(rank)
+
+    def _mismatch(self, rank: int) -> CommError:
+        return CommError(
+            f"rank {rank} that came to {_where(self._topology)} is of another job or was started "
+            f"otherwise: {self._refused[rank]} ('there' is rank 0)",
+            "start all ranks of one job alike, and give each job a MASTER_PORT of its own",
+        )
+
+    def _absent(self, missing: set[int], timeout_s: float) -> tuple[str, str]:
+        named = ", ".join(str(rank) for rank in sorted(missing)[:8])
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        return (
+            f"rank {named}{more} of {self._topology.world_size} did not come to "
+            f"{_where(self._topology)} within {timeout_s:g} s",
+            "look into their logs; comm.rendezvous_timeout_s sets the wait",
+        )
 
 
-def _absent(topology: Topology, missing: set[int], timeout_s: float) -> tuple[str, str]:
-    named = ", ".join(str(rank) for rank in sorted(missing)[:8])
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    return (
-        f"rank {named}{more} of {topology.world_size} did not come to {topology.master_addr}:"
-        f"{topology.master_port} within {timeout_s:g} s",
-        "look into their logs; comm.rendezvous_timeout_s sets the wait",
-    )
+def _place(name: str, rank: int) -> str:
+    return f"{_LOBBY}/in/{name}/{rank}"
+
+
+def _where(topology: Topology) -> str:
+    return f"{topology.master_addr}:{topology.master_port}"
 
 
 def explain(

@@ -13,9 +13,10 @@ WIRES = ("auto", "float32", "float16", "bfloat16")
 OVERLAPS = ("auto", "on", "off")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
-# By how much torch's own wait is longer than `timeout_s`: on a starved host, too, the watchdog, which can
-# say who is missing, speaks before a backend that only knows that time is over.
-BACKEND_GRACE_S = 15.0
+# By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
+# say who is missing, and its clock does not count the time for which the process is stopped. The
+# backend's clock counts it, so a shorter timeout here would end a job that was suspended as a whole.
+BACKEND_GRACE_S = 7 * 86400.0
 
 
 @dataclass(frozen=True)

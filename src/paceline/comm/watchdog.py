@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from torch.distributed.distributed_c10d import Store
 
+from paceline.comm.active_clock import ActiveClock
 from paceline.comm.agreement import PeerError
 from paceline.comm.progress_board import ProgressBoard, Standing
+from paceline.comm.rank_hosts import RankHosts
 from paceline.comm.watchdog_mail import WatchdogMail
 from paceline.comm.watchdog_words import BufferWords, stall_error, unreachable_error
 from paceline.core.errors import CommError, PacelineError
@@ -51,6 +52,7 @@ class Watchdog:
         timeout_s: float,
         board: ProgressBoard,
         tell: Tell | None = None,
+        hosts: RankHosts | None = None,
         *,
         before_exit: Callable[[], None] | None = None,
     ) -> None:
@@ -63,11 +65,11 @@ class Watchdog:
         self._beat_s = min(max(timeout_s / 60, 0.1), 5.0)
         self._board = board
         self._tell = tell or _tell
+        self._hosts = hosts or RankHosts()
         self._before_exit = before_exit
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.buffers: Sequence[BufferWords] = ()
         self._mail = WatchdogMail(store, topology, self._beat_s)
-        # Advances with the thread's turns, so that a process that was stopped does not suspect others.
         self._now_s = 0.0
         self._seen: Standing | None = None
         self._since_s = self._answered_s = self._proposed_s = 0.0
@@ -114,11 +116,11 @@ class Watchdog:
         self._mail.close()
 
     def _serve(self) -> None:
-        tick_s, before = self._beat_s / 2, time.monotonic()
+        tick_s = self._beat_s / 2
+        # A process that was stopped does not suspect others for the time that it lost itself.
+        clock = ActiveClock(longest_s=4 * tick_s)
         while not self._closed.wait(tick_s):
-            now = time.monotonic()
-            self._now_s += min(now - before, 4 * tick_s)
-            before = now
+            self._now_s = clock.now_s()
             error = self._look()
             if error is not None and self._may_end(error):
                 self._end(error)
@@ -147,9 +149,7 @@ class Watchdog:
         unheard_s = self._now_s - self._answered_s
         out_of_reach = unheard_s > max(self._silence_s, 3 * self._beat_s)
         if unheard_s > self._limit_s or (waited_s > self._limit_s and out_of_reach):
-            host = self._topology.master_addr
-            rank = self._topology.rank
-            return unreachable_error(standing, rank, host, unheard_s, self._mail.lost)
+            return self._unreachable(standing, unheard_s)
         asked = waited_s > 0 and self.asked_to_stop()
         self._mail.curious = waited_s > 0.4 * self._timeout_s or asked
         self._mail.listening = waited_s > 2 * self._beat_s
@@ -177,7 +177,13 @@ class Watchdog:
             if rank != self._topology.rank
             and self._now_s - heard_s > min(self._silence_s, 3 * self._beat_s)
         }
-        return stall_error(standings, silent, self.buffers, waited_s, self._timeout_s)
+        return stall_error(standings, silent, self.buffers, waited_s, self._timeout_s, self._hosts)
+
+    def _unreachable(self, standing: Standing, unheard_s: float) -> CommError:
+        rank, closed = self._topology.rank, self._mail.lost
+        reached = self._hosts.others_that_answer(rank, self._topology.master_port)
+        host = self._topology.master_addr
+        return unreachable_error(standing, rank, host, unheard_s, closed, self._hosts, reached)
 
     def _end(self, error: PacelineError) -> None:
         """Not by way of destructors and exit handlers: they wait for what does not come."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.comm.progress_board import Standing
+from paceline.comm.rank_hosts import RankHost, RankHosts, ranks_text
 from paceline.core.errors import CommError
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ def stall_error(
     buffers: Sequence[BufferWords],
     stalled_s: float,
     timeout_s: float,
+    hosts: RankHosts | None = None,
 ) -> CommError:
     """`silent`: ranks that have posted nothing for a while; how far they came since, nobody knows. Some
     other rank's standing `waits`."""
+    hosts = hosts or RankHosts()
     known = {rank: s for rank, s in standings.items() if rank not in silent}
     waiting = {rank: s for rank, s in known.items() if s.waits}
     inside = [s for s in waiting.values() if s.in_exchange]
@@ -70,28 +73,41 @@ def stall_error(
         calls = min(s.calls for s in waiting.values())
         called = next(s.call for s in waiting.values() if s.calls == calls)
         what, absent = called, [rank for rank, s in known.items() if s.calls < calls]
-    culprits = sorted({*absent, *silent})
-    named = [_culprit(rank, standings[rank], rank in silent) for rank in culprits]
+    named = _culprits(standings, absent, silent, hosts)
     left_out = len(named) - _NAMED_RANKS
     if left_out > 0:
         named = [*named[:_NAMED_RANKS], f"{left_out} more ranks likewise"]
     why = "; ".join(named) or "all ranks are in it, and the network does not carry it to its end"
-    look = f"rank {culprits[0]}'s log and host" if culprits else "the network between the hosts"
     return CommError(
         f"{what} stalled for {stalled_s:.3g} s: {why}",
-        f"look into {look}; comm.timeout_s = {timeout_s:g} sets the wait; go on with --resume auto",
+        f"look into {_look(absent, silent, hosts)}; comm.timeout_s = {timeout_s:g} sets the wait; go on "
+        "with --resume auto",
     )
 
 
 def unreachable_error(
-    standing: Standing, rank: int, host: str, silent_s: float, closed: bool
+    standing: Standing,
+    rank: int,
+    host: str,
+    silent_s: float,
+    closed: bool,
+    hosts: RankHosts | None = None,
+    reached: Sequence[RankHost] | None = None,
 ) -> CommError:
-    """The store gives no answer; `closed`: its connection was closed, so its process is gone."""
+    """The store gives no answer; `closed`: its connection was closed, so its process is gone. `reached`:
+    of the hosts other than these two, those that still answer; None where there are none."""
+    hosts = hosts or RankHosts()
     answer = "has been gone" if closed else "has not answered"
-    return CommError(
-        f"rank {rank}, {standing.doing}: rank 0's host ({host}) {answer} for {silent_s:.3g} s",
-        "it or this host has ended or is cut off the network; go on with --resume auto",
-    )
+    there = f"rank 0's host {hosts.of(0) or f'({host})'}"
+    cause = f"{hosts.rank_label(rank)}, {standing.doing}: {there} {answer} for {silent_s:.3g} s"
+    cut = "it or this host has ended or is cut off the network"
+    if reached:
+        cause += f", though {', '.join(map(str, reached))} can be reached"
+        cut = "that host has ended, or the network between it and this host is cut"
+    elif reached is not None and not closed:
+        cause += ", nor does any other host answer"
+        cut = f"this host {hosts.of(rank)} is cut off the network"
+    return CommError(cause, f"{cut}; go on with --resume auto")
 
 
 def size(amount: int) -> str:
@@ -107,7 +123,34 @@ def _buffer(index: int, buffers: Sequence[BufferWords]) -> str:
     return f"buffer {index + 1}"
 
 
-def _culprit(rank: int, standing: Standing, silent: bool) -> str:
-    if silent:
-        return f"rank {rank} gives no sign of life (last seen {standing.doing})"
-    return f"rank {rank} did not arrive ({standing.doing})"
+def _culprits(
+    standings: Mapping[int, Standing],
+    absent: Collection[int],
+    silent: Collection[int],
+    hosts: RankHosts,
+) -> list[str]:
+    """First who gives no sign of life, hosts as a whole where none of their ranks does. Ranks that have
+    not arrived but still post come last: they may only be slower than the others."""
+    gone = hosts.whole_hosts(silent)
+    named = [
+        f"host {host} with {ranks_text(ranks)} gives no sign of life "
+        f"(last seen {standings[ranks[0]].doing})"
+        for host, ranks in gone.items()
+    ]
+    told = {rank for ranks in gone.values() for rank in ranks}
+    for rank in sorted(set(silent) - told):
+        last = standings[rank].doing
+        named.append(f"{hosts.rank_label(rank)} gives no sign of life (last seen {last})")
+    for rank in sorted(set(absent) - set(silent)):
+        named.append(f"{hosts.rank_label(rank)} did not arrive ({standings[rank].doing})")
+    return named
+
+
+def _look(absent: Collection[int], silent: Collection[int], hosts: RankHosts) -> str:
+    culprits = sorted(silent) or sorted(absent)
+    if not culprits:
+        return "the network between the hosts"
+    where = f"rank {culprits[0]}'s log and host"
+    # A host of which nothing is heard at all may be well, and its link cut.
+    apart = silent and all(hosts.of(rank) not in (None, hosts.of(0)) for rank in silent)
+    return f"{where}, and the network to it" if apart else where

@@ -28,6 +28,7 @@ from paceline.models.registry import create_model
 from paceline.precision.policy import allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.evaluate import EvalResult, evaluate
+from paceline.train.inputs import common_settings
 from paceline.train.machine import choose_device
 from paceline.train.stop_signals import StopSignals
 from paceline.train.triton_probe import triton_problem
@@ -44,7 +45,9 @@ def evaluate_file(
     checkpoint = Checkpoint.read(path)
     config = RunConfig.from_tables(checkpoint.config).with_values(overrides)
     topology = Topology.from_env(os.environ)
-    with Group(topology, config.comm, choose_device(config, topology)) as group:
+    device = choose_device(config, topology)
+    shared = {"program": "eval", **common_settings(config)}
+    with Group(topology, config.comm, device, shared=shared) as group:
         source = group.settled("data", lambda: _open(config, checkpoint, path))
         model = _restored(config, checkpoint).to(group.device)
         policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))

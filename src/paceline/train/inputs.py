@@ -60,11 +60,16 @@ def _shards_digest(source: Source) -> str:
     return hashlib.sha256(sizes.tobytes()).hexdigest()[:12]
 
 
-def _common_facts(config: RunConfig) -> dict[str, object]:
-    """What must be equal on all ranks: all settings but a node's own paths and worker counts."""
+def common_settings(config: RunConfig) -> dict[str, object]:
+    """Those that are equal on all ranks: all but a node's own paths and worker counts."""
     # Tracing takes collectives: a continuation may differ in it, ranks may not.
     own = (LOCAL_SETTINGS - {"run.trace", "run.trace_steps"}) | {"data.dir"}
-    facts = {name: value for name, value in config.flat().items() if name not in own}
+    return {name: value for name, value in config.flat().items() if name not in own}
+
+
+def _common_facts(config: RunConfig) -> dict[str, object]:
+    """What all ranks compare before anything else."""
+    facts = common_settings(config)
     return facts | {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
 
 

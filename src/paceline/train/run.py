@@ -27,6 +27,7 @@ from paceline.data.sources.source_protocol import source_counters
 from paceline.report.write import write_report
 from paceline.train.atomic_file import write_atomically
 from paceline.train.full_weights import full_state, master_weights
+from paceline.train.inputs import common_settings
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.stop_signals import HANDLED, StopSignals
@@ -53,7 +54,8 @@ def run_training(
     """Trains on this rank; rank 0 also shows events on the observer that `display` makes. `tell` shows
     the error with which the watchdog ends this process, where nothing can be raised any more."""
     topology = Topology.from_env(os.environ)
-    with Group(topology, config.comm, choose_device(config, topology), tell) as group:
+    shared = {"program": "train", **common_settings(config)}
+    with Group(topology, config.comm, choose_device(config, topology), tell, shared) as group:
         return _train(config, group, display)
 
 
