@@ -149,16 +149,18 @@ def started_ranks(
     cwd: Path,
     faults: Sequence[Any] | None = None,
     master_port: int | None = None,
+    job_id: str | None = None,
 ) -> Iterator[list[CliProcess]]:
-    """One rank for each list of arguments, as a launcher that only sets the environment does it."""
+    """One rank for each list of arguments, as a launcher that only sets the environment does it.
+
+    `job_id`: None takes one for this port, so that ranks that differ in settings are still of one job."""
     port, size = str(master_port or free_port()), str(len(arguments))
     ranks: list[CliProcess] = []
     try:
         for rank, own in enumerate(arguments):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
             world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-            # Ranks that differ in their settings are still ranks of one job, and say what differs.
-            world["PACELINE_JOB_ID"] = f"test-{port}"
+            world["PACELINE_JOB_ID"] = f"test-{port}" if job_id is None else job_id
             ranks.append(CliProcess(own, cwd, faults[rank] if faults else None, place | world))
         yield ranks
     finally:
