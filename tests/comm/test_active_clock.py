@@ -18,3 +18,10 @@ def test_time_in_which_nobody_asked_counts_for_little(monkeypatch: pytest.Monkey
     assert clock.now_s() == 1.5
     now[0] += 60
     assert clock.now_s() == 3.5
+
+
+def test_it_ticks_beside_a_call_that_blocks() -> None:
+    with ActiveClock(longest_s=0.05).ticking() as clock:
+        time.sleep(0.5)
+        passed_s = clock.now_s()
+    assert passed_s > 0.2, "not only the longest that one look may add"

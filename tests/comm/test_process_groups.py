@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import paceline
 from comm.algorithms.clusters import made_groups, run_cluster, topology
-from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.group import Group
+from paceline.comm.process_groups import ProcessGroups, all_gather_json
+from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
+from ranks import run_ranks
 
 
 def _sum(group: dist.ProcessGroup | None, rank: int) -> float:
@@ -110,3 +117,20 @@ def test_a_process_alone_needs_no_backend() -> None:
 def test_ranks_without_a_default_group_are_told() -> None:
     with pytest.raises(CommError, match="call torch.distributed.init_process_group"):
         ProcessGroups(Topology(world_size=2, local_world_size=2))
+
+
+def _gathered(rank: int) -> list[object]:
+    with Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu")):
+        return all_gather_json({"rank": rank, "more": "x" * 1000 * rank})
+
+
+def test_values_are_gathered_as_json() -> None:
+    expected = [{"rank": rank, "more": "x" * 1000 * rank} for rank in range(3)]
+    assert run_ranks(3, _gathered) == [expected] * 3
+
+
+def test_nothing_is_pickled_between_ranks() -> None:
+    """Torch's collectives of objects unpickle what arrives, and run what it says."""
+    calls = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
+    for file in Path(paceline.__file__).parent.rglob("*.py"):
+        assert not calls.search(file.read_text()), file

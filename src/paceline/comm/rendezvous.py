@@ -19,6 +19,7 @@ may tell of another number of ranks, so there only the job's id counts; a store 
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import os
@@ -45,7 +46,7 @@ _LOBBY = "paceline-lobby"
 _JOB = f"{_LOBBY}/job"
 _COUNT = f"{_LOBBY}/greetings"
 _POLL_S = 0.02
-_LAST_POLL_S = 0.2
+_LAST_POLL_S = 0.3
 _RETRY_S = 0.1
 # Torch's own timeout comes first, where it works: its words tell more.
 _GRACE_S = 1.0
@@ -70,19 +71,19 @@ def meet(
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = topology.is_main and not agent_hosts
     job = JobIdentity.from_env(os.environ, topology, settings)
-    clock = ActiveClock()
     try:
-        address = "" if hosts else _await_host(topology, timeout_s, clock)
-        store = _open_store(topology, hosts, timeout_s)
-        here = RankHost(job.host, address or topology.master_addr)
-        if not topology.is_main:
-            guest = _Guest(store, topology, job, here)
-            return Meeting(PrefixStore(guest.join(timeout_s, clock), store), False)
-        # Only an agent's store can be older than this attempt.
-        again = store.add(f"{_LOBBY}/attempts", 1) > 1 and agent_hosts
-        host = _Host(store, topology, job, here, agent_hosts)
-        name = host.welcome(timeout_s, clock)
-        return Meeting(PrefixStore(name, store), again or host.restarts > 0)
+        with ActiveClock().ticking() as clock:
+            address = "" if hosts else _await_host(topology, timeout_s, clock)
+            store = _open_store(topology, hosts, timeout_s, clock)
+            here = RankHost(job.host, address or topology.master_addr)
+            if not topology.is_main:
+                joining = _JoiningRank(store, topology, job, here)
+                return Meeting(PrefixStore(joining.join(timeout_s, clock), store), False)
+            # Only an agent's store can be older than this attempt.
+            again = store.add(f"{_LOBBY}/attempts", 1) > 1 and agent_hosts
+            coordinator = _Coordinator(store, topology, job, here, agent_hosts)
+            name = coordinator.admit_all(timeout_s, clock)
+            return Meeting(PrefixStore(name, store), again or coordinator.restarts > 0)
     except CommError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -106,7 +107,7 @@ def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> str
         time.sleep(_RETRY_S)
 
 
-def _open_store(topology: Topology, hosts: bool, timeout_s: float) -> TCPStore:
+def _open_store(topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock) -> TCPStore:
     """Hosts the store, or connects to it.
 
     In a thread, because a program that listens at the address and never answers, such as another
@@ -133,13 +134,13 @@ def _open_store(topology: Topology, hosts: bool, timeout_s: float) -> TCPStore:
             outcome.put(store)
 
     threading.Thread(target=open_store, name="paceline-rendezvous", daemon=True).start()
-    clock = ActiveClock()
+    end_s = clock.now_s() + timeout_s + _GRACE_S
     while True:
         try:
-            opened = outcome.get(timeout=_GRACE_S)
+            opened = outcome.get(timeout=_RETRY_S)
             break
         except queue.Empty:
-            if clock.now_s() > timeout_s + _GRACE_S:
+            if clock.now_s() > end_s:
                 raise TimeoutError(f"nothing answered within {timeout_s:g} s") from None
     if isinstance(opened, Exception):
         raise opened
@@ -152,12 +153,17 @@ def _loopback_listener(topology: Topology) -> int | None:
     host alone, so ranks on other nodes decide.)"""
     if topology.local_world_size < topology.world_size:
         return None
-    family, _, _, _, address = socket.getaddrinfo(
-        topology.master_addr, topology.master_port, type=socket.SOCK_STREAM
-    )[0]
-    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        return None
-    return socket.create_server(address[:2], family=family, backlog=1024).detach()
+    found = socket.getaddrinfo(topology.master_addr, topology.master_port, type=socket.SOCK_STREAM)
+    for family, _, _, _, address in found:
+        if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            return None
+        try:
+            return socket.create_server(address[:2], family=family, backlog=1024).detach()
+        except OSError as error:
+            # `localhost` may stand for ::1 too, on a host without IPv6.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return None
 
 
 def _restart_count() -> int:
@@ -165,7 +171,7 @@ def _restart_count() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-class _Guest:
+class _JoiningRank:
     """Any rank but 0."""
 
     def __init__(self, store: Store, topology: Topology, job: JobIdentity, here: RankHost) -> None:
@@ -222,7 +228,7 @@ class _Guest:
         )
 
 
-class _Host:
+class _Coordinator:
     """Rank 0."""
 
     def __init__(
@@ -244,7 +250,7 @@ class _Host:
         self._refused: dict[int, str] = {}
         self._refused_s = 0.0
 
-    def welcome(self, timeout_s: float, clock: ActiveClock) -> str:
+    def admit_all(self, timeout_s: float, clock: ActiveClock) -> str:
         """The attempt's name, once every rank has its place."""
         self._note(complete=False)
         missing = set(range(1, self._topology.world_size))
