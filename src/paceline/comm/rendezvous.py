@@ -53,6 +53,7 @@ _GRACE_S = 1.0
 # Where no job id tells whether a rank with other settings is of this job, rank 0 gives the right one so
 # much time to come after the wrong one has been refused.
 _REFUSED_S = 30.0
+_LINGER_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,8 @@ class _Coordinator:
             # one of a former attempt.
             self._refused[rank], self._refused_s = conflict, clock.now_s()
             if self._job.same_id(theirs) or self._job.settings == theirs.settings:
+                # The store ends with this process, and that rank has yet to read why.
+                time.sleep(_LINGER_S)
                 raise self._mismatch(rank)
 
     def _mismatch(self, rank: int) -> CommError:
