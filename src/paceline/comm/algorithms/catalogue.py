@@ -32,4 +32,6 @@ def create_algorithm(name: str, groups: ProcessGroups, staging: Staging | None =
     explicit = {
         made.name: made for made in (Ring, Hierarchical, Torus2d, HalvingDoubling, Tree, Central)
     }
-    return explicit[name](groups, staging)
+    algorithm = explicit[name](groups, staging)
+    algorithm.connect()
+    return algorithm

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.algorithms.all_reduce import check_buffer
-from paceline.comm.algorithms.lane import Lane
+from paceline.comm.algorithms.lane import DryLane, Lane
 from paceline.comm.algorithms.segments import Rounds, bounds, run_segments
 from paceline.comm.algorithms.staging import Staging
 from paceline.comm.process_groups import ProcessGroups
 from paceline.core.errors import CommError
+
+# Elements of a buffer that takes an algorithm's way for long ones.
+_LONG = 1 << 24
 
 
 class Explicit(ABC):
@@ -65,6 +70,38 @@ class Explicit(ABC):
             return _finished(self.rounds(buffer[low:high], lane), lane)
 
         run_segments(count, min(self.depth, count), start)
+
+    def peers(self) -> set[int]:
+        """The ranks with which this rank exchanges messages, found by dry runs: some algorithms have
+        other rounds for short buffers than for long ones."""
+        peers: set[int] = set()
+        for length in (4 * self._groups.world_size, _LONG):
+            segment = torch.zeros(length, device="meta")
+            for _ in self.rounds(segment, DryLane(Staging(), peers)):
+                pass
+        return peers
+
+    def connect(self) -> None:
+        """Opens NCCL's connections to all peers. All ranks call this at the same point.
+
+        NCCL connects two ranks at their first message, and both must then post the same sends and
+        receives in one batch. The batches of an algorithm differ between its ranks: the root of a tree
+        receives and later sends, its children do both at once. So each pair connects beforehand, by a
+        message each way; pairs are taken in one order, and none waits in a circle.
+        """
+        group = self._groups.world
+        if group is None or self._groups.backend != "nccl":
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
+        out, into = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        rank = self._rank
+        for peer in sorted(self.peers(), key=lambda peer: (min(rank, peer), max(rank, peer))):
+            pair = [
+                dist.P2POp(dist.isend, out, group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, into, group=group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(pair):
+                work.wait()
 
     def _cuts(self, buffer: Tensor) -> list[tuple[int, int]]:
         """Where the buffer is cut into segments."""

@@ -98,6 +98,27 @@ class Lane:
                 work.wait()
 
 
+class DryLane(Lane):
+    """Sends nothing: notes with whom a rank exchanges messages."""
+
+    def __init__(self, staging: Staging, peers: set[int]) -> None:
+        self.turn, self.batched, self.peers = 0, False, peers
+        self._staging, self._number, self._part = staging, 0, 0
+
+    def fork(self, part: int) -> Lane:
+        return DryLane(self._staging, self.peers)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        if tensor.numel():
+            self.peers.add(to)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def _post(self, tensor: Tensor, source: int) -> Any:
+        self.peers.add(source)
+
+
 class Receipt:
     """What one round waits for, in the order given."""
 
