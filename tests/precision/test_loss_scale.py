@@ -51,6 +51,21 @@ def test_it_stays_between_floor_and_ceiling() -> None:
     assert after(rising, NO, NO, NO) == [16, 16, 16]
 
 
+def test_a_short_step_divides_it_by_a_power_of_two() -> None:
+    scale = dynamic(loss_scale_init=1024.0)
+    address = scale.step_value.data_ptr()
+    found = {}
+    for samples in (256, 255, 128, 127, 100, 1):
+        scale.begin_step(samples, 256)
+        found[samples] = 1024.0 / float(scale.step_value)
+    assert found == {256: 1, 255: 2, 128: 2, 127: 4, 100: 4, 1: 256}
+    assert float(scale.value) == 1024.0
+    assert scale.step_value.data_ptr() == address
+    after(scale, YES)
+    scale.begin_step(256, 256)
+    assert float(scale.step_value) == 512.0
+
+
 def test_nothing_moves_while_held() -> None:
     scale = dynamic(loss_scale_init=8.0, loss_scale_interval=2)
     after(scale, NO)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.settings import CommSettings
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.step import StepOutcome, TrainStep
 from ranks import run_ranks
@@ -141,6 +142,32 @@ def test_a_gradient_that_only_the_scale_makes_overflow_is_trained_later() -> Non
     assert 2 <= sum(skipped) <= 14
     assert float(step.scale.value) == 2.0 ** (24 - sum(skipped))
     assert all(_bits(step))
+
+
+@pytest.mark.parametrize("wire", ["auto", "float16"])
+def test_a_short_step_overflows_no_sooner_than_a_full_one(wire: str) -> None:
+    """A step over equal samples: what backward and the wire hold is at most what a full step has."""
+    comm = CommSettings(wire=wire)
+    step = make_step(alone(), made=made("fp16", comm=comm))
+    batch = next(step.loader)
+
+    def gradients(samples: int) -> tuple[float, Tensor]:
+        step.exchange.begin()
+        step.micro.begin(samples, 12)
+        images, labels = batch.images[:1], batch.labels[:1]
+        step.micro.run(
+            images.repeat(samples, 1, 1, 1), labels.repeat(samples), usual=False, last=True
+        )
+        held = torch.cat([buffer.float() for buffer in step.exchange.gradients])
+        return float(held.abs().max()), held / step.scale.step_value
+
+    largest, mean = gradients(12)
+    for samples in range(1, 12):
+        found, unscaled = gradients(samples)
+        assert found <= largest, samples
+        assert (unscaled - mean).norm() < 2e-3 * mean.norm(), samples
+    assert gradients(12)[0] == largest
+    step.exchange.carrier.close()
 
 
 class Idle(nn.Module):

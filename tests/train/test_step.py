@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.gradient_exchange import Signals
+from paceline.comm.group import Group
 from paceline.core.errors import PacelineError
+from paceline.precision.settings import PrecisionSettings
 from paceline.train.step import StepOutcome
 from ranks import run_ranks
-from train.steps import Net, alone, joined, make_step, same, snapshot, train, weights
+from train.steps import Made, Net, alone, joined, make_step, same, snapshot, train, weights
 
 
 def _train_on_rank(rank: int, micro: int, dropout: float) -> tuple[Tensor, list[float]]:
@@ -59,6 +61,48 @@ def test_the_gradient_is_that_of_the_mean_loss() -> None:
     step.run(0, 0.1)
     for ours, theirs in zip(step.model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def _short_step(rank: int, micro: int, dtype: str) -> tuple[float, list[Tensor]]:
+    """The plan's last step, 5 samples where others have 12, from the initial weights."""
+    with joined() as group:
+        return _run_short_step(group, micro, dtype)
+
+
+def _run_short_step(group: Group, micro: int, dtype: str) -> tuple[float, list[Tensor]]:
+    precision = PrecisionSettings(loss_scale_init=1024.0)
+    step = make_step(group, made=Made(micro, dtype=dtype, precision=precision))
+    for number in range(2):
+        for _ in step.plan.micro_batches(number, group.rank):
+            next(step.loader)
+    outcome = step.run(2, 0.1)
+    assert not outcome.skipped
+    return outcome.loss, [master.detach().clone() for master in step.update.optimizer.masters()]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("fp16", 2e-3), ("bf16", 2e-2)])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 12), (1, 2), (2, 3), (3, 4)])
+def test_a_short_step_takes_the_mean_over_its_own_samples(
+    ranks: int, micro: int, dtype: str, tolerance: float
+) -> None:
+    """Loss and update are those of the mean over 5 samples, whatever a full step has."""
+    step = make_step(alone(), 12)
+    batch = [next(step.loader) for _ in range(3)][-1]
+    assert len(batch.labels) == 5
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)(
+        step.model(step.normalize(batch.images, "cpu")), batch.labels
+    )
+    loss.backward()
+    if ranks == 1:
+        results = [_run_short_step(alone(), micro, dtype)]
+    else:
+        results = run_ranks(ranks, _short_step, micro, dtype)
+    parameters = [p for group in step.update.optimizer.param_groups for p in group["params"]]
+    for ours, masters in results:
+        assert ours == pytest.approx(loss.item(), rel=tolerance)
+        for master, parameter in zip(masters, parameters, strict=True):
+            moved = (master - parameter.detach()) / -0.1
+            assert (moved - parameter.grad).norm() < tolerance * parameter.grad.norm()
 
 
 def _poisoned(rank: int, value: float) -> tuple[list[StepOutcome], bool, Tensor]:

@@ -140,7 +140,7 @@ def test_dropout_differs_between_replays_and_comes_back_with_its_seed() -> None:
         found = []
         for seed in (0, 0, 0, 0, 1, 2, 1, 2):  # the first calls run plainly, then one records
             step.exchange.begin()
-            step.micro.begin(12)
+            step.micro.begin(12, 12)
             torch.manual_seed(seed)
             step.micro.run(batch.images, batch.labels, usual=True)
             found.append(float(step.micro.loss))

@@ -67,10 +67,11 @@ def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
 
             hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
     step.exchange.begin()
+    step.scale.begin_step(len(batch.labels), len(batch.labels))
     begun = clock.mark()
     with step.policy.compute():
         outputs = step.micro.forward(step.normalize(batch.images, device))
-    loss = F.cross_entropy(outputs.float(), batch.labels) * step.scale.value
+    loss = F.cross_entropy(outputs.float(), batch.labels) * step.scale.step_value
     turned = clock.mark()
     loss.backward()  # type: ignore[no-untyped-call]
     over = clock.mark()

@@ -2,6 +2,10 @@
 
 In: after each step, whether a gradient overflowed, as a flag on the device, equal on all ranks since it
 comes from their sum. Out: the scale, on the device: no host waits for the decision.
+
+A step over fewer samples than the global batch divides its loss by fewer samples, so each sample's
+gradient is larger than in a full step. `step_value` makes up for it: it is the scale divided by the power
+of two that keeps each sample's gradient at most as large as in a full step.
 """
 
 from __future__ import annotations
@@ -29,7 +33,19 @@ class LossScale:
         self._interval = settings.loss_scale_interval
         self.floor, self.ceiling = settings.loss_scale_min, settings.loss_scale_max
         self.value = torch.tensor(start, device=policy.device)
+        # What the current step multiplies its loss by, and divides its gradients by.
+        self.step_value = self.value.clone()
         self._quiet_steps = torch.zeros((), device=policy.device)
+
+    def begin_step(self, samples: int, global_batch: int) -> None:
+        """Sets `step_value` for a step over `samples` samples, those of all ranks.
+
+        The divisor is the smallest power of two that makes `samples` times it at least `global_batch`.
+        A power of two scales gradients without rounding, so the update has the same bits as without it,
+        unless a gradient overflows or underflows.
+        """
+        missing = -(-global_batch // samples) - 1
+        torch.mul(self.value, 2.0 ** -missing.bit_length(), out=self.step_value)
 
     def update(self, overflow: Tensor, hold: Tensor) -> None:
         """Halves after an overflow, doubles after a long time without; nothing while `hold` is set."""

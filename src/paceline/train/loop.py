@@ -150,6 +150,7 @@ class TrainingLoop:
         progress.train_s = self._elapsed()
         progress.skipped_steps += outcome.skipped
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
+        progress.loss_finite = math.isfinite(outcome.loss)
         t.emit(
             StepEvent(
                 step=progress.step,
@@ -215,7 +216,7 @@ class TrainingLoop:
         progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
         progress.corrupt_val_samples = found.corrupt_count
         # Weights that blew up still score by chance, and must not take the best one's place.
-        best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._is_sound
+        best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._may_be_best
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
         self._notes.corrupt(progress.step, found.corrupt_here, "val")
@@ -256,6 +257,13 @@ class TrainingLoop:
     def _is_sound(self) -> bool:
         """False in a row of skipped steps: the weights may be what makes the gradients infinite."""
         return self._t.progress.skipped_in_a_row == 0
+
+    @property
+    def _may_be_best(self) -> bool:
+        """One isolated overflow does not count against the weights: a dynamic loss scale skips a step
+        whenever it has grown too large. Several skips in a row do, and so does a loss that is not finite,
+        which no loss scale causes."""
+        return self._t.progress.skipped_in_a_row <= 1 and self._t.progress.loss_finite
 
     def _save_if_sound(self) -> None:
         """Puts a save off until a step succeeds, lest bad checkpoints push the last good one out."""

@@ -1,8 +1,8 @@
 """`MicroStep`: forward and backward of one micro-batch.
 
 In: pixels and labels. Out: gradients in the exchange's buffers, and the loss added up on the device. The
-loss is divided by the samples of the whole global batch and multiplied by the loss scale before the
-backward pass, so the sum over ranks and micro-steps is the average, times the scale. In the last
+loss is divided by the step's samples, those of all ranks, and multiplied by the step's loss scale before
+the backward pass, so the sum over ranks and micro-steps is the average, times that scale. In the last
 micro-step of a step an exchange that overlaps sends buffers while backward goes on.
 """
 
@@ -53,9 +53,11 @@ class MicroStep:
         self.loss = torch.zeros((), device=policy.device)
         self._recorded: _Recorded | None = None
 
-    def begin(self, samples: int) -> None:
-        """Before the first micro-batch of a step over `samples` samples, those of all ranks."""
+    def begin(self, samples: int, global_batch: int) -> None:
+        """Before the first micro-batch of a step over `samples` samples, those of all ranks;
+        `global_batch` is what a full step has."""
         self._share.fill_(1.0 / samples)
+        self._scale.begin_step(samples, global_batch)
         self.loss.zero_()
 
     def run(
@@ -104,7 +106,7 @@ class MicroStep:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
         part = self._loss(outputs.float(), labels, own) * self._share
-        (part * self._scale.value).backward()  # type: ignore[no-untyped-call]
+        (part * self._scale.step_value).backward()  # type: ignore[no-untyped-call]
         self.loss.add_(part.detach())
         self._exchange.gather()
 

@@ -14,6 +14,8 @@ class Progress:
     images: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    # Whether the latest step's training loss was finite.
+    loss_finite: bool = True
     corrupt_samples: int = 0
     corrupt: list[int] = field(default_factory=list)
     corrupt_val_samples: int = 0

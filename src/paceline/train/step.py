@@ -122,7 +122,7 @@ class TrainStep:
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
-        self.micro.begin(last - first)
+        self.micro.begin(last - first, self.plan.global_batch)
         try:
             if self.fault is not None:
                 raise self.fault

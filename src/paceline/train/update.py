@@ -49,7 +49,7 @@ class Update:
         self.row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(self.names), device=device)
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(self.names), device=device)
-        optimizer.grad_scale = scale.value
+        optimizer.grad_scale = scale.step_value
         self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
 
     def run(self, rate: float) -> None:
