@@ -115,6 +115,36 @@ def test_a_zero_norm_makes_the_ratio_one() -> None:
     torch.testing.assert_close(still.detach(), torch.full((5,), 2.0 - 0.5 * 0.1 * 2.0))
 
 
+@pytest.mark.parametrize("size", [1, 512, 513, 70_001, 2_000_003])
+@pytest.mark.parametrize("fill", ["normal", "equal"])
+def test_norms_on_the_cpu_are_those_of_fp64(fill: str, size: int) -> None:
+    torch.manual_seed(size)
+    weight, gradient = torch.randn(size) * 3e-2, torch.randn(size) * 1e-3
+    if fill == "equal":  # rounding errors all go one way
+        weight, gradient = torch.full((size,), 0.37), torch.full((size,), 1e-3)
+    p = nn.Parameter(weight.clone())
+    optimizer = LARS([p], 1.0, trust_coefficient=1.0)
+    p.grad = gradient
+    optimizer.step()
+    wanted = float(weight.double().norm() / gradient.double().norm())
+    assert optimizer.trust_ratios() == pytest.approx([wanted], rel=1.5e-6)  # two norms, one ratio
+
+
+def test_norms_are_as_accurate_at_the_largest_sizes_and_in_any_memory_order() -> None:
+    large = torch.full((40_000_000,), 0.37)
+    wanted = 0.37 * 40_000_000**0.5
+    kernel = torch.randn(96, 33, 5, 7).to(memory_format=torch.channels_last)
+    gaps = torch.randn(300, 40)[:, ::2]
+    found = lars_foreach.accurate_norms([large, kernel, gaps])
+    assert float(found[0]) == pytest.approx(wanted, rel=1e-6)
+    for norm, tensor in zip(found[1:], (kernel, gaps), strict=True):
+        assert float(norm) == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+    inf, nan = torch.full((2000,), 1e30), torch.full((2000,), float("nan"))
+    assert [torch.isfinite(n).item() for n in lars_foreach.accurate_norms([inf, nan])] == [
+        False
+    ] * 2
+
+
 def test_a_rate_of_zero_with_clip_moves_nothing() -> None:
     (p,) = parameters(torch.float32)
     before = p.detach().clone()

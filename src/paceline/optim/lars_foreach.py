@@ -14,13 +14,19 @@ from torch import Tensor
 from paceline.optim.hyper_table import Hyper
 from paceline.optim.update_rows import Gates, Outcome, Row
 
+# Elements that one fp32 sum of squares covers. Of all inputs tried equal elements have the largest
+# relative error: 5.4e-7 with 512, 1.0e-6 with 1,024. The time is the same.
+_CHUNK = 512
+
 
 def run(
     rows: Sequence[Row], hypers: Sequence[Hyper], gates: Gates, outcome: Outcome, in_half: bool
 ) -> None:
     """One step. First every norm, since one bad gradient stops all parameters; then the updates."""
     gradients = _unscaled(rows, gates.grad_scale)
-    norms = _norms(gradients, in_half)
+    adapts = any(hyper.adapt for hyper in hypers)
+    # Where no group adapts, the norms serve the finite check alone and need no accuracy.
+    norms = _norms(gradients, in_half) if adapts else torch._foreach_norm(gradients, 2)
     bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
     allowed = torch.ones_like(bad)
     if gates.active is not None:
@@ -90,7 +96,39 @@ def _unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
 def _norms(tensors: Sequence[Tensor], in_half: bool) -> list[Tensor]:
     if in_half:  # squares and sum leave the half format's range: that is the ablation's point
         return [(tensor * tensor).sum().sqrt() for tensor in tensors]
-    return list(torch._foreach_norm(list(tensors), 2))
+    if not tensors or not on_host(tensors[0].device):
+        return list(torch._foreach_norm(list(tensors), 2))
+    return accurate_norms(tensors)
+
+
+def accurate_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """2-norms of fp32 tensors on the CPU, with a relative error of at most 1e-6.
+
+    torch's CPU norm adds up all squares of a tensor in a few fp32 accumulators: its relative error grows
+    with the size, to 3e-3 for 40 million normally distributed elements. Here fp32 sums cover one chunk
+    at a time, and fp64 adds the chunks up.
+    """
+    norms: list[Tensor | None] = [None] * len(tensors)
+    small = [i for i, tensor in enumerate(tensors) if tensor.numel() <= _CHUNK]
+    if small:
+        found = torch._foreach_norm([tensors[i] for i in small], 2)
+        for i, norm in zip(small, found, strict=True):
+            norms[i] = norm
+    return [
+        _chunked_norm(t) if norm is None else norm for t, norm in zip(tensors, norms, strict=True)
+    ]
+
+
+def _chunked_norm(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        tensor = tensor.permute(0, 2, 3, 1)  # a view in memory order: reshape copies nothing
+    flat = tensor.reshape(-1)
+    even = flat.numel() // _CHUNK * _CHUNK
+    parts = torch.linalg.vector_norm(flat[:even].view(-1, _CHUNK), dim=1)
+    if even < flat.numel():
+        parts = torch.cat([parts, torch.linalg.vector_norm(flat[even:]).reshape(1)])
+    whole: Tensor = torch.linalg.vector_norm(parts, dtype=torch.float64)
+    return whole.to(tensor.dtype)
 
 
 def _pushes(
