@@ -107,4 +107,8 @@ def test_native_is_the_faster_of_rings_and_tree_over_all_links() -> None:
     ring = 2 * h * ((k - 1) * A + A2) + 2 * (h * k - 1) / (h * k) * M * beta + M * G
     tree = 2 * (3 * A2 + (k - 1) * A) + 2 * M * beta + M * G
     close(all_reduce_s("native", two_levels(h, k, links), M), min(ring, tree))
+    # Many nodes with slow start-ups inside: the tree, most of whose cost is the chains inside the nodes.
+    slow = Cluster(64, k, Link(50 * A, B), Link(A2, B2), links=links, gamma_s=G)
+    chains = 2 * (6 * A2 + (k - 1) * 50 * A)
+    close(all_reduce_s("native", slow, 1.0), chains + 2 * beta + G)
     close(all_reduce_s("native", flat(8), M), float(all_reduce_s("ring", flat(8), M)))

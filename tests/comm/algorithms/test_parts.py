@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from typing import cast
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
+from paceline.comm.algorithms.accumulate import add_arrivals
 from paceline.comm.algorithms.all_reduce import check_buffer
 from paceline.comm.algorithms.catalogue import create_algorithm
 from paceline.comm.algorithms.central import Central
 from paceline.comm.algorithms.hierarchical import Hierarchical
+from paceline.comm.algorithms.lane import Lane
 from paceline.comm.algorithms.member_sum import choose_kind
 from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.comm.algorithms.segments import Rounds, bounds, in_step, run_segments
@@ -66,6 +70,19 @@ def test_segments_run_behind_one_another() -> None:
 def test_in_step_takes_as_many_rounds_as_the_longest() -> None:
     assert len(list(in_step([iter([None] * 3), iter([None] * 2)]))) == 4
     assert len(list(in_step([]))) == 0
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(torch.float16, 2048.0), (torch.bfloat16, 256.0)])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_arrivals_of_16_bits_are_summed_in_fp32_and_rounded_once(
+    kind: torch.dtype, whole: float, count: int
+) -> None:
+    """The format has no odd numbers above `whole`: one by one, ones would all be lost."""
+    lane = Lane(cast(ProcessGroup, None), Staging(), 0, batched=False)
+    own = torch.full((3,), whole, dtype=kind)
+    ones = torch.ones(3, dtype=kind)
+    add_arrivals(own, iter([ones] * count), count, lane)
+    assert torch.equal(own, torch.full((3,), whole + count).to(kind))
 
 
 def test_staging_keeps_its_memory() -> None:
