@@ -233,8 +233,11 @@ def test_auto_finds_the_newest_unfinished_run_of_this_configuration(
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: dict[str, Any]) -> None:
     assert run(small("--output", "run", *SAVES), tmp_path).code == 0
-    done = resume(tmp_path)
-    assert f"at step {TOTAL_STEPS} of {TOTAL_STEPS}" in done.out
+    before = contents(tmp_path / "run")
+    assert "run is already finished; nothing was trained or written" in resume(tmp_path).out
+    other = small("--output", "run", "--resume", "auto", *SAVES, "--lr", "0.3")
+    assert "optim.lr 0.05 → 0.3" in run(other, tmp_path).error_line()
+    assert contents(tmp_path / "run") == before
     assert_same_end(tmp_path / "run", whole)
     assert len(events(tmp_path / "run", "step")) == TOTAL_STEPS, "no step is done twice"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from paceline.config import load_config
-from paceline.core.errors import PacelineError
+from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import Event, StartEvent, StepEvent
 from paceline.data.packing.pack import pack
 from paceline.data.packing.pack_options import PackOptions
@@ -21,6 +22,7 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.run import RunOutcome, run_training
 from paceline.train.run_folder import LOCAL_SETTINGS
 from paceline.train.run_state import changes, check_pinned
+from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 
 EVERY_STEP: dict[str, Any] = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
@@ -115,9 +117,74 @@ def test_the_time_to_a_target_is_that_target_s(tmp_path: Path) -> None:
     if missed.summary["top1"] < 100:
         assert missed.summary["time_to_target_s"] is None
         assert missed.summary["stopped_by"] == "finished"
-    met = run_small(tmp_path / "a", run__target_top1=0.5, run__resume="auto")
-    assert met.summary["stopped_by"] == "target"
-    assert met.summary["time_to_target_s"] > 0
+    if missed.summary["steps"] == 7:
+        # A target set afterwards has no time: the run did not stop there.
+        with pytest.raises(PacelineError, match="run.target_top1 100.0 → 0.5"):
+            run_small(tmp_path / "a", run__target_top1=0.5, run__resume="auto")
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file with its bytes and the time of its last change."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("target", [None, 1.0])
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path, target: float | None) -> None:
+    first = run_small(tmp_path / "a", run__target_top1=target)
+    before = content(tmp_path / "a")
+    own: dict[str, Any] = {"run__target_top1": target, "run__resume": "auto"}
+    again = run_small(tmp_path / "a", **own, data__workers=0, checkpoint__interval_steps=3)
+    assert again.already_finished
+    assert not first.already_finished
+    assert again.summary == first.summary
+    assert again.result.stopped_by == ("target" if target else "finished")
+    for changed in ({"optim__lr": 0.3}, {"run__smoothing": 0.0, "optim__momentum": 0.5}):
+        with pytest.raises(CheckpointError) as caught:
+            run_small(tmp_path / "a", **own, **changed)
+        for name in changed:
+            assert name.replace("__", ".") in str(caught.value)
+    assert content(tmp_path / "a") == before
+
+
+def test_the_end_of_a_run_takes_no_other_settings_elsewhere(tmp_path: Path) -> None:
+    run_small(tmp_path / "a")
+    end = str(tmp_path / "a/checkpoints/step-00000007.pt")
+    with pytest.raises(CheckpointError, match=re.escape("optim.lr 0.05 → 0.3")):
+        run_small(tmp_path / "b", run__resume=end, optim__lr=0.3)
+    assert not (tmp_path / "b").exists()
+    copied = run_small(tmp_path / "b", run__resume=end)
+    assert not copied.already_finished
+    assert (tmp_path / "b/summary.json").exists()
+
+
+def test_a_run_that_was_killed_before_its_summary_still_gets_one(tmp_path: Path) -> None:
+    first = run_small(tmp_path / "a")
+    (tmp_path / "a/summary.json").unlink()
+    with pytest.raises(CheckpointError, match=re.escape("optim.lr")):
+        run_small(tmp_path / "a", run__resume="auto", optim__lr=0.3)
+    again = run_small(tmp_path / "a", run__resume="auto")
+    assert not again.already_finished
+    written = json.loads((tmp_path / "a/summary.json").read_text())
+    assert written["weights_sha256"] == first.summary["weights_sha256"]
+
+
+def _resume_on_rank(rank: int, output: str, lr: float) -> tuple[bool, str]:
+    try:
+        outcome = run_small(output, run__resume="auto", optim__lr=lr)
+    except PacelineError as error:
+        return False, str(error)
+    return outcome.already_finished, outcome.result.stopped_by
+
+
+def test_all_ranks_agree_that_a_run_is_finished(tmp_path: Path) -> None:
+    run_small(tmp_path / "a")
+    before = content(tmp_path / "a")
+    assert run_ranks(2, _resume_on_rank, str(tmp_path / "a"), 0.05) == [(True, "finished")] * 2
+    for finished, error in run_ranks(2, _resume_on_rank, str(tmp_path / "a"), 0.3):
+        assert not finished
+        assert "optim.lr 0.05 → 0.3" in error
+    assert content(tmp_path / "a") == before
 
 
 def test_the_saved_configuration_repeats_the_run(tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def _train_here(config: RunConfig) -> int:
             hint = f"continue with the same command and --resume auto --output {outcome.folder}"
             console.print(hint, markup=False, highlight=False, soft_wrap=True)
         return 128 + int(outcome.result.stop_signal)
+    if outcome.already_finished and outcome.rank == 0:
+        line = f"{outcome.folder} is already finished; nothing was trained or written"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if outcome.report is not None:
         print_summary(console, outcome.folder, outcome.report)
     return 0

@@ -46,6 +46,8 @@ class RunOutcome:
     result: RunResult
     summary: dict[str, Any]
     report: Path | None
+    # The run had ended before: nothing was trained, and nothing written.
+    already_finished: bool = False
 
 
 def run_training(
@@ -63,6 +65,9 @@ def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> 
     stop = StopSignals()
     training = build(config, group, stop)
     try:
+        finished = _finished_before(training)
+        if finished is not None:
+            return finished
         _open_records(training, display)
         # From here on signals are noted and agreed upon; before, they end the process at once.
         with stop, SignalWakeup(HANDLED) as wakeup:
@@ -86,6 +91,37 @@ def _device_error(failure: torch.AcceleratorError, group: Group) -> DeviceError:
         "look into the kernel log (dmesg) for Xid errors; find a faulty kernel with "
         "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; go on with --resume auto",
     )
+
+
+def _finished_before(training: Training) -> RunOutcome | None:
+    """The outcome of a run that was resumed though it had ended; its folder stays as it is."""
+    group, folder, progress = training.group, training.folder, training.progress
+    if folder.resume_from is None or not training.state.is_over(progress):
+        return None
+    summary: dict[str, Any] = {}
+    if group.rank == 0 and folder.holds_its_checkpoint:
+        summary = _read_summary(folder.path)
+        # Killed before its summary was written, or resumed from an earlier checkpoint: not ended.
+        if summary.get("steps") != progress.step:
+            summary = {}
+    # Only rank 0 may be able to read the folder.
+    reason = group.broadcast_bytes(str(summary.get("stopped_by", "")).encode()).decode()
+    if not reason:
+        return None
+    report = folder.path / "report.html"
+    found = report if group.rank == 0 and report.exists() else None
+    return RunOutcome(
+        folder.path, group.rank, RunResult(reason, None), summary, found, already_finished=True
+    )
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """What `summary.json` holds; nothing where there is none that can be read."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _open_records(training: Training, display: Callable[[], Observer]) -> None:

@@ -28,6 +28,12 @@ LOCAL_SETTINGS = frozenset(
     # A cache changes no batch.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
 )
+# What changes no figure of a run, besides: a finished run resumed with other values of these is the same.
+NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
+    "run.name", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share", "optim.trust_log_interval",
+    "comm.timeout_s", "comm.rendezvous_timeout_s",
+    "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
+}  # fmt: skip
 ROOT = Path("runs")
 
 

@@ -31,6 +31,7 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.full_weights import full_state, restore_masters
 from paceline.train.machine import versions
 from paceline.train.progress import Progress
+from paceline.train.run_folder import NEUTRAL_SETTINGS
 from paceline.train.weight_average import WeightAverage
 
 # A change of one of these makes it another run: the order of samples, the weights' shapes or the
@@ -73,6 +74,15 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
         )
 
 
+def _refuse_changes(path: Path, different: str) -> None:
+    """Settings that no step was trained with must not enter the record of a run that is over."""
+    if different:
+        raise CheckpointError(
+            f"{path} is the end of its run, no step is left to train with {different}",
+            "start a new run with these settings, or resume an earlier checkpoint",
+        )
+
+
 @dataclass(frozen=True)
 class RunState:
     """All that changes from step to step, and what gives it its meaning."""
@@ -90,9 +100,16 @@ class RunState:
     average: WeightAverage | None = None
     labels: str = ""
 
-    def restore(self, checkpoint: Checkpoint, path: Path) -> Progress:
-        """Fills the parts in place; refused before anything is touched if it is another run's."""
+    def restore(self, checkpoint: Checkpoint, path: Path, *, elsewhere: bool = False) -> Progress:
+        """Fills the parts in place; refused before anything is touched if it is another run's.
+        `elsewhere`: the run that resumes has another folder than the one that wrote the checkpoint."""
         self._check(checkpoint, path)
+        if self.is_over(Progress.from_table(checkpoint.progress)):
+            # How the global batch was given does not matter; its size has been compared.
+            ignored = NEUTRAL_SETTINGS | {"run.global_batch_size"}
+            if elsewhere:
+                ignored |= {"run.average_epochs"}  # evaluated anew there
+            _refuse_changes(path, changes(checkpoint, self.config, ignored))
         try:
             missing = self.model.load_state_dict(checkpoint.model, strict=False).missing_keys
             self._restore_optimizer(checkpoint.optimizer)
@@ -149,6 +166,13 @@ class RunState:
                 f"{path} is at step {checkpoint.step}, past the {batches.total_steps} of this run",
                 "raise --epochs",
             )
+
+    def is_over(self, progress: Progress) -> bool:
+        """Whether no step is left to train: all are done, or the target is reached."""
+        target, top1 = self.config.run.target_top1, progress.top1
+        reached = target is not None and top1 is not None and top1 >= target
+        evaluated = progress.evaluated_step == progress.step
+        return progress.step >= self.batches.total_steps or (reached and evaluated)
 
     def capture(self, progress: Progress) -> Checkpoint | None:
         """The checkpoint of this moment, on rank 0. All ranks call: statistics are gathered."""

@@ -156,7 +156,10 @@ def _assemble(
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
         path = folder.resume_from
-        progress = group.settled("resume", lambda: state.restore(checkpoint, path))
+        elsewhere = not folder.holds_its_checkpoint
+        progress = group.settled(
+            "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
+        )
     loader = group.settled(
         "loader",
         lambda: create_train_loader(
