@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import tomllib
 from dataclasses import fields
@@ -11,6 +12,7 @@ import pytest
 import paceline
 from paceline.config import RunConfig, load_config, parse_assignment, read_recipe, recipe_names
 from paceline.core.errors import ConfigError
+from paceline.optim.schedule import LrSchedule
 
 
 def test_the_promised_recipes_are_shipped_and_valid() -> None:
@@ -30,6 +32,37 @@ def test_defaults_below_recipe_below_flags(tmp_path: Path) -> None:
     assert config.optim.weight_decay == 1e-3
     assert config.optim.warmup_epochs == RunConfig().optim.warmup_epochs
     assert config.run.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "share"),
+    [
+        ("", {}, 0.2),
+        ("[run]\nepochs = 2\n", {}, 0.2),  # nobody asked for the default's 5 epochs
+        ("[optim]\nwarmup_epochs = 3\n[run]\nepochs = 15\n", {"run.epochs": 2}, 0.2),
+        ("[optim]\nwarmup_epochs = 32\n[run]\nepochs = 77\n", {"run.epochs": 10}, 0.42),
+        ("[optim]\nwarmup_epochs = 3\n[run]\nepochs = 2\n", {}, 1.0),
+        ("[run]\nepochs = 2\n", {"optim.warmup_epochs": 5.0}, 1.0),
+        ("[optim]\nwarmup_max_share = 0.1\n", {"optim.warmup_epochs": 5.0}, 0.1),
+        ("", {"optim.warmup_max_share": 0.5}, 0.5),
+    ],
+)
+def test_the_share_of_warmup_is_the_recipes_own_unless_warmup_is_asked_for(
+    tmp_path: Path, text: str, flags: dict[str, float], share: float
+) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(text)
+    assert load_config(str(recipe), flags).optim.warmup_max_share == share
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_keep_their_warmup_at_their_own_length(name: str) -> None:
+    config = load_config(name, {})
+    for per_epoch in (3.0, 93.75, 400.364):
+        total = math.ceil(config.run.epochs * per_epoch)
+        schedule = LrSchedule(config.optim, 1.0, total, per_epoch)
+        assert schedule.warmup_steps == config.optim.warmup_epochs * per_epoch
+        assert schedule.describe_cut() == ""
 
 
 def test_the_written_toml_reproduces_the_configuration() -> None:

@@ -29,6 +29,8 @@ DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
+# The quickstart's own share, and more than most recipes have; those with more state it themselves.
+WARMUP_MAX_SHARE = 0.2
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 Tables = dict[str, dict[str, Any]]
 
@@ -245,7 +247,22 @@ def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
     """Defaults < recipe < overrides (`{"section.key": value}`)."""
     tables = read_recipe(recipe) if recipe else {}
     RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
-    return RunConfig.from_tables(merge(tables, unflatten(overrides)))
+    merged = merge(tables, unflatten(overrides))
+    merged.setdefault("optim", {}).setdefault(
+        "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
+    )
+    return RunConfig.from_tables(merged)
+
+
+def _warmup_share(recipe: Tables, asked: bool) -> float:
+    """The share of a run that warm-up may take where nobody sets it: without it `--epochs 2` would turn a
+    recipe's 3 epochs of warm-up into the whole run, which would end at its peak rate."""
+    if asked:
+        return 1.0
+    warmup = float(recipe.get("optim", {}).get("warmup_epochs", 0.0))
+    share = warmup / int(recipe.get("run", {}).get("epochs", RunSettings.epochs))
+    # Rounded up to whole percents, so that the recipe at its own length keeps every step of its warm-up.
+    return max(WARMUP_MAX_SHARE, min(1.0, math.ceil(round(100 * share, 6)) / 100))
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:

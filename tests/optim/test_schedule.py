@@ -81,3 +81,18 @@ def test_every_rate_is_finite_and_never_above_the_peak(
     ]
     assert all(math.isfinite(rate) and 0 <= rate <= 1.0 + 1e-12 for rate in rates)
     assert max(rates) > 0
+
+
+def test_warmup_takes_at_most_its_share_of_the_run() -> None:
+    # 2 epochs of 10 steps with 3 of warm-up.
+    cut = schedule("cosine", 20, warmup_epochs=3, warmup_max_share=0.2)
+    assert cut.warmup_steps == 4
+    assert [cut.rate(step) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert cut.rate(19) < 0.05
+    assert "0.4 epochs instead of 3" in cut.describe_cut()
+    asked = schedule("cosine", 20, warmup_epochs=3)
+    assert asked.warmup_steps == 20
+    assert asked.describe_cut() == ""
+    exact = schedule("cosine", 150, warmup_epochs=3, warmup_max_share=0.2)
+    assert exact.warmup_steps == 30
+    assert exact.describe_cut() == ""

@@ -20,6 +20,8 @@ from paceline.optim.settings import OptimSettings
         ("momentum", 1.0),
         ("weight_decay", -1e-4),
         ("warmup_epochs", -1.0),
+        ("warmup_max_share", 0.0),
+        ("warmup_max_share", 1.5),
         ("decay_rate", 0.0),
         ("decay_epochs", (60.0, 30.0)),
         ("decay_over_epochs", 5.0),

@@ -23,7 +23,28 @@ class LrSchedule:
 
     @property
     def warmup_steps(self) -> float:
-        return min(self.settings.warmup_epochs * self.steps_per_epoch, float(self.total_steps))
+        wanted = self.settings.warmup_epochs * self.steps_per_epoch
+        return self._most_warmup_steps if self._cuts_warmup else wanted
+
+    @property
+    def _most_warmup_steps(self) -> float:
+        return self.settings.warmup_max_share * self.total_steps
+
+    @property
+    def _cuts_warmup(self) -> bool:
+        """Whether the share takes a step or more off the epochs; less is rounding."""
+        wanted = self.settings.warmup_epochs * self.steps_per_epoch
+        return wanted >= self._most_warmup_steps + 1
+
+    def describe_cut(self) -> str:
+        """Words for a warm-up that is shorter than `warmup_epochs`; empty where it is not."""
+        if not self._cuts_warmup or self.settings.warmup_max_share == 1:
+            return ""
+        epochs = self.warmup_steps / self.steps_per_epoch
+        return (
+            f"{epochs:.3g} epochs instead of {self.settings.warmup_epochs:g}: at most "
+            f"{self.settings.warmup_max_share:.0%} of a run (--warmup-epochs overrides)"
+        )
 
     def rate(self, step: int) -> float:
         """The rate of `step`. The first step of a warm-up is not zero: it would be wasted."""

@@ -17,10 +17,13 @@ class OptimSettings:
     """The update rule and its learning rate over time.
 
     `lr` is the peak rate as it is; unset, the peak is `lr_base` · global batch / `lr_base_batch`
-    (linear scaling). Warm-up rises from `warmup_start` to the peak; then `schedule` is one of constant,
-    cosine and poly (`poly_power`), both down to `lr_end`, or step (× `decay_rate` at each of
-    `decay_epochs`). `decay_over_epochs` is the epoch at which poly and cosine arrive, warm-up counted;
-    unset, the run's end. Weight decay spares biases and normalisation unless `decay_bias_norm`.
+    (linear scaling). Warm-up rises from `warmup_start` to the peak over `warmup_epochs`, but at most over
+    the share `warmup_max_share` of the run. A command line that leaves the share out gets 1 if it gives
+    `--warmup-epochs`, else 0.2, or the share that warm-up has in the recipe at the recipe's own length,
+    if that is more. Then `schedule` is one of constant, cosine and poly (`poly_power`), both down to
+    `lr_end`, or step (× `decay_rate` at each of `decay_epochs`). `decay_over_epochs` is the epoch at
+    which poly and cosine arrive, warm-up counted; unset, the run's end. Weight decay spares biases and
+    normalisation unless `decay_bias_norm`.
 
     `name` is sgd, lars or muon. For lars: `trust_coefficient`, `eps`, `lr_in_momentum` and `clip` as in
     docs/optimizers.md; biases and normalisation keep the global rate unless `adapt_bias_norm`. For muon,
@@ -42,6 +45,7 @@ class OptimSettings:
     decay_bias_norm: bool = False
     warmup_epochs: float = 5.0
     warmup_start: float = 0.0
+    warmup_max_share: float = 1.0
     schedule: str = "cosine"
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     decay_rate: float = 0.1
@@ -87,6 +91,10 @@ class OptimSettings:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"optim.{name}", value, "must be 0 or more")
+        if not 0 < self.warmup_max_share <= 1:
+            raise ConfigError(
+                "optim.warmup_max_share", self.warmup_max_share, "must be in (0, 1]", "try 0.2"
+            )
         if not 0 < self.decay_rate <= 1:
             raise ConfigError("optim.decay_rate", self.decay_rate, "must be in (0, 1]", "try 0.1")
         if list(self.decay_epochs) != sorted(self.decay_epochs):

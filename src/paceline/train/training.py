@@ -185,7 +185,7 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
-        **_remarks(config, folder, checkpoint, average, notes),
+        **_remarks(config, folder, checkpoint, average, notes, schedule),
     }
     return Training(
         config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
@@ -200,9 +200,11 @@ def _remarks(
     checkpoint: Checkpoint | None,
     average: str,
     pretrained: Sequence[str],
+    schedule: LrSchedule,
 ) -> dict[str, str]:
     """What is told only where there is something to tell."""
     remarks = {
+        "warm-up": schedule.describe_cut(),
         "average": average,
         "pretrained": "; ".join(pretrained),
         "resume": folder.note,
