@@ -24,9 +24,10 @@ def run(
 ) -> None:
     """One step. First every norm, since one bad gradient stops all parameters; then the updates."""
     gradients = _unscaled(rows, gates.grad_scale)
-    adapts = any(hyper.adapt for hyper in hypers)
-    # Where no group adapts, the norms serve the finite check alone and need no accuracy.
-    norms = _norms(gradients, in_half) if adapts else torch._foreach_norm(gradients, 2)
+    if in_half or any(hyper.adapt for hyper in hypers):
+        norms = _norms(gradients, in_half)
+    else:  # they serve the finite check alone and need no accuracy
+        norms = list(torch._foreach_norm(gradients, 2))
     bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
     allowed = torch.ones_like(bad)
     if gates.active is not None:
