@@ -58,6 +58,24 @@ def test_recorded_steps_equal_plain_ones(dtype: str, micro: int) -> None:
     assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
 
 
+def test_a_short_step_behind_recorded_ones_is_scaled_on_the_device() -> None:
+    """The plan's last step has 4 samples of 12: a quarter of the scale, in the recorded update too."""
+    found = []
+    for graphs in (False, True):
+        step = made_step("fp16", graphs)
+        last = step.plan.total_steps - 1
+        for number in range(last):
+            step.run(number, 1e-3)
+        before = weights(step)
+        outcome = step.run(last, 1e-3)
+        assert not outcome.skipped
+        assert float(step.scale.step_value) == float(step.scale.value) / 4
+        found.append((weights(step) - before, outcome.loss))
+    (plain, loss), (recorded, recorded_loss) = found
+    assert float((recorded - plain).norm() / plain.norm()) < 2 * TOLERANCE["fp16"]
+    assert recorded_loss == pytest.approx(loss, rel=TOLERANCE["fp16"])
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_recorded_steps_mix_images_as_plain_ones_do(dtype: str) -> None:
     begin, found = weights(made_step(dtype, False)), []
