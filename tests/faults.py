@@ -207,6 +207,10 @@ def signal_self(*numbers: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
 def halve_and_die(folder: Path) -> None:
     """What a kill in the middle of a write leaves: half a temporary file."""
     (temporary,) = folder.glob(".*.tmp")
@@ -226,3 +230,34 @@ def several(*actions: Callable[[], None]) -> None:
     """More than one fault in one process."""
     for action in actions:
         action()
+
+
+def unwritable_output(kind: str, *descriptors: int) -> None:
+    """Standard output (or what `descriptors` name) can no longer be written."""
+    if kind == "reader is gone":
+        reader, writer = os.pipe()
+        os.close(reader)
+    elif kind == "terminal is gone":
+        terminal, writer = os.openpty()
+        os.close(terminal)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    for descriptor in descriptors or (1,):
+        os.dup2(writer, descriptor)
+    os.close(writer)
+
+
+def closed_output() -> None:
+    """What `>&- 2>&-` leaves: no descriptors, and no streams in Python."""
+    import sys
+
+    os.close(1)
+    os.close(2)
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+
+
+def output_into(path: str) -> None:
+    """Standard output goes to the file or named pipe `path`."""
+    descriptor = os.open(path, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.close(descriptor)

@@ -46,7 +46,6 @@ def _explain(path: Path, length: int, error: OSError) -> tuple[str, str]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"no space left to write {path} ({length / 1e6:.1f} MB)",
-            "free space or choose another --output, then --resume auto; "
-            "the last good checkpoint is untouched",
+            "free space or choose another --output, then --resume auto",
         )
     return (f"cannot write {path}: {error.strerror or error}", "check --output")

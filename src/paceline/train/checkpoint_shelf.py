@@ -45,13 +45,16 @@ class CheckpointShelf:
     def put(self, checkpoint: Checkpoint, *, best: bool, forget: bool = True) -> Path:
         """Writes, then, if `forget`, the oldest go. Half-written files of a killed process go too."""
         path = self.path(checkpoint.step)
-        if best:
-            # The best comes first: killed in between, a resumed run does the step again and finds it
-            # best again. The other way round it would go on and never make up for the missing link.
-            checkpoint.write(self.best)
-            link_atomically(self.best, path)
-        else:
-            checkpoint.write(path)
+        try:
+            self._write(checkpoint, path, best=best)
+        except CheckpointError as error:
+            last = self.newest()
+            kept = (
+                f"{error.remedy}; the last good checkpoint, {last.name}, is untouched"
+                if last
+                else ""
+            )
+            raise CheckpointError(error.cause, kept or error.remedy) from error
         # A run that went back to an older checkpoint has left the later ones for good: they must not be
         # taken for its newest. Kept under another name, because somebody may still want them.
         for step in [step for step in self.steps() if step > checkpoint.step]:
@@ -61,6 +64,15 @@ class CheckpointShelf:
         for leftover in self.folder.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
         return path
+
+    def _write(self, checkpoint: Checkpoint, path: Path, *, best: bool) -> None:
+        if best:
+            # The best comes first: killed in between, a resumed run does the step again and finds it
+            # best again. The other way round it would go on and never make up for the missing link.
+            checkpoint.write(self.best)
+            link_atomically(self.best, path)
+        else:
+            checkpoint.write(path)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -35,10 +35,10 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
     # Steps are counted as the display does, from 1; the first of the row is where it began.
     began = outcome.number + 1 - row + 1
     place = (_forward_place(training) if bad_loss else "") or _backward_place(training, outcome)
+    kept = "; the last good checkpoint is kept" if training.saved_step >= 0 else ""
     raise RunError(
         f"diverged at step {began}: {cause}; {place}",
-        f"lower --lr (now {training.schedule.peak:g} at its peak) or lengthen --warmup-epochs; "
-        "the last good checkpoint is kept",
+        f"lower --lr (now {training.schedule.peak:g} at its peak) or lengthen --warmup-epochs{kept}",
     )
 
 

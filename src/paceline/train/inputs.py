@@ -6,7 +6,9 @@ among all ranks before the next: what is missing on one node alone ends all rank
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,19 +21,27 @@ from paceline.data.sources.source import Source, open_source
 from paceline.data.sources.source_protocol import shard_sizes
 from paceline.train.checkpoint import Checkpoint, read_file
 from paceline.train.machine import versions
-from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, choose_run_folder
+from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, claim_run_folder
+from paceline.train.run_lock import RunLock
 from paceline.train.run_state import check_pinned
 
 
 @dataclass(frozen=True)
 class RunInputs:
     """`labels` is a digest of the training labels, by which a checkpoint knows its data again; where
-    the order depends on the sizes of the shards, of these too."""
+    the order depends on the sizes of the shards, of these too. `lock` is rank 0's."""
 
     source: Source
     validation: Source
     labels: str
     folder: RunFolder
+    lock: RunLock | None
+
+    @contextlib.contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """A start that fails within this context leaves neither a lock nor an empty folder."""
+        with self.folder.discarded_on_error(), _released_on_error(self.lock):
+            yield
 
 
 def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
@@ -48,7 +58,7 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
         "validation labels (digest)": _digest(validation),
     }
     group.settle("data set", facts=facts, remedy="use the same data")
-    return RunInputs(source, validation, labels, _agree_on_folder(config, group))
+    return RunInputs(source, validation, labels, *_agree_on_folder(config, group))
 
 
 def _digest(source: Source) -> str:
@@ -91,19 +101,27 @@ def _open_data(config: RunConfig) -> tuple[Source, Source]:
     return source, validation
 
 
-def _agree_on_folder(config: RunConfig, group: Group) -> RunFolder:
-    """Rank 0 chooses; the others are told."""
+def _agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLock | None]:
+    """Rank 0 chooses and locks; the others are told."""
     folder: RunFolder | None = None
+    lock: RunLock | None = None
     error: PacelineError | None = None
     if group.rank == 0:
         try:
-            folder = choose_run_folder(config, restarted=group.restarted)
+            folder, lock = claim_run_folder(config, restarted=group.restarted)
         except PacelineError as caught:
             error = caught
-    group.settle("run folder", error)
-    told = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
-    path, _, resume = group.broadcast_bytes(told).decode().partition("\n")
-    return RunFolder(Path(path), Path(resume) if resume else None, folder.note if folder else "")
+    with _released_on_error(lock):
+        group.settle("run folder", error)
+        told = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
+        path, _, resume = group.broadcast_bytes(told).decode().partition("\n")
+    if folder is not None:
+        return folder, lock
+    return RunFolder(Path(path), Path(resume) if resume else None), None
+
+
+def _released_on_error(lock: RunLock | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if lock is None else lock.released_on_error()
 
 
 def read_checkpoint(config: RunConfig, folder: RunFolder, group: Group) -> Checkpoint | None:

@@ -50,7 +50,8 @@ class TrainingLoop:
         self._t = training
         self._before_s = training.progress.train_s
         self._started = time.perf_counter()
-        self._saved_step = training.progress.step if training.folder.holds_its_checkpoint else -1
+        if training.folder.holds_its_checkpoint:
+            training.saved_step = training.progress.step
         self._tally = CorruptTally(
             training.progress,
             training.plan.samples,
@@ -76,7 +77,7 @@ class TrainingLoop:
                 hardware=hardware(t.group.device),
             )
         )
-        if t.folder.resume_from is not None and self._saved_step < 0:
+        if t.folder.resume_from is not None and t.saved_step < 0:
             # Started from another folder's checkpoint: from here on this folder stands alone.
             self._save(best=False)
         try:
@@ -84,7 +85,7 @@ class TrainingLoop:
         finally:  # also where an error ends it
             self._notes.remark(t.step.loader.remark())
         progress.train_s = self._elapsed()
-        if self._saved_step != progress.step:
+        if t.saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
         t.group.settle("end", t.step.fault)
@@ -243,7 +244,7 @@ class TrainingLoop:
 
     def _save_is_due(self, step: int) -> bool:
         t = self._t
-        if self._saved_step == step:
+        if t.saved_step == step:
             return False
         if self._save_owed or step == t.plan.total_steps:
             return True
@@ -276,10 +277,11 @@ class TrainingLoop:
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
         checkpoint = t.state.capture(progress)
-        self._saved_step = progress.step
+        t.saved_step = progress.step
         if checkpoint is None:
             return
         try:
+            t.check_folder()
             best = best and t.config.checkpoint.keep_best
             path = t.shelf.put(checkpoint, best=best, forget=self._is_sound)
         except PacelineError as error:

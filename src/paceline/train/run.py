@@ -176,6 +176,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     with applied(average), training.step.batch_norm.averaged(group):
         if group.rank == 0:
             try:
+                training.check_folder()
                 names = {"model": training.config.model.name, "step": str(training.progress.step)}
                 if average is not None:
                     names["average_epochs"] = f"{training.config.run.average_epochs:g}"

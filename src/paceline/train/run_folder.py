@@ -1,7 +1,7 @@
 """The folder of a run, and where a resumed run finds its checkpoint.
 
 In: the configuration and whether the launcher restarted us. Out: a folder that is new, or that holds
-the very run that shall go on; never another run's.
+the very run that shall go on; never another run's. `claim_run_folder` locks it for this process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from paceline.core.settings import flatten
 from paceline.core.whole_file import LEFTOVERS
 from paceline.train.atomic_file import write_atomically
 from paceline.train.checkpoint_shelf import CheckpointShelf
+from paceline.train.run_lock import RunLock
 
 # What may differ between a run and its continuation without making it another run.
 LOCAL_SETTINGS = frozenset(
@@ -35,6 +36,8 @@ NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip
 ROOT = Path("runs")
+# Launchers end all ranks before they start new ones, but the end of a process takes a moment.
+_RESTART_WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,38 @@ class RunFolder:
         write_atomically(self.path / "config.toml", config.to_toml().encode())
 
 
+def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, RunLock]:
+    """The folder of `choose_run_folder`, locked before anything is written in it.
+
+    Raises `RunFolderInUseError` where another process has it, and leaves everything as it is.
+    """
+    if config.run.output and not restarted:
+        # Before it is said that the folder holds a run: that one is under way.
+        with _explained(config):
+            RunLock.refuse_if_held(Path(config.run.output))
+    first = choose_run_folder(config, restarted=restarted)
+    with _explained(config):
+        wait = {"wait_s": _RESTART_WAIT_S} if restarted else {}
+        lock = RunLock.acquire(first.path, **wait)
+    with first.discarded_on_error(), lock.released_on_error():
+        # What another process did here before the lock was ours counts.
+        here = config.with_values({"run.output": str(first.path)})
+        again = choose_run_folder(here, restarted=restarted)
+    note = "; ".join(filter(None, (first.note or again.note, lock.note)))
+    return replace(again, note=note), lock
+
+
 def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
     """`restarted`: torchrun started this process anew after a failure; that always resumes."""
-    try:
+    with _explained(config):
         return _choose(config, restarted)
+
+
+@contextlib.contextmanager
+def _explained(config: RunConfig) -> Iterator[None]:
+    """What the file system refuses, as one line that names the folder."""
+    try:
+        yield
     except OSError as error:
         where = config.run.resume if config.run.resume not in ("", "auto") else config.run.output
         raise PacelineError(

@@ -36,6 +36,7 @@ from paceline.train.memory import memory_told
 from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.progress import Progress
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
+from paceline.train.run_lock import RunLock
 from paceline.train.run_state import RunState, changes
 from paceline.train.run_trace import RunTrace
 from paceline.train.seeds import seed_initial_weights
@@ -66,7 +67,10 @@ class Training:
     chosen: dict[str, str]
     plan_file: PlanFile
     trace: RunTrace
+    lock: RunLock | None
     observers: list[Observer] = field(default_factory=list)
+    # The step of the newest checkpoint in the folder, equal on all ranks; -1 where there is none.
+    saved_step: int = -1
 
     @property
     def is_main(self) -> bool:
@@ -82,6 +86,11 @@ class Training:
                     f"cannot write the run's records in {self.folder.path}: {error.strerror}",
                     "free space or choose another --output, then --resume auto",
                 )
+
+    def check_folder(self) -> None:
+        """Before rank 0 writes: the folder is there, and still this run's."""
+        if self.lock is not None:
+            self.lock.check()
 
     def write_trace(self) -> None:
         """All ranks give their spans; rank 0 writes. A failure waits for the next exchange."""
@@ -106,6 +115,8 @@ class Training:
             # A record that a full disk refused was told when it was written; it is not told twice.
             with contextlib.suppress(OSError):
                 observer.close()
+        if self.lock is not None:
+            self.lock.release()
 
 
 def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
@@ -114,7 +125,7 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
         config.run.global_batch_size, config.run.batch_size, group.world_size
     )
     inputs = agree_on_inputs(config, group)
-    with inputs.folder.discarded_on_error():
+    with inputs.discarded_on_error():
         checkpoint = read_checkpoint(config, inputs.folder, group)
         return _assemble(config, group, stop, sizes, inputs, checkpoint)
 
@@ -190,7 +201,7 @@ def _assemble(
     return Training(
         config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
         CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
-        parts.plan_file, trace,
+        parts.plan_file, trace, inputs.lock,
     )  # fmt: skip
 
 

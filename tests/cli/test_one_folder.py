@@ -1,0 +1,97 @@
+"""A run folder has one writer: a second job is refused, a killed one blocks nobody."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import faults
+from cli_runs import CliProcess, events, run, run_two, small, started, summary
+
+SAVES = ("--set", "checkpoint.interval_steps=3")
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[CliProcess]:
+    """A run in `run` that has saved step 3 and stands still in step 5."""
+    stands = partial(faults.at_micro_batch, 4, 0, partial(faults.sleep, 60.0))
+    with started(small("--output", "run", *SAVES), tmp_path, stands) as process:
+        process.wait_until(lambda: len(events(tmp_path / "run", "step")) == 4)
+        yield process
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("more", [(), ("--resume", "auto"), ("--resume", "run")])
+def test_a_second_job_is_refused_and_changes_nothing(
+    tmp_path: Path, training: CliProcess, more: tuple[str, ...]
+) -> None:
+    before = contents(tmp_path / "run")
+    line = run(small("--output", "run", *SAVES, *more), tmp_path).error_line()
+    assert f"process {training.process.pid} on {socket.gethostname()}" in line
+    assert contents(tmp_path / "run") == before
+    assert training.process.is_alive()
+
+
+def test_a_job_that_has_only_just_begun_is_seen(tmp_path: Path) -> None:
+    """It holds the folder before it has written anything that tells of a run."""
+    waits = partial(faults.at_rename, "config.toml", 1, partial(faults.sleep, 60.0))
+    with started(small("--output", "run"), tmp_path, waits) as process:
+        process.wait_until((tmp_path / "run/run.lock").exists)
+        process.wait_until(lambda: (tmp_path / "run/run.lock").read_text().endswith("}"))
+        line = run(small("--output", "run"), tmp_path).error_line()
+        assert f"process {process.process.pid} on " in line
+        assert process.process.is_alive()
+
+
+def test_all_ranks_of_the_second_job_say_so(tmp_path: Path, training: CliProcess) -> None:
+    done = run_two(small("--output", "run", "-b", "8", "--resume", "auto"), tmp_path)
+    assert len({rank.error_line() for rank in done}) == 1
+    assert f"process {training.process.pid} on " in done[1].err
+    assert [rank.code for rank in done] == [1, 1]
+
+
+def test_reading_is_possible_meanwhile_and_a_kill_frees_the_folder(
+    tmp_path: Path, training: CliProcess
+) -> None:
+    assert run(["report", "run", "--out", "page.html"], tmp_path).code == 0
+    assert run(["export", "run", "weights.safetensors"], tmp_path).code == 0
+    assert run(["eval", "run", "--device", "cpu"], tmp_path).code == 0
+    training.send(signal.SIGKILL)
+    training.wait()
+    assert (tmp_path / "run/run.lock").exists()
+    assert run(small("--output", "run", "--resume", "auto", *SAVES), tmp_path).code == 0
+    assert summary(tmp_path / "run")["resumed_at_steps"] == [3]
+    assert not (tmp_path / "run/run.lock").exists()
+
+
+@pytest.mark.parametrize("step", [4, 12])
+def test_a_folder_that_is_deleted_during_the_run(tmp_path: Path, step: int) -> None:
+    """Before a save of the run, and before the last one."""
+    remove = partial(faults.at_micro_batch, step, 0, partial(shutil.rmtree, tmp_path / "run"))
+    done = run(small("--output", "run", *SAVES), tmp_path, remove)
+    assert "run folder run is gone: it was deleted or moved" in done.error_line()
+    assert done.code == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_deleted_folder_ends_both_ranks_with_the_same_line(tmp_path: Path) -> None:
+    remove = partial(faults.at_micro_batch, 4, 0, partial(shutil.rmtree, tmp_path / "run"))
+    done = run_two(small("--output", "run", "-b", "8", *SAVES), tmp_path, [remove, None])
+    assert len({rank.error_line() for rank in done}) == 1
+    assert "run folder run is gone" in done[0].err
+
+
+def test_a_full_disk_before_the_first_checkpoint_speaks_of_none(tmp_path: Path) -> None:
+    done = run(small("--output", "run", *SAVES), tmp_path, partial(faults.full_disk, ".step-", 1))
+    line = done.error_line()
+    assert line.startswith("no space left to write run/checkpoints/step-00000003.pt")
+    assert "good checkpoint" not in line
