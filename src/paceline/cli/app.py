@@ -23,6 +23,7 @@ from paceline.cli import (
     plan,
     profile,
     report,
+    standard_streams,
     train,
     tune,
 )
@@ -72,7 +73,27 @@ def main() -> None:
     """Entry point of the script and of `python -m paceline`."""
     # Torch's C++ side tells of a peer's end in stack frames of its own; one line of ours does.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    sys.exit(_run())
+    standard_streams.install()
+    sys.exit(_checked_output(_run()))
+
+
+def _checked_output(code: int) -> int:
+    """The exit code, or 1 where a command succeeded but its output could not be written.
+
+    A reader that leaves early (`| head`) changes nothing. Neither does any failure of the display in
+    `paceline train`: what a run is for is in its folder.
+    """
+    problem = standard_streams.lost_output()
+    if problem is None:
+        return code
+    if sys.argv[1:2] == ["train"]:
+        sys.stderr.write(f"paceline: note: standard output is incomplete: {problem}\n")
+        return code
+    if code == 0:
+        return _fail(
+            Failure(f"standard output cannot be written: {problem}; redirect it elsewhere", 1)
+        )
+    return code
 
 
 def _run() -> int:
