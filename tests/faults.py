@@ -207,6 +207,11 @@ def signal_self(*numbers: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+def dispose(number: signal.Signals, handler: Any) -> None:
+    """What a signal does to this process from its start, whatever the tests themselves run under."""
+    signal.signal(number, handler)
+
+
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
 

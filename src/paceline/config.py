@@ -31,6 +31,7 @@ SWITCHES = ("auto", "on", "off")
 MIXES = (0.01, 100.0)
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.
 WARMUP_MAX_SHARE = 0.2
+SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 Tables = dict[str, dict[str, Any]]
 
@@ -141,13 +142,16 @@ class CheckpointSettings:
     """When to save and what to keep.
 
     0 switches an interval off; a signal and the end of a run always save. The last `keep` stay, and,
-    with `keep_best`, the one of the best top-1 as `best.pt`.
+    with `keep_best`, the one of the best top-1 as `best.pt`. `on_sigusr1` and `on_sigusr2` set what these
+    signals do: `save` (and go on) or `stop` (after a save, as SIGTERM does).
     """
 
     interval_epochs: int = 1
     interval_steps: int = 0
     keep: int = 2
     keep_best: bool = True
+    on_sigusr1: str = "save"
+    on_sigusr2: str = "stop"
 
     def __post_init__(self) -> None:
         for name in ("interval_epochs", "interval_steps"):
@@ -155,6 +159,12 @@ class CheckpointSettings:
                 raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be 0 or more")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "must be at least 1")
+        for name in ("on_sigusr1", "on_sigusr2"):
+            value = getattr(self, name)
+            if value not in SIGNAL_ACTIONS:
+                raise ConfigError(
+                    f"checkpoint.{name}", value, "unknown", nearest(value, SIGNAL_ACTIONS)
+                )
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,34 @@ def test_a_signal_that_went_astray_can_be_repeated(monkeypatch: pytest.MonkeyPat
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_request_to_save_goes_on_to_children_that_are_ready_for_it() -> None:
+    ready = "import signal; signal.signal(10, lambda *_: print('asked', flush=True)); "
+    waits = "print('up', flush=True); signal.pause(); "
+    starting = "import time; print('up', flush=True); time.sleep(60)"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for code in (ready + waits, starting)
+    ]
+    try:
+        with LaunchSignals(Asked, forwarded=[signal.SIGUSR1]) as signals:
+            assert [child.stdout and child.stdout.readline() for child in children] == ["up\n"] * 2
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert children[0].communicate(timeout=60)[0] == "asked\n"
+            assert children[1].poll() is None, "a child that is still starting was ended"
+        assert signals.received is None
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def test_a_user_signal_may_mean_stop() -> None:
+    with LaunchSignals(Asked, stops=[signal.SIGUSR2]) as signals:
+        with pytest.raises(Asked) as caught:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        assert (signals.received, caught.value.sigval) == (signal.SIGUSR2, signal.SIGTERM)
+
+
 def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

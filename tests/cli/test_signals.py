@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the run stops, saves, says how to go on, and a resume is bit-identical."""
+"""Signals: the run saves and stops, or saves and goes on; either way it ends with the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ import pytest
 import faults
 from cli_runs import Done, events, run, run_two, small, started, started_ranks, steps, summary
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+# The tests themselves may run under nohup.
+HEARS_HANGUP = partial(faults.dispose, HUP, signal.SIG_DFL)
 # 16 = 4 micro-batches of 4, so that a step can be left in the middle.
 ARGUMENTS = small("--output", "run", "-b", "4")
 
@@ -66,6 +69,10 @@ def assert_stopped(done: Done, cwd: Path, number: signal.Signals, step: int) -> 
         pytest.param(at(9, 1, INT), INT, 9, id="in-the-middle-of-a-step"),
         pytest.param(at(9, 1, INT, TERM, TERM), INT, 9, id="again-and-again"),
         pytest.param(at(12, 1, TERM), TERM, 13, id="in-the-very-last-step"),
+        pytest.param(
+            partial(faults.several, HEARS_HANGUP, at(4, 3, HUP)), HUP, 5, id="a-lost-terminal"
+        ),
+        pytest.param(at(9, 1, USR2), USR2, 9, id="by-setting"),
         pytest.param(
             partial(faults.at_evaluation, 1, partial(faults.signal_self, TERM)),
             TERM,
@@ -140,6 +147,85 @@ def test_different_signals_to_two_ranks_still_agree(tmp_path: Path) -> None:
     done = run_two(ARGUMENTS, tmp_path, [at(3, 2, INT), at(3, 1, TERM)])
     assert [end.code for end in done] == [128 + TERM] * 2
     assert events(tmp_path / "run", "stop")[-1]["reason"] == "SIGTERM"
+
+
+def saved_steps(folder: Path, rank: int = 0) -> list[int]:
+    return [record["step"] for record in events(folder, "checkpoint", rank)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "saved"),
+    [
+        pytest.param(at(3, 1, USR1), [4, 7, 13], id="once"),
+        pytest.param(at(3, 1, USR1, USR1, USR1), [4, 7, 13], id="thrice-in-a-step"),
+        pytest.param(at(6, 1, USR1), [7, 13], id="where-a-save-is-due-anyway"),
+        pytest.param(at(12, 1, USR1), [7, 13], id="in-the-last-step"),
+        pytest.param(
+            partial(faults.several, at(3, 1, USR1), at(8, 0, USR1)), [4, 7, 9, 13], id="twice"
+        ),
+        pytest.param(
+            # The step after it is under way already.
+            partial(faults.several, faults.lag, at(3, 1, USR1)), [5, 7, 13], id="on-a-device"
+        ),
+        pytest.param(
+            partial(faults.at_evaluation, 1, partial(faults.signal_self, USR1)),
+            [7, 13],
+            id="in-an-evaluation-that-saves",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_asked_to_save_goes_on_to_the_same_end(
+    tmp_path: Path, whole: dict[str, Any], fault: Any, saved: list[int]
+) -> None:
+    done = run([*ARGUMENTS, "--set", "checkpoint.keep=9"], tmp_path, fault)
+    assert (done.code, done.err) == (0, "")
+    assert saved_steps(tmp_path / "run") == saved
+    ended = summary(tmp_path / "run")
+    for name in ("weights_sha256", "top1", "val_loss", "best_top1", "steps", "images"):
+        assert ended[name] == whole[name], name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_asked_to_save_is_enough(
+    tmp_path: Path, whole_of_two: dict[str, Any], rank: int
+) -> None:
+    faults_of_ranks = [None, None]
+    faults_of_ranks[rank] = at(3, rank, USR1)
+    done = run_two(ARGUMENTS, tmp_path, faults_of_ranks)
+    assert [end.code for end in done] == [0, 0], done[0].err
+    assert saved_steps(tmp_path / "run")[0] == 4
+    ended = summary(tmp_path / "run")
+    assert ended["weights_sha256"] == whole_of_two["weights_sha256"]
+    assert ended["top1"] == whole_of_two["top1"]
+
+
+def test_a_checkpoint_on_request_is_one_to_resume_from(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    kill = partial(faults.at_micro_batch, 6, 0, partial(faults.signal_self, signal.SIGKILL))
+    fault = partial(faults.several, at(3, 1, USR1), kill)
+    assert run(ARGUMENTS, tmp_path, fault).code == -signal.SIGKILL
+    assert_resumes_as_if_nothing_had_happened(tmp_path, whole)
+    assert summary(tmp_path / "run")["resumed_at_steps"] == [4]
+
+
+def test_what_the_user_signals_mean_is_a_setting(tmp_path: Path) -> None:
+    meant = ["--set", "checkpoint.on_sigusr1=stop", "--set", "checkpoint.on_sigusr2=save"]
+    fault = partial(faults.several, at(3, 1, USR2), at(9, 1, USR1))
+    done = run([*ARGUMENTS, *meant], tmp_path, fault)
+    assert_stopped(done, tmp_path, USR1, 9)
+    assert saved_steps(tmp_path / "run")[0] == 4
+
+
+def test_a_hang_up_under_nohup_changes_nothing(tmp_path: Path, whole: dict[str, Any]) -> None:
+    nohup = partial(faults.dispose, HUP, signal.SIG_IGN)
+    assert run(ARGUMENTS, tmp_path, partial(faults.several, nohup, at(4, 1, HUP))).code == 0
+    assert summary(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_request_to_save_before_the_first_step_does_no_harm(tmp_path: Path) -> None:
+    fault = partial(faults.at_rename, "config.toml", 1, partial(faults.signal_self, USR1))
+    assert run(ARGUMENTS, tmp_path, fault).code == 0
 
 
 def test_a_signal_that_comes_before_there_is_anything_to_save_ends_the_ranks(

@@ -15,6 +15,7 @@ import yaml
 from launch.jobs import EXAMPLES, ROOT, environment
 from paceline.cli.app import app
 from paceline.cli.train import resolve
+from paceline.config import CheckpointSettings
 from paceline.core.topology import Topology
 
 SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -117,7 +118,8 @@ def test_slurm_directives() -> None:
     assert len(directives) == text.count("#SBATCH ")
     assert directives["ntasks-per-node"] == directives["gpus-per-node"]
     name, seconds = directives["signal"].split("@")
-    assert name == "TERM"
+    assert name == "USR2"
+    assert CheckpointSettings().on_sigusr2 == "stop"
     assert int(seconds) > 30
     assert {"requeue", "time", "open-mode"} <= directives.keys()
 

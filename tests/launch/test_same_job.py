@@ -76,7 +76,7 @@ def test_slurm(tmp_path: Path, reference: dict[str, Any]) -> None:
     assert_same(tmp_path / "run", reference, "slurm")
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(143, True), (1, False), (0, False)])
+@pytest.mark.parametrize(("code", "requeued"), [(140, True), (143, False), (1, False), (0, False)])
 def test_a_slurm_job_that_was_stopped_goes_back_into_the_queue(
     tmp_path: Path, code: int, requeued: bool
 ) -> None:

@@ -11,9 +11,9 @@ from cli_runs import Done, events, run, started, summary
 from launch.jobs import assert_nothing_left, ranks_of, reached_step, training
 
 
-def stop(folder: Path, *numbers: signal.Signals) -> Done:
+def stop(folder: Path, *numbers: signal.Signals, more: tuple[str, ...] = ()) -> Done:
     """Sends signals to the launcher in the middle of its run, a moment apart."""
-    arguments = training(folder / "run", "--nproc-per-node", "2")
+    arguments = training(folder / "run", "--nproc-per-node", "2", *more)
     with started(arguments, folder) as launcher:
         launcher.wait_until(reached_step(folder / "run"), 60)
         for number in numbers:
@@ -51,6 +51,25 @@ def test_sigterm_again_and_again_and_resume(tmp_path: Path, reference: dict[str,
 def test_sigint(tmp_path: Path) -> None:
     done = stop(tmp_path, signal.SIGINT)
     assert (done.code, done.err) == (130, "")
+    assert_saved_alike(tmp_path)
+
+
+def test_a_request_to_save_reaches_the_ranks(tmp_path: Path, reference: dict[str, Any]) -> None:
+    seldom = (
+        "checkpoint.interval_steps=0",
+        "checkpoint.interval_epochs=0",
+        "checkpoint.keep_best=false",
+    )
+    done = stop(tmp_path, signal.SIGUSR1, more=tuple(f"--set={setting}" for setting in seldom))
+    assert (done.code, done.err) == (0, "")
+    saved = [record["step"] for record in events(tmp_path / "run", "checkpoint")]
+    assert len(saved) == 2, "one on request, one at the end"
+    assert summary(tmp_path / "run")["weights_sha256"] == reference["weights_sha256"]
+
+
+def test_a_user_signal_that_means_stop_is_not_taken_for_a_failure(tmp_path: Path) -> None:
+    done = stop(tmp_path, signal.SIGUSR2, more=("--max-restarts", "3"))
+    assert (done.code, done.err) == (128 + signal.SIGUSR2, "")
     assert_saved_alike(tmp_path)
 
 

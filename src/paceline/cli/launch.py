@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,17 @@ from paceline.core.cores import available_cores
 from paceline.core.errors import LaunchError
 
 
-def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts: int) -> int:
-    """Runs `python -m paceline ARGUMENTS` on `processes` ranks and waits for them."""
+def launch(
+    processes: int,
+    arguments: Sequence[str],
+    *,
+    port: int,
+    max_restarts: int,
+    stops: Sequence[signal.Signals] = (),
+    saves: Sequence[signal.Signals] = (),
+) -> int:
+    """Runs `python -m paceline ARGUMENTS` on `processes` ranks and waits for them. `stops` and `saves`
+    are the signals that ask for that, besides SIGTERM, SIGINT and SIGHUP."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -44,7 +54,7 @@ def launch(processes: int, arguments: Sequence[str], *, port: int, max_restarts:
         # The other signals are ours; Ctrl-\ stays the way out that saves nothing.
         signals_to_handle="SIGQUIT",
     )
-    signals = LaunchSignals(SignalException)
+    signals = LaunchSignals(SignalException, stops=stops, forwarded=saves)
     # Ranks choose their own thread counts; the agent's default would be 1, and a printed warning.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // processes))
     own = {CHILD_MARK: str(os.getpid()), "OMP_NUM_THREADS": threads}

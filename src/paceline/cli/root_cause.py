@@ -13,7 +13,12 @@ from typing import Protocol
 from paceline.cli.failure import Failure
 
 # Ranks that were asked to stop have saved and said so.
-_ASKED_TO_STOP = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+_ASKED_TO_STOP = {
+    128 + number
+    for number in (
+        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+    )
+}  # fmt: skip
 # When one rank has ended, the agent asks the others to; that may cut short how they leave.
 _HURRIED = {-signal.SIGTERM}
 

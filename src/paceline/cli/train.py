@@ -17,7 +17,11 @@ from paceline.cli.failure import Failure
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
-from paceline.train.stop_signals import interrupted_at_once
+from paceline.train.stop_signals import (
+    interrupted_at_once,
+    user_signals,
+    without_save_requests,
+)
 
 
 def train(
@@ -72,10 +76,11 @@ def train(
     ):  # fmt: skip
         if value < least:
             raise ConfigError(flag, value, f"must be at least {least}")
-    if nproc_per_node > 1 or max_restarts > 0:
-        return _launch(config, nproc_per_node, master_port, max_restarts)
-    with interrupted_at_once():
-        return _train_here(config)
+    with without_save_requests(config.checkpoint):
+        if nproc_per_node > 1 or max_restarts > 0:
+            return _launch(config, nproc_per_node, master_port, max_restarts)
+        with interrupted_at_once():
+            return _train_here(config)
 
 
 def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig:
@@ -98,7 +103,11 @@ def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> 
     from paceline.train.batch_sizes import resolve_batch_sizes
 
     resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, processes)
-    return launch(processes, child_arguments(sys.argv[1:]), port=port, max_restarts=max_restarts)
+    return launch(
+        processes, child_arguments(sys.argv[1:]), port=port, max_restarts=max_restarts,
+        stops=user_signals(config.checkpoint, "stop"),
+        saves=user_signals(config.checkpoint, "save"),
+    )  # fmt: skip
 
 
 def _refuse_to_nest(processes: int) -> None:

@@ -35,8 +35,14 @@ class Signals:
     corrupt: float = 0.0
     fault: float = 0.0
     abandon: float = 0.0
+    # A rank was asked to save and go on.
+    save: float = 0.0
+    # A rank was asked to stop, by SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.
     interrupt: float = 0.0
     terminate: float = 0.0
+    hangup: float = 0.0
+    user1: float = 0.0
+    user2: float = 0.0
 
 
 SIGNALS = tuple(field.name for field in fields(Signals))

@@ -22,7 +22,7 @@ from paceline.data.loader_protocol import EvalBatches
 from paceline.data.normalize import Normalizer
 from paceline.precision.policy import Policy
 from paceline.train.memory import memory_error
-from paceline.train.stop_signals import StopSignals
+from paceline.train.stop_signals import StopSignals, agreed_stop
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,16 @@ def evaluate(
     if isinstance(batches, EvalBatches):
         # It also knows those of a last batch of which nothing was left to hand over.
         corrupt = list(batches.corrupt)
-    asked = [stop.received is signal.SIGINT, stop.received is signal.SIGTERM]
+    asked = stop.stop_flags().values()
     own = torch.tensor([seen, len(corrupt), failed, *asked], dtype=torch.float64)
     total = torch.cat([torch.stack([correct1, correct5, loss]), own.to(group.device)])
     group.all_reduce_sum(total)
-    right1, right5, loss_sum, samples, bad, failures, interrupts, terminations = total.tolist()
+    right1, right5, loss_sum, samples, bad, failures, *stops = total.tolist()
     if failures:
         raise group.fault()
-    if terminations or interrupts:
-        return signal.SIGTERM if terminations else signal.SIGINT
+    stopped = agreed_stop(stops)
+    if stopped is not None:
+        return stopped
     _check_counts(samples, bad, corrupt_limit)
     return EvalResult(
         top1=100 * right1 / samples,

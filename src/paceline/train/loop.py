@@ -37,7 +37,7 @@ _EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 @dataclass(frozen=True)
 class RunResult:
-    """`stopped_by`: finished, target, SIGINT or SIGTERM."""
+    """`stopped_by`: finished, target, or the name of the signal."""
 
     stopped_by: str
     stop_signal: signal.Signals | None
@@ -98,6 +98,9 @@ class TrainingLoop:
             t.step.launch(number, t.schedule.rate(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
+            if stop is None and self._save_owed and not pause:
+                # Asked for by a signal; the steps that are under way come first.
+                stop, pause = self._collect(0), True
             if stop is not None:
                 return stop
             if t.trace.is_due(progress.step):
@@ -155,6 +158,7 @@ class TrainingLoop:
         t.emit(
             StepEvent(
                 step=progress.step,
+        self._save_owed |= outcome.save
                 epoch=t.plan.epoch_at(progress.step),
                 loss=outcome.loss,
                 lr=outcome.rate,
@@ -282,6 +286,8 @@ class TrainingLoop:
             return
         try:
             t.check_folder()
+        # Whatever was asked for until now is served: signals reach ranks a moment apart.
+        self._save_owed = t.stop.save_requested = False
             best = best and t.config.checkpoint.keep_best
             path = t.shelf.put(checkpoint, best=best, forget=self._is_sound)
         except PacelineError as error:

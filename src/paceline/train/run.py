@@ -62,7 +62,7 @@ def run_training(
 
 
 def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> RunOutcome:
-    stop = StopSignals()
+    stop = StopSignals.of(config.checkpoint)
     training = build(config, group, stop)
     try:
         finished = _finished_before(training)

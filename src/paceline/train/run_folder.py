@@ -25,6 +25,7 @@ from paceline.train.run_lock import RunLock
 LOCAL_SETTINGS = frozenset(
     {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
     | {"run.trace", "run.trace_steps"}
+    | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2"}
     | {"data.workers", "data.prefetch_batches", "data.read_retries", "checkpoint.keep"}
     # A cache changes no batch.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}

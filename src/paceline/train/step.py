@@ -34,14 +34,14 @@ from paceline.train.micro_step import MicroStep
 from paceline.train.mixing import Mixing
 from paceline.train.seeds import seed_micro_batch
 from paceline.train.step_error import step_error
-from paceline.train.stop_signals import StopSignals
+from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     """`done` is False when a stop signal cut the step short: nothing of it remains. `bad` names the
-    parameters whose gradients were not finite."""
+    parameters whose gradients were not finite. `save`: some rank was asked to save and go on."""
 
     number: int
     rate: float
@@ -49,6 +49,7 @@ class StepOutcome:
     skipped: bool
     bad: tuple[str, ...]
     stop: signal.Signals | None
+    save: bool
     loss: float
     loss_scale: float
     corrupt_count: int
@@ -153,8 +154,8 @@ class TrainStep:
             corrupt=float(len(corrupt)),
             fault=float(failed),
             abandon=float(abandoned),
-            interrupt=float(self.stop.received is signal.SIGINT),
-            terminate=float(self.stop.received is signal.SIGTERM),
+            save=float(self.stop.take_save_request()),
+            **self.stop.stop_flags(),
         )
         with self.spans.span("exposed exchange"):
             self._reduce(signals)
@@ -221,7 +222,8 @@ class TrainStep:
             done=done,
             skipped=done and bool(row["overflow"]),
             bad=tuple(self.update.names[index] for index in bad),
-            stop=_stop_signal(row),
+            stop=agreed_stop([row[name] for name in STOP_FIELDS]),
+            save=bool(row["save"]),
             loss=row["loss"],
             loss_scale=row["scale"],
             corrupt_count=round(row["corrupt"]),
@@ -244,9 +246,3 @@ class TrainStep:
             self.group.announce_stop()
             return True
         return self.group.stop_announced()
-
-
-def _stop_signal(row: dict[str, float]) -> signal.Signals | None:
-    if row["terminate"]:
-        return signal.SIGTERM
-    return signal.SIGINT if row["interrupt"] else None
