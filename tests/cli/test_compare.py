@@ -132,6 +132,37 @@ def test_mistakes_are_one_line(call: Call, home: Path, arguments: str, words: st
     assert done.out == ""
 
 
+def test_a_young_run_in_a_folder_of_runs_is_left_out_with_a_note(call: Call, home: Path) -> None:
+    write_run(home / "runs/young", 0.0, done=0, events=[start()])
+    (home / "runs/younger").mkdir()
+    (home / "runs/younger/metrics.jsonl").touch()
+    for more in ((), ("--markdown",)):
+        done = call("compare", "runs", *more)
+        assert (done.code, done.err) == (0, "")
+        for name in ("young", "younger"):
+            assert f"left out: runs/{name} has no evaluation yet" in done.out
+    found = json.loads(call("compare", "runs", "--json").out)
+    assert len([note for note in found["notes"] if note.startswith("left out: ")]) == 2
+    assert "has no evaluation yet" in call("compare", "runs", "runs/young").error_line()
+
+
+def test_one_run_and_a_young_one_are_no_comparison(call: Call, tmp_path: Path) -> None:
+    write_run(tmp_path / "two/done", 90.0)
+    write_run(tmp_path / "two/young", 0.0, done=0, events=[start()])
+    line = call("compare", "two").error_line()
+    assert "needs two runs or more, and two/done is one (left out: two/young has no" in line
+
+
+def test_a_page_does_not_replace_the_files_of_a_run(call: Call, home: Path) -> None:
+    before = (home / "runs/sgd-0/summary.json").read_bytes()
+    for command in (
+        ["report", "runs/sgd-0", "--out", "runs/sgd-0/summary.json"],
+        ["compare", "runs", "--html", "runs/sgd-0/summary.json"],
+    ):
+        assert "summary.json is a file of the run" in call(*command).error_line()
+    assert (home / "runs/sgd-0/summary.json").read_bytes() == before
+
+
 def test_a_page_that_cannot_be_written(call: Call, home: Path) -> None:
     done = call("compare", "runs", "--html", "runs/sgd-0/config.toml/page.html")
     assert "page.html cannot be written" in done.error_line()

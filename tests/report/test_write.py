@@ -41,6 +41,23 @@ def test_to_another_place(finished_run: Path, tmp_path: Path) -> None:
     assert write_report(finished_run, tmp_path) == tmp_path / "report.html"
 
 
+@pytest.mark.parametrize(
+    "name", ["summary.json", "config.toml", "metrics.jsonl", "weights.safetensors", "notes.txt"]
+)
+def test_files_that_are_no_pages_are_not_replaced(finished_run: Path, name: str) -> None:
+    """Also those that the run has yet to write; an empty file and an older page are."""
+    (finished_run / "notes.txt").write_text("mine", "utf-8")
+    before = {file.name: file.read_bytes() for file in finished_run.iterdir()}
+    assert "give a name that ends in .html" in fails(finished_run, finished_run / name)
+    assert {file.name: file.read_bytes() for file in finished_run.iterdir()} == before
+
+
+def test_an_empty_file_and_an_older_page_are_replaced(finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "page").touch()
+    for _ in range(2):
+        assert write_report(finished_run, tmp_path / "page").read_bytes().startswith(b"<!doctype")
+
+
 def test_others_may_read_it(finished_run: Path) -> None:
     (finished_run / "plain").touch()
     mode = write_report(finished_run).stat().st_mode

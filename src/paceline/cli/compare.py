@@ -53,7 +53,8 @@ def compare_runs(
 
     if as_markdown and as_json:
         raise ConfigError("--markdown", None, "cannot be given with --json", "leave out one")
-    comparison = Comparison.of(read_runs(runs), label, baseline)
+    left_out: list[str] = []
+    comparison = Comparison.of(read_runs(runs, left_out), label, baseline, left_out)
     page = None if html is None else write_page(compare_page(comparison), html, PAGE_NAME)
     if as_json:
         typer.echo(json.dumps(json_object(comparison), default=str))

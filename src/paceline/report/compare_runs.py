@@ -2,7 +2,8 @@
 
 In: paths: run folders, or folders whose sub-folders are runs. Out: the runs, each once, in the order
 given. Whatever is wrong with one of them is a `CompareError` that names it: a table that leaves a run
-out in silence would be a wrong table.
+out in silence would be a wrong table. Of a folder of runs, those that have no evaluation yet are left
+out, each with a note.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class CompareError(DataError):
     exit_code = 2
 
 
+class NoEvaluationError(CompareError):
+    """A run that has begun, and has no evaluation yet."""
+
+
 @dataclass(frozen=True)
 class ComparedRun:
     """A run with its settings and its figures. `top1` is of the last evaluation, never of the best."""
@@ -56,16 +61,18 @@ class ComparedRun:
             files = RunFiles.read(path, first_rank_only=True)
         except DataError as error:
             raise CompareError(error.cause, error.remedy) from error
+        outcome = Outcome.of(files)
+        # A run writes its first records before its configuration.
+        if outcome.top1 is None and (files.config or not files.events):
+            raise NoEvaluationError(
+                f"{path} has no evaluation yet", "wait for its first one, or leave that run out"
+            )
         if not files.config:
             raise CompareError(
                 f"{path} has no config.toml, so nobody knows what differs in it",
                 "restore the file, or leave that run out",
             )
-        outcome = Outcome.of(files)
-        if outcome.top1 is None:
-            raise CompareError(
-                f"{path} has no evaluation yet", "wait for its first one, or leave that run out"
-            )
+        assert outcome.top1 is not None
         settings = dict(flat(files.config))
         seed, planned = settings.get(SEED), finite(settings, "run.epochs")
         known = {GLOBAL_BATCH: outcome.global_batch_size, RANKS: outcome.world_size}
@@ -82,20 +89,36 @@ class ComparedRun:
         )
 
 
-def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """The runs at `paths`, at least two of them."""
+def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[ComparedRun]:
+    """The runs at `paths`, at least two of them.
+
+    `notes` takes a line for each run of a folder of runs that has no evaluation yet; without it, and for
+    a run that is given by its own path, that is an error.
+    """
     folders: dict[Path, Path] = {}
+    named = {path.resolve() for path in paths}
     for path in paths:
         for folder in _run_folders(path):
             # Given twice, by itself and by its parent, it must not be averaged with itself.
             folders.setdefault(folder.resolve(), folder)
-    if len(folders) < 2:
-        only = next(iter(folders.values()))
+    runs, young = [], []
+    for resolved, folder in folders.items():
+        try:
+            runs.append(ComparedRun.read(folder))
+        except NoEvaluationError as error:
+            if notes is None or resolved in named:
+                raise
+            young.append(f"left out: {error.cause}")
+    if len(runs) < 2:
+        only = next((run.path for run in runs), next(iter(folders.values())))
+        others = f" ({'; '.join(young)})" if young else ""
         raise CompareError(
-            f"compare needs two runs or more, and {only} is one",
+            f"compare needs two runs or more, and {only} is one{others}",
             f"add a run, or use `paceline report {only}`",
         )
-    return [ComparedRun.read(folder) for folder in folders.values()]
+    if notes is not None:
+        notes += young
+    return runs
 
 
 def repeated_seeds(runs: Iterable[ComparedRun]) -> str:

@@ -25,12 +25,18 @@ class Comparison:
     baseline: CompareRow
     differing: tuple[str, ...]
     naming: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, runs: Sequence[ComparedRun], labels: Sequence[str] = (), baseline: str | None = None
+        cls,
+        runs: Sequence[ComparedRun],
+        labels: Sequence[str] = (),
+        baseline: str | None = None,
+        left_out: Sequence[str] = (),
     ) -> Comparison:
-        """`labels` are of the form RUN=NAME; without a `baseline` it is the first complete row."""
+        """`labels` are of the form RUN=NAME; without a `baseline` it is the first complete row.
+        `left_out` has a line for each run that is not in the table."""
         rows = grouped(runs)
         settings = [row.settings for row in rows]
         different = differing(settings)
@@ -41,7 +47,8 @@ class Comparison:
         else:
             chosen = next((row for row in rows if row.complete), rows[0])
         compared = tuple(replace(row, difference=_difference(row, chosen)) for row in rows)
-        return cls(compared, compared[rows.index(chosen)], tuple(different), tuple(names))
+        first = compared[rows.index(chosen)]
+        return cls(compared, first, tuple(different), tuple(names), tuple(left_out))
 
     @property
     def notes(self) -> list[str]:
@@ -57,7 +64,7 @@ class Comparison:
         for row in self.rows:
             if repeats := repeated_seeds(row.runs):
                 notes.append(f"{row.label}: {repeats}, so the spread is not that of seeds alone")
-        return notes
+        return [*notes, *self.left_out]
 
 
 def _difference(row: CompareRow, baseline: CompareRow) -> Difference | None:

@@ -11,9 +11,13 @@ from pathlib import Path
 from paceline.core.errors import DataError
 from paceline.core.whole_file import whole_file
 from paceline.report.html_page import render
-from paceline.report.run_files import RunFiles
+from paceline.report.run_files import EVENTS_NAME, RunFiles
 
 REPORT_NAME = "report.html"
+_PAGE_SUFFIXES = (".html", ".htm")
+_PAGE_BEGINS = b"<!doctype html>"
+# What a run folder holds, also before the run has written it.
+_RUN_FILES = ("metrics*.jsonl", "*.toml", "*.json", "*.safetensors", "*.pt", "run.lock")
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -27,6 +31,7 @@ def write_page(page: str, target: Path, name: str) -> Path:
     try:
         if target.is_dir():
             target = target / name
+        _refuse_other_files(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(target) as file:
             file.write(page.encode("utf-8"))
@@ -36,3 +41,23 @@ def write_page(page: str, target: Path, name: str) -> Path:
             "give another place, or free disk space",
         ) from error
     return target
+
+
+def _refuse_other_files(target: Path) -> None:
+    """A page replaces pages. Records of a run, checkpoints and whatever else is no page stay."""
+    if target.suffix.lower() in _PAGE_SUFFIXES:
+        return
+    in_run = (target.parent / EVENTS_NAME).is_file()
+    own = in_run and any(target.match(pattern) for pattern in _RUN_FILES)
+    if not own and not _holds_something_else(target):
+        return
+    what = "is a file of the run" if own else "holds something else than a page"
+    raise DataError(f"{target} {what}", "give a name that ends in .html")
+
+
+def _holds_something_else(target: Path) -> bool:
+    if not target.is_file():
+        return False
+    with target.open("rb") as file:
+        head = file.read(len(_PAGE_BEGINS))
+    return bool(head) and head.lower() != _PAGE_BEGINS
