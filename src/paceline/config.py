@@ -144,6 +144,9 @@ class CheckpointSettings:
     0 switches an interval off; a signal and the end of a run always save. The last `keep` stay, and,
     with `keep_best`, the one of the best top-1 as `best.pt`. `on_sigusr1` and `on_sigusr2` set what these
     signals do: `save` (and go on) or `stop` (after a save, as SIGTERM does).
+
+    `salvage`: after the loss of another rank the lowest one that is left saves its last completed step,
+    with its own batch-norm statistics for all. `accept_salvaged`: a run may resume from that checkpoint.
     """
 
     interval_epochs: int = 1
@@ -152,6 +155,8 @@ class CheckpointSettings:
     keep_best: bool = True
     on_sigusr1: str = "save"
     on_sigusr2: str = "stop"
+    salvage: bool = True
+    accept_salvaged: bool = True
 
     def __post_init__(self) -> None:
         for name in ("interval_epochs", "interval_steps"):

@@ -55,9 +55,12 @@ def _cut_at_the_end(content: bytes) -> bytes:
 
 
 def _flipped(content: bytes) -> bytes:
-    """One bit, in the numbers of some tensor: torch itself does not notice."""
-    place = len(content) // 2
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    """A few bits, in the numbers of some tensors: torch itself does not notice. One alone might fall
+    between two tensors, where the file is padded."""
+    spoilt = bytearray(content)
+    for place in (4, 5, 6):
+        spoilt[len(content) * place // 10] ^= 1
+    return bytes(spoilt)
 
 
 def _overwritten(content: bytes) -> bytes:
@@ -80,7 +83,7 @@ def test_a_broken_checkpoint(
     call: Call, unfinished: Path, spoil: Callable[[bytes], bytes], words: str
 ) -> None:
     unfinished.write_bytes(spoil(unfinished.read_bytes()))
-    done = call(*small("--output", "run", "--resume", "auto", *SAVES))
+    done = call(*small("--output", "run", "--resume", f"run/checkpoints/{unfinished.name}", *SAVES))
     line = done.error_line()
     assert line.startswith(f"run/checkpoints/{unfinished.name} {words}")
     assert line.endswith("; resume from an older one with --resume FILE")
@@ -100,9 +103,57 @@ def test_the_remedy_for_a_broken_checkpoint_works(killed: Path, tmp_path: Path) 
 
 def test_a_broken_checkpoint_fails_both_ranks(unfinished: Path, tmp_path: Path) -> None:
     unfinished.write_bytes(_flipped(unfinished.read_bytes()))
-    for rank in run_two(small("--output", "run", "--resume", "auto", *SAVES), tmp_path):
+    for rank in run_two(small("--output", "run", "--resume", "run", *SAVES), tmp_path):
         assert "is damaged: its content does not match its SHA-256" in rank.error_line()
         assert rank.code == 1
+
+
+@pytest.mark.parametrize("spoil", [_cut, _flipped, _overwritten, lambda content: b""])
+def test_auto_goes_back_to_the_newest_sound_checkpoint_and_keeps_the_damaged_one(
+    killed: Path, tmp_path: Path, spoil: Callable[[bytes], bytes]
+) -> None:
+    shutil.copytree(killed / "run", tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-00000006.pt"
+    damaged = spoil(newest.read_bytes())
+    newest.write_bytes(damaged)
+    done = run(small("--output", "run", "--resume", "auto", *SAVES), tmp_path)
+    assert done.code == 0, done.err
+    assert "resumed from run/checkpoints/step-00000003.pt at step 3" in done.out
+    told = "step-00000006.pt is damaged and kept aside as *.damaged; going back to step-00000003.pt"
+    assert told in done.out
+    assert told in events(tmp_path / "run", "start")[-1]["chosen"]["resume"]
+    assert newest.with_name("step-00000006.pt.damaged").read_bytes() == damaged
+    assert run(small("--output", "whole", *SAVES), tmp_path).code == 0
+    ended, expected = summary(tmp_path / "run"), summary(tmp_path / "whole")
+    assert ended["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_auto_goes_back_on_both_ranks(killed: Path, tmp_path: Path) -> None:
+    shutil.copytree(killed / "run", tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-00000006.pt"
+    newest.write_bytes(_flipped(newest.read_bytes()))
+    (tmp_path / "run/checkpoints/step-00000006.pt.damaged").write_text("an earlier one")
+    done = run_two(small("--output", "run", "-b", "8", "--resume", "auto", *SAVES), tmp_path)
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    assert {events(tmp_path / "run", "start", rank)[-1]["step"] for rank in (0, 1)} == {3}
+    names = {path.name for path in newest.parent.glob("*.damaged*")}
+    assert names == {"step-00000006.pt.damaged", "step-00000006.pt.damaged-2"}
+
+
+def test_auto_with_no_sound_checkpoint_names_them_and_changes_nothing(
+    call: Call, unfinished: Path
+) -> None:
+    older = unfinished.with_name("step-00000003.pt")
+    whole = older.read_bytes()
+    for file in (unfinished, older):
+        file.write_bytes(_flipped(file.read_bytes()))
+    line = call(*small("--output", "run", "--resume", "auto", *SAVES)).error_line()
+    assert "no sound checkpoint in run/checkpoints: step-00000006.pt, step-00000003.pt" in line
+    older.write_bytes(whole)
+    # A refusal for another reason keeps the damaged one where it is, too.
+    unfinished.write_bytes(_flipped(whole))
+    line = call(*small("--output", "run", "--resume", "auto", *SAVES, "--seed", "5")).error_line()
+    assert "step-00000003.pt has run.seed = 0, this run 5" in line
 
 
 class _Opaque:

@@ -195,7 +195,8 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(
     assert steps(tmp_path / "run")[-1] == 9
     assert all(code == 0 for code in start(after, [*arguments, "--resume", "auto"], tmp_path))
     ended = summary(tmp_path / "run")
-    assert (ended["world_size"], ended["resumed_at_steps"]) == (after, [7])
+    # Of two ranks the one that is left saves the last step.
+    assert (ended["world_size"], ended["resumed_at_steps"]) == (after, [9 if before == 2 else 7])
     expected = load_file(whole_of_two / "weights.safetensors")
     for name, value in load_file(tmp_path / "run/weights.safetensors").items():
         if "running" not in name and "tracked" not in name:

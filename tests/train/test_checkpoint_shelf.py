@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.errors import CheckpointError
 from paceline.train.checkpoint import Checkpoint
-from paceline.train.checkpoint_shelf import CheckpointShelf, find_checkpoint
+from paceline.train.checkpoint_shelf import CheckpointShelf, find_checkpoint, set_aside
 
 
 class Saved:
@@ -56,6 +56,33 @@ def test_later_ones_of_a_run_that_went_back_are_set_aside(tmp_path: Path) -> Non
         "step-00000040.pt.abandoned",
         "step-00000050.pt.abandoned",
     ]
+
+
+def test_a_salvaged_one_counts_only_where_no_regular_one_is_as_new(tmp_path: Path) -> None:
+    shelf = CheckpointShelf(tmp_path, keep=2)
+    for step in (10, 20):
+        put(shelf, step, best=step == 10)
+    for step in (15, 20, 25):
+        shelf.salvaged_path(step).write_text("alone")
+    regular = [shelf.path(20), shelf.path(10), shelf.best]
+    assert shelf.candidates(salvaged=False) == regular
+    assert shelf.candidates(salvaged=True) == [
+        shelf.salvaged_path(25), shelf.path(20), shelf.salvaged_path(20), shelf.salvaged_path(15),
+        shelf.path(10), shelf.best,
+    ]  # fmt: skip
+    assert shelf.newest() == shelf.path(20)
+    put(shelf, 22)
+    assert [path.name for path in tmp_path.glob("*salvaged*")] == [
+        "step-00000025.salvaged.pt.abandoned"
+    ]
+
+
+def test_what_is_set_aside_replaces_nothing(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        (tmp_path / "a.pt").write_text(content)
+        set_aside(tmp_path / "a.pt", "damaged")
+    assert (tmp_path / "a.pt.damaged").read_text() == "first"
+    assert (tmp_path / "a.pt.damaged-2").read_text() == "second"
 
 
 def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Watchdog:
             error = PacelineError(f"{type(error).__name__}: {error}")
         with self._end_lock:
             spoken_for = follows or self._ends
-            if not spoken_for:
+            if not spoken_for and self._leaving is None:  # again, it changes nothing
                 self._leaving = (error, self._now_s + _LEAVE_S)
         if spoken_for:
             self._thread.join()

@@ -57,6 +57,11 @@ class BatchNormState:
         self._flat_before.copy_(self.flat)
         self._tracked_before.copy_(self.tracked)
 
+    def roll_back(self) -> None:
+        """Back to what `remember` saw."""
+        self.flat.copy_(self._flat_before)
+        self.tracked.copy_(self._tracked_before)
+
     def settle(self, discard: Tensor) -> None:
         """Back to what `remember` saw where the flag on the device says so: a NaN in one batch must not
         live on in the statistics. Nobody waits to read the flag."""

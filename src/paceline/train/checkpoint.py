@@ -7,6 +7,7 @@ too, because torch reads a file with damaged numbers without a word.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import re
@@ -27,6 +28,14 @@ VERSION = 3
 _READABLE = (2, 3)
 _FOREIGN = "weights of other programs are taken with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose content is not what was written."""
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A file that is not a checkpoint of Paceline."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,13 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.progress["step"])
 
+    @property
+    def salvaged_by(self) -> int | None:
+        """The rank that wrote it alone, after another one was lost: it holds that rank's batch-norm
+        statistics only. None for a regular checkpoint."""
+        rank = self.batch_norm.get("only_rank")
+        return None if rank is None else int(rank)
+
     def to_bytes(self) -> memoryview:
         buffer = io.BytesIO()
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -85,7 +101,7 @@ class Checkpoint:
         except Exception as error:  # noqa: BLE001  (damaged bytes make unpickling raise anything)
             raise _unreadable(path, content, error) from None
         if not ours:
-            raise CheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
+            raise ForeignCheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
         if table.get("version") not in _READABLE:
             raise CheckpointError(
                 f"{path} has format {table.get('version')}; Paceline {__version__} reads "
@@ -93,7 +109,7 @@ class Checkpoint:
                 "use the Paceline version that wrote it",
             )
         if not intact:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
             )
         return cls(**parts)
@@ -130,6 +146,8 @@ def read_file(path: Path) -> bytes:
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}", "check the path") from None
     except OSError as error:
+        if error.errno == errno.EIO:
+            raise DamagedCheckpointError(f"{path} is damaged: {error.strerror}", _OLDER) from None
         raise CheckpointError(f"cannot read {path}: {error.strerror}", "check the path") from None
 
 
@@ -138,6 +156,6 @@ def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
     if foreign:
         cause = f"{path} is not a Paceline checkpoint: it holds objects of {foreign[1]}"
-        return CheckpointError(cause, _FOREIGN)
+        return ForeignCheckpointError(cause, _FOREIGN)
     reason = "it is cut short or damaged" if content else "it is empty"
-    return CheckpointError(f"{path} is broken or not a checkpoint: {reason}", _OLDER)
+    return DamagedCheckpointError(f"{path} is broken or not a checkpoint: {reason}", _OLDER)

@@ -1,7 +1,8 @@
 """The checkpoints of one run: `step-00001200.pt`, and `best.pt`.
 
 In: checkpoints as they are made. Out: the last k and the best stay; the newest is found again. A file
-is removed only after a newer one is safely in its place.
+is removed only after a newer one is safely in its place. `step-00001207.salvaged.pt` is what one rank
+saved alone after another was lost; it counts only where no regular checkpoint is as new.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from paceline.train.atomic_file import link_atomically
 from paceline.train.checkpoint import Checkpoint
 
 _NAME = re.compile(r"step-(\d+)\.pt")
+_SALVAGED_NAME = re.compile(r"step-(\d+)\.salvaged\.pt")
 
 
 class CheckpointShelf:
@@ -31,12 +33,31 @@ class CheckpointShelf:
     def best(self) -> Path:
         return self.folder / "best.pt"
 
+    def salvaged_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.salvaged.pt"
+
     def steps(self) -> list[int]:
         """Steps that are saved here, in rising order."""
+        return self._matching(_NAME)
+
+    def salvaged_steps(self) -> list[int]:
+        """Steps of salvaged checkpoints, in rising order."""
+        return self._matching(_SALVAGED_NAME)
+
+    def _matching(self, name: re.Pattern[str]) -> list[int]:
         if not self.folder.is_dir():
             return []
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        found = (name.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
+
+    def candidates(self, *, salvaged: bool) -> list[Path]:
+        """What a run may go on from, the newest first; of one step, a regular checkpoint before a
+        salvaged one; the best one last, as its step is not in its name."""
+        known = [(step, 1, self.path(step)) for step in self.steps()]
+        if salvaged:
+            known += [(step, 0, self.salvaged_path(step)) for step in self.salvaged_steps()]
+        newest_first = [path for _, _, path in sorted(known, reverse=True)]
+        return newest_first + [self.best] * self.best.is_file()
 
     def newest(self) -> Path | None:
         steps = self.steps()
@@ -57,10 +78,16 @@ class CheckpointShelf:
             raise CheckpointError(error.cause, kept or error.remedy) from error
         # A run that went back to an older checkpoint has left the later ones for good: they must not be
         # taken for its newest. Kept under another name, because somebody may still want them.
-        for step in [step for step in self.steps() if step > checkpoint.step]:
-            self.path(step).replace(self.path(step).with_suffix(".pt.abandoned"))
-        for step in self.steps()[: -self._keep] if forget else ():
-            self.path(step).unlink(missing_ok=True)
+        later = [self.path(step) for step in self.steps() if step > checkpoint.step]
+        salvaged = [(step, self.salvaged_path(step)) for step in self.salvaged_steps()]
+        for file in later + [file for step, file in salvaged if step > checkpoint.step]:
+            set_aside(file, "abandoned")
+        if forget:
+            for step in self.steps()[: -self._keep]:
+                self.path(step).unlink(missing_ok=True)
+            for step, file in salvaged:
+                if step <= checkpoint.step:
+                    file.unlink(missing_ok=True)
         for leftover in self.folder.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
         return path
@@ -73,6 +100,16 @@ class CheckpointShelf:
             link_atomically(self.best, path)
         else:
             checkpoint.write(path)
+
+
+def set_aside(file: Path, reason: str) -> Path:
+    """Renames `file` so that it is no checkpoint any more: `step-00000006.pt.damaged`. A file that has
+    that name already stays."""
+    number, place = 1, file.with_name(f"{file.name}.{reason}")
+    while place.exists():
+        number += 1
+        place = file.with_name(f"{file.name}.{reason}-{number}")
+    return file.replace(place)
 
 
 def find_checkpoint(path: Path) -> Path:

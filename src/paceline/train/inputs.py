@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, DataError, PacelineError
+from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
 from paceline.data.sources.source import Source, open_source
 from paceline.data.sources.source_protocol import shard_sizes
-from paceline.train.checkpoint import Checkpoint, read_file
+from paceline.train.checkpoint import (
+    Checkpoint,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    read_file,
+)
 from paceline.train.machine import versions
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, claim_run_folder
 from paceline.train.run_lock import RunLock
@@ -124,22 +129,71 @@ def _released_on_error(lock: RunLock | None) -> contextlib.AbstractContextManage
     return contextlib.nullcontext() if lock is None else lock.released_on_error()
 
 
-def read_checkpoint(config: RunConfig, folder: RunFolder, group: Group) -> Checkpoint | None:
-    """Rank 0 reads and sends the bytes, so that only its node needs the file."""
+def read_checkpoint(
+    config: RunConfig, folder: RunFolder, group: Group
+) -> tuple[Checkpoint | None, RunFolder]:
+    """The checkpoint to start from, and the folder with what was found out about it.
+
+    Rank 0 reads and sends the bytes, so that only its node needs the file. Where `--resume auto` meets a
+    damaged one it goes back to the newest sound one.
+    """
     if folder.resume_from is None:
-        return None
+        return None, folder
     content, error = None, None
     if group.rank == 0:
         try:
-            content = read_file(folder.resume_from)
+            folder, content = _newest_sound(folder)
         except PacelineError as caught:
             error = caught
     group.settle("checkpoint", error)
-    sent, path = group.broadcast_bytes(content), folder.resume_from
+    chosen = group.broadcast_bytes(
+        str(folder.resume_from).encode() if content is not None else None
+    )
+    sent, path = group.broadcast_bytes(content), Path(chosen.decode())
 
     def parse() -> Checkpoint:
         found = Checkpoint.from_bytes(sent, path)
         check_pinned(found, config, path)
+        if found.salvaged_by is not None and not config.checkpoint.accept_salvaged:
+            raise CheckpointError(
+                f"{path} was salvaged by rank {found.salvaged_by} and is not bit-exact",
+                "resume from a regular one, or use checkpoint.accept_salvaged=true",
+            )
         return found
 
-    return group.settled("checkpoint content", parse)
+    checkpoint = group.settled("checkpoint content", parse)
+    return checkpoint, replace(folder, resume_from=path)
+
+
+def _newest_sound(folder: RunFolder) -> tuple[RunFolder, bytes]:
+    """The first of `resume_from` and `older` that is whole, with its bytes; a note of those that are not.
+
+    Nothing is renamed yet: a resume that is refused later leaves the run as it was.
+    """
+    assert folder.resume_from is not None
+    damaged: list[Path] = []
+    first: CheckpointError | None = None
+    for path in (folder.resume_from, *folder.older):
+        try:
+            content = read_file(path)
+            if folder.older:
+                Checkpoint.from_bytes(content, path)
+        except (DamagedCheckpointError, ForeignCheckpointError) as error:
+            # Under the name of a checkpoint of this run, what reads as foreign is damaged.
+            first = first or error
+            damaged.append(path)
+            continue
+        if not damaged:
+            return folder, content
+        names = ", ".join(bad.name for bad in damaged)
+        told = f"{names} is damaged and kept aside as *.damaged; going back to {path.name}"
+        note = "; ".join(filter(None, (folder.note, told)))
+        return replace(folder, resume_from=path, note=note, damaged=tuple(damaged)), content
+    assert first is not None
+    if len(damaged) > 1:
+        names = ", ".join(bad.name for bad in damaged)
+        raise DamagedCheckpointError(
+            f"no sound checkpoint in {folder.checkpoints}: {names} are damaged",
+            "restore one, or start anew with another --output",
+        )
+    raise first

@@ -125,6 +125,10 @@ class TrainingLoop:
                 stop, left = outcome.stop, 0
         return None if stop is None else RunResult(stop.name, stop)
 
+    def account_for_launched_steps(self) -> None:
+        """Collects what is under way, as far as it was launched whole."""
+        self._collect(0)
+
     def _catch_up(self) -> RunResult | None:
         """An evaluation that was due when the checkpoint was made, but was not done, comes first.
 
@@ -153,12 +157,12 @@ class TrainingLoop:
         progress.step_s += outcome.step_s
         progress.train_s = self._elapsed()
         progress.skipped_steps += outcome.skipped
+        self._save_owed |= outcome.save
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
         t.emit(
             StepEvent(
                 step=progress.step,
-        self._save_owed |= outcome.save
                 epoch=t.plan.epoch_at(progress.step),
                 loss=outcome.loss,
                 lr=outcome.rate,
@@ -282,12 +286,12 @@ class TrainingLoop:
         started = time.perf_counter()
         checkpoint = t.state.capture(progress)
         t.saved_step = progress.step
+        # Whatever was asked for until now is served: signals reach ranks a moment apart.
+        self._save_owed = t.stop.save_requested = False
         if checkpoint is None:
             return
         try:
             t.check_folder()
-        # Whatever was asked for until now is served: signals reach ranks a moment apart.
-        self._save_owed = t.stop.save_requested = False
             best = best and t.config.checkpoint.keep_best
             path = t.shelf.put(checkpoint, best=best, forget=self._is_sound)
         except PacelineError as error:

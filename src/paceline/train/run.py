@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.comm.watchdog import Tell
 from paceline.config import RunConfig
@@ -26,11 +27,13 @@ from paceline.core.topology import Topology
 from paceline.data.sources.source_protocol import source_counters
 from paceline.report.write import write_report
 from paceline.train.atomic_file import write_atomically
+from paceline.train.checkpoint_shelf import set_aside
 from paceline.train.full_weights import full_state, master_weights
 from paceline.train.inputs import common_settings
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
-from paceline.train.stop_signals import HANDLED, StopSignals
+from paceline.train.salvage import salvage
+from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.tensorboard import TensorBoardWriter
 from paceline.train.training import Training, build
 from paceline.train.weight_average import applied
@@ -62,18 +65,9 @@ def run_training(
 
 
 def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> RunOutcome:
-    stop = StopSignals.of(config.checkpoint)
-    training = build(config, group, stop)
+    training = build(config, group, StopSignals.of(config.checkpoint))
     try:
-        finished = _finished_before(training)
-        if finished is not None:
-            return finished
-        _open_records(training, display)
-        # From here on signals are noted and agreed upon; before, they end the process at once.
-        with stop, SignalWakeup(HANDLED) as wakeup:
-            group.watch_signals(wakeup.arrived)
-            result = TrainingLoop(training).run()
-            outcome = _conclude(training, result)
+        outcome = _finished_before(training) or _run_loop(training, display)
     except torch.AcceleratorError as failure:
         raise _device_error(failure, group) from failure
     except BaseException as error:
@@ -82,6 +76,21 @@ def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> 
         raise
     training.close()
     return outcome
+
+
+def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome:
+    _open_records(training, display)
+    stops = [*STOPS, *user_signals(training.config.checkpoint, "stop")]
+    # From here on signals are noted and agreed upon; before, they end the process at once.
+    with training.stop, SignalWakeup(stops) as wakeup:
+        training.group.watch_signals(wakeup.arrived)
+        loop = TrainingLoop(training)
+        try:
+            result = loop.run()
+        except PeerError as error:
+            salvage(training, loop, error)
+            raise
+        return _conclude(training, result)
 
 
 def _device_error(failure: torch.AcceleratorError, group: Group) -> DeviceError:
@@ -136,6 +145,8 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
         if training.is_main:
             training.observers.append(display())
             folder.sweep()
+            for damaged in folder.damaged:
+                set_aside(damaged, "damaged")
             if training.progress.step < training.plan.total_steps:
                 # A finished run that goes on is not finished any more.
                 (folder.path / "summary.json").unlink(missing_ok=True)

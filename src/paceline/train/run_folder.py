@@ -26,6 +26,7 @@ LOCAL_SETTINGS = frozenset(
     {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
     | {"run.trace", "run.trace_steps"}
     | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2"}
+    | {"checkpoint.salvage", "checkpoint.accept_salvaged"}
     | {"data.workers", "data.prefetch_batches", "data.read_retries", "checkpoint.keep"}
     # A cache changes no batch.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
@@ -45,12 +46,15 @@ _RESTART_WAIT_S = 10.0
 class RunFolder:
     """`path` holds the run's files; `resume_from` is the checkpoint to start at, if any.
 
-    `note` tells, on rank 0, what `--resume auto` did not find.
+    On rank 0, `note` tells what `--resume auto` did not find, `older` are the checkpoints to go back to
+    where `resume_from` is damaged (none where a user named it), and `damaged` those found to be so.
     """
 
     path: Path
     resume_from: Path | None
     note: str = field(default="", compare=False)
+    older: tuple[Path, ...] = field(default=(), compare=False)
+    damaged: tuple[Path, ...] = field(default=(), compare=False)
 
     @property
     def checkpoints(self) -> Path:
@@ -127,22 +131,25 @@ def _choose(config: RunConfig, restarted: bool) -> RunFolder:
     resume = config.run.resume or ("auto" if restarted else "")
     output = Path(config.run.output) if config.run.output else None
     if resume and resume != "auto":
-        return _from_file(Path(resume), output, restarted)
+        return _from_file(Path(resume), output, config if restarted else None)
     if output is None:
         found, note = _unfinished(config) if resume == "auto" else (None, "")
-        return _resumed(found) if found else RunFolder(_new_folder(config.run.name), None, note)
+        if found is None:
+            return RunFolder(_new_folder(config.run.name), None, note)
+        return _resumed(found, config)
     if not (output / "config.toml").exists():
         _make(output, exist_ok=True)
         return RunFolder(output, None)
     if resume == "auto":
-        return _resumed(output)
+        return _resumed(output, config)
     raise _occupied(output)
 
 
-def _from_file(file: Path, output: Path | None, restarted: bool) -> RunFolder:
+def _from_file(file: Path, output: Path | None, restarted: RunConfig | None) -> RunFolder:
     """An explicit checkpoint continues its own run unless another folder is named.
 
-    Started anew by its launcher, the run goes on from what it has saved itself since.
+    Started anew by its launcher (then `restarted` is the configuration), the run goes on from what it has
+    saved itself since.
     """
     if file.is_dir():
         newest = CheckpointShelf(file / "checkpoints", 1).newest()
@@ -157,8 +164,10 @@ def _from_file(file: Path, output: Path | None, restarted: bool) -> RunFolder:
     elif (output / "config.toml").exists() and output.resolve() != home and not restarted:
         raise _occupied(output)
     _make(output, exist_ok=True)
-    since = CheckpointShelf(output / "checkpoints", 1).newest() if restarted else None
-    return RunFolder(output, since or file)
+    since = _resumed(output, restarted) if restarted else None
+    if since is None or since.resume_from is None:
+        return RunFolder(output, file)
+    return replace(since, older=(*since.older, file))
 
 
 def _occupied(output: Path) -> ConfigError:
@@ -168,8 +177,17 @@ def _occupied(output: Path) -> ConfigError:
     )  # fmt: skip
 
 
-def _resumed(folder: Path) -> RunFolder:
-    return RunFolder(folder, CheckpointShelf(folder / "checkpoints", 1).newest())
+def _resumed(folder: Path, config: RunConfig) -> RunFolder:
+    """At its newest checkpoint, with the older ones to go back to."""
+    shelf, accepted = CheckpointShelf(folder / "checkpoints", 1), config.checkpoint.accept_salvaged
+    found = shelf.candidates(salvaged=accepted)
+    if found == [shelf.best]:
+        found = []  # what a kill between its two names leaves: the run starts over and finds it again
+    note = ""
+    if not accepted and max(shelf.salvaged_steps(), default=-1) > max(shelf.steps(), default=-1):
+        name = shelf.salvaged_path(shelf.salvaged_steps()[-1]).name
+        note = f"{name} is newer but left out (checkpoint.accept_salvaged = false)"
+    return RunFolder(folder, found[0] if found else None, note, tuple(found[1:]))
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:

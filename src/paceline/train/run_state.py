@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig, with_defaults
@@ -178,8 +178,21 @@ class RunState:
         """The checkpoint of this moment, on rank 0. All ranks call: statistics are gathered."""
         rows = self.batch_norm.rows(self.group)
         average = self.average.capture(self.group) if self.average else {}
-        if rows is None:
-            return None
+        return None if rows is None else self._checkpoint(progress, rows, average)
+
+    def capture_alone(self, progress: Progress) -> Checkpoint:
+        """The checkpoint of this moment without the other ranks: all but their batch-norm statistics."""
+        rows = self.batch_norm.flat.detach().cpu()[None].clone()
+        average = self.average.capture_alone() if self.average else {}
+        return self._checkpoint(progress, rows, average, only_rank=self.group.rank)
+
+    def _checkpoint(
+        self,
+        progress: Progress,
+        rows: Tensor,
+        average: dict[str, Any],
+        only_rank: int | None = None,
+    ) -> Checkpoint:
         batches = self.batches
         return Checkpoint(
             progress=progress.to_table(),
@@ -197,6 +210,7 @@ class RunState:
                 "widths": self.batch_norm.widths,
                 "rows": rows,
                 "tracked": self.batch_norm.tracked.cpu(),
+                **({} if only_rank is None else {"only_rank": only_rank}),
             },
             optimizer=_without_masters(self.optimizer.state_dict()),
             precision=self.scale.state(),

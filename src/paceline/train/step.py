@@ -98,6 +98,7 @@ class TrainStep:
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     _given_up: bool = False
+    _unfinished: bool = False
 
     @property
     def lag(self) -> int:
@@ -123,6 +124,7 @@ class TrainStep:
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
+        self._unfinished = True
         self.micro.begin(last - first, self.plan.global_batch)
         try:
             if self.fault is not None:
@@ -161,6 +163,7 @@ class TrainStep:
             self._reduce(signals)
         with self.spans.span("update"):
             self._update(rate)
+        self._unfinished = False
         row, ready = self._send_row()
         self._under_way.append(
             _Launched(
@@ -239,6 +242,12 @@ class TrainStep:
         for the device, which after a failure may be stuck in a collective."""
         self.micro.release()
         self.update.release()
+
+    def roll_back(self) -> None:
+        """Undoes what a step that broke off before its update has changed: the batch-norm statistics."""
+        if self._unfinished:
+            self.batch_norm.roll_back()
+            self._unfinished = False
 
     def _asked_to_stop(self) -> bool:
         """Here, or on another rank, which then waits for us with seconds to spare."""

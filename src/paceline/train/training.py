@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -126,8 +126,8 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
     )
     inputs = agree_on_inputs(config, group)
     with inputs.discarded_on_error():
-        checkpoint = read_checkpoint(config, inputs.folder, group)
-        return _assemble(config, group, stop, sizes, inputs, checkpoint)
+        checkpoint, folder = read_checkpoint(config, inputs.folder, group)
+        return _assemble(config, group, stop, sizes, replace(inputs, folder=folder), checkpoint)
 
 
 def _assemble(
@@ -218,10 +218,19 @@ def _remarks(
         "warm-up": schedule.describe_cut(),
         "average": average,
         "pretrained": "; ".join(pretrained),
-        "resume": folder.note,
+        "resume": "; ".join(filter(None, (folder.note, _salvaged(checkpoint)))),
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
     }
     return {name: words for name, words in remarks.items() if words}
+
+
+def _salvaged(checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None or checkpoint.salvaged_by is None:
+        return ""
+    return (
+        f"not bit-exact: salvaged by rank {checkpoint.salvaged_by} after the loss of another rank; "
+        "weights and momenta are exact, batch-norm statistics are that rank's alone"
+    )
 
 
 def _choose_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:

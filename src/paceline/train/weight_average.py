@@ -84,8 +84,13 @@ class WeightAverage:
     def capture(self, group: Group) -> dict[str, Any]:
         """For a checkpoint, on rank 0; all ranks call."""
         rows = group.gather(self.statistics)
-        if rows is None:
-            return {}
+        return {} if rows is None else self._captured(rows)
+
+    def capture_alone(self) -> dict[str, Any]:
+        """For a checkpoint of this rank alone: its own statistics."""
+        return self._captured(self.statistics.detach().cpu()[None].clone())
+
+    def _captured(self, rows: Tensor) -> dict[str, Any]:
         names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         state = self.full_state()
         return {

@@ -1,0 +1,140 @@
+"""A rank is lost: the lowest one that is left saves its last completed step, marked as salvaged."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import faults
+from cli_runs import Done, run, run_two, small, started_ranks, summary
+from paceline.train.checkpoint import Checkpoint
+
+KILL = partial(faults.signal_self, signal.SIGKILL)
+ARGUMENTS = small("--output", "run", "-b", "4", "--set", "checkpoint.interval_steps=3")
+REFUSED = ("--set", "checkpoint.accept_salvaged=false")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The end of the run on two ranks that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert [done.code for done in run_two(ARGUMENTS, folder)] == [0, 0]
+    return summary(folder / "run")
+
+
+def lose(cwd: Path, rank: int, fault: Any, *more: str, both: Any = None) -> Done:
+    """Two ranks, of which `fault` kills one; returns how the other ended. `both` happens to both."""
+    of_ranks = [both, both]
+    of_ranks[rank] = fault if both is None else partial(faults.several, both, fault)
+    done = run_two([*ARGUMENTS, *more], cwd, of_ranks)
+    assert done[rank].code == -signal.SIGKILL
+    return done[1 - rank]
+
+
+def salvaged(cwd: Path) -> list[str]:
+    return sorted(path.name for path in (cwd / "run/checkpoints").glob("*.salvaged.pt"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "micro_batch"),
+    # Of four micro-batches, 0 and 2 are rank 0's: the survivor is in the middle of its step.
+    [(1, 3), (0, 2)],
+)
+def test_the_rank_that_is_left_saves_and_the_weights_stay_exact(
+    tmp_path: Path, whole: dict[str, Any], rank: int, micro_batch: int
+) -> None:
+    left = lose(tmp_path, rank, partial(faults.at_micro_batch, 4, micro_batch, KILL))
+    left.error_line()
+    assert salvaged(tmp_path) == ["step-00000004.salvaged.pt"]
+    file = tmp_path / "run/checkpoints/step-00000004.salvaged.pt"
+    assert Checkpoint.read(file).salvaged_by == 1 - rank
+    assert (tmp_path / "run/checkpoints/step-00000003.pt").is_file()
+    done = run_two([*ARGUMENTS, "--resume", "auto"], tmp_path)
+    assert [end.code for end in done] == [0, 0], done[0].err
+    assert f"not bit-exact: salvaged by rank {1 - rank} after the loss" in done[0].out
+    ended = summary(tmp_path / "run")
+    assert ended["resumed_at_steps"] == [4]
+    assert ended["weights_sha256"] == whole["weights_sha256"]
+    assert salvaged(tmp_path) == [], "a regular checkpoint has taken its place"
+
+
+def test_its_statistics_are_those_of_the_last_completed_step(tmp_path: Path) -> None:
+    """What the broken step has added to them is gone."""
+    kill = partial(faults.at_micro_batch, 4, 3, KILL)
+    lose(tmp_path, 1, kill, "--set", "checkpoint.keep=9")
+    alone = Checkpoint.read(tmp_path / "run/checkpoints/step-00000004.salvaged.pt")
+    every = ["--set", "checkpoint.interval_steps=1", "--set", "checkpoint.keep=20"]
+    run_two([*ARGUMENTS, "--output", "all", *every], tmp_path)
+    regular = Checkpoint.read(tmp_path / "all/checkpoints/step-00000004.pt")
+    assert alone.batch_norm["rows"][0].equal(regular.batch_norm["rows"][0])
+    assert alone.batch_norm["tracked"].equal(regular.batch_norm["tracked"])
+    for name, value in regular.model.items():
+        assert alone.model[name].equal(value), name
+
+
+def test_a_setting_refuses_it(tmp_path: Path, whole: dict[str, Any]) -> None:
+    lose(tmp_path, 1, partial(faults.at_micro_batch, 4, 3, KILL))
+    file = "run/checkpoints/step-00000004.salvaged.pt"
+    named = run_two([*small("--resume", file, "-b", "4"), *REFUSED], tmp_path)
+    assert len({end.error_line() for end in named}) == 1
+    assert "was salvaged by rank 0 and is not bit-exact" in named[0].err
+    done = run_two([*ARGUMENTS, "--resume", "auto", *REFUSED], tmp_path)
+    assert "step-00000004.salvaged.pt is newer but left out" in done[0].out
+    ended = summary(tmp_path / "run")
+    assert ended["resumed_at_steps"] == [3]
+    for name in ("weights_sha256", "top1", "val_loss"):
+        assert ended[name] == whole[name], name
+    assert salvaged(tmp_path) == [], "a regular checkpoint has taken its place"
+
+
+@pytest.mark.parametrize(
+    ("fault", "more"),
+    [
+        pytest.param(partial(faults.at_micro_batch, 3, 3, KILL), (), id="that-step-is-saved"),
+        pytest.param(partial(faults.at_micro_batch, 0, 3, KILL), (), id="no-step-is-done"),
+        pytest.param(
+            partial(faults.at_micro_batch, 4, 3, KILL),
+            ("--set", "checkpoint.salvage=false"),
+            id="by-setting",
+        ),
+    ],
+)
+def test_nothing_is_salvaged(tmp_path: Path, fault: Any, more: tuple[str, ...]) -> None:
+    lose(tmp_path, 1, fault, *more).error_line()
+    assert salvaged(tmp_path) == []
+
+
+def test_a_step_that_is_under_way_counts(tmp_path: Path, whole: dict[str, Any]) -> None:
+    kill = partial(faults.at_micro_batch, 5, 3, KILL)
+    lose(tmp_path, 1, kill, both=faults.lag)
+    assert salvaged(tmp_path) == ["step-00000005.salvaged.pt"]
+    run_two([*ARGUMENTS, "--resume", "auto"], tmp_path)
+    assert summary(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_rank_lost_in_an_evaluation(tmp_path: Path, whole: dict[str, Any]) -> None:
+    average = ("--set", "run.average_epochs=1.0")
+    lose(tmp_path, 1, partial(faults.at_evaluation, 1, KILL), *average)
+    assert salvaged(tmp_path) == ["step-00000007.salvaged.pt"]
+    done = run_two([*ARGUMENTS, *average, "--resume", "auto"], tmp_path)
+    assert [end.code for end in done] == [0, 0], done[0].err
+    assert summary(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_the_lowest_of_several_saves_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    # Batches of 12: three ranks with a micro-batch of 4 each.
+    arguments = [*ARGUMENTS, "--global-batch-size", "12"]
+    kill = partial(faults.at_micro_batch, 4, 0, KILL)
+    with started_ranks([arguments] * 3, tmp_path, [kill, None, None]) as ranks:
+        codes = [process.wait().code for process in ranks]
+    assert codes[0] == -signal.SIGKILL
+    assert 0 not in codes
+    assert salvaged(tmp_path) == ["step-00000004.salvaged.pt"]
+    file = tmp_path / "run/checkpoints/step-00000004.salvaged.pt"
+    assert Checkpoint.read(file).salvaged_by == 1
+    assert run([*arguments, "--resume", "auto"], tmp_path).code == 0
+    assert summary(tmp_path / "run")["resumed_at_steps"] == [4]
