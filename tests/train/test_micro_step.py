@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,10 +32,11 @@ def test_a_short_batch_gives_the_memory_of_a_recording_back(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("free"))
     step = make_step(alone())
-    step.micro._recorded = object()  # type: ignore[assignment]
+    graphs = SimpleNamespace(release=lambda: calls.append("release"))
+    step.micro._recorded = graphs  # type: ignore[assignment]
     step.launch(0, 0.1)  # recordings are off on a CPU, so every batch counts as short
     assert step.micro._recorded is None
-    assert calls == ["wait", "free"]
+    assert calls == ["wait", "release", "free"]
     step.collect()
 
 
