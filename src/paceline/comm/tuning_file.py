@@ -8,7 +8,6 @@ inside a node and between nodes. The planner reads the last two. Without torch.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import tomli_w
 from paceline.comm.size_table import SizeTable
 from paceline.comm.tuning_choice import NATIVE, MeasuredSize
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import is_count, is_finite, parse_toml
 
 _FIELD = "comm.sizes"
 
@@ -124,16 +124,25 @@ class TuningFile:
     @classmethod
     def read(cls, path: Path) -> TuningFile:
         table = SizeTable.read(path)
-        content = tomllib.loads(path.read_text())
+        content = parse_toml(path.read_bytes())
         try:
             measured: Sequence[Mapping[str, Any]] = content["measured"]
+            for row in measured:
+                _check_measured(row)
             return cls(
                 table,
                 tuple(MeasuredSize(row["bytes"], row["median_s"]) for row in measured),
                 tuple(row["chosen"] for row in measured),
                 ClusterShape.from_table(content["cluster"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 _FIELD, str(path), f"has no facts of a cluster ({error!r})", "run paceline tune"
             ) from None
+
+
+def _check_measured(row: Mapping[str, Any]) -> None:
+    medians = row["median_s"]
+    sound = all(is_finite(seconds) and seconds > 0 for seconds in medians.values())
+    if not sound or not is_count(row["bytes"], 1) or row["chosen"] not in medians:
+        raise ValueError(f"measured: {row}")

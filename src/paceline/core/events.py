@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from paceline.core.errors import DataError
+from paceline.core.untrusted import ParseError, parse_json
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,8 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
-            except ValueError:  # also bytes that are not UTF-8
+                record = parse_json(line)
+            except ParseError:
                 record = None
             if not isinstance(record, dict) or not isinstance(record.get("event"), str):
                 raise DataError(

@@ -7,11 +7,11 @@ verdict: what bounds the step.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.plan.expected import Expected
 from paceline.plan.plan_file import PlanFile
 from paceline.report.input_stall import InputStall
@@ -103,18 +103,21 @@ def traced_buffers(path: Path) -> dict[int, float]:
     """Seconds of each buffer's exchange: in every step from the last rank's begin to the end, since those
     before only wait for it; the median over steps."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError):
+        events = parse_json(path.read_bytes())["traceEvents"]
+    except (OSError, ParseError, KeyError, TypeError):
         return {}
     begun: dict[tuple[int, int], float] = {}
     ended: dict[tuple[int, int], float] = {}
-    for event in events:
-        if event.get("cat") != "exchange" or event.get("ph") != "X":
+    for event in events if isinstance(events, list) else ():
+        if not isinstance(event, dict) or event.get("cat") != "exchange" or event.get("ph") != "X":
             continue
-        details = event.get("args", {})
-        if "buffer" not in details or "step" not in details:
+        details = event.get("args")
+        if not isinstance(details, dict) or not all(is_finite(event.get(n)) for n in ("ts", "dur")):
             continue
-        key = int(details["step"]), int(details["buffer"])
+        step, buffer = details.get("step"), details.get("buffer")
+        if not is_count(step) or not is_count(buffer):
+            continue
+        key = step, buffer
         begun[key] = max(begun.get(key, 0.0), event["ts"])
         ended[key] = max(ended.get(key, 0.0), event["ts"] + event["dur"])
     by_buffer: dict[int, list[float]] = {}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from paceline.core.untrusted import one_line
+
 UNKNOWN = "–"
 
 
@@ -87,7 +89,4 @@ def shown(value: Any) -> str:
         return ", ".join(shown(item) for item in value) or "(none)"
     if isinstance(value, dict):
         return ", ".join(f"{shown(key)} = {shown(item)}" for key, item in value.items())
-    text = " ".join(str(value).split()) or UNKNOWN
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    return one_line(str(value)) or UNKNOWN

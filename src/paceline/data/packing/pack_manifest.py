@@ -16,6 +16,7 @@ from typing import Any
 from PIL import features
 
 from paceline.core.errors import DataError
+from paceline.core.untrusted import parse_json
 from paceline.data.corrupt import CorruptSample
 from paceline.data.written_file import write_file
 
@@ -84,7 +85,7 @@ class PackManifest:
         """The manifest of `directory`, None where there is none; one that is damaged fails."""
         path = directory / FILE_NAME
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_bytes())
             if content["version"] != _VERSION:
                 raise DataError(
                     f"{path}: version {content['version']!r}, this Paceline reads {_VERSION}",

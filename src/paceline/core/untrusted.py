@@ -1,0 +1,91 @@
+"""Text and documents that come from outside: file names, TOML, JSON.
+
+`printable` makes a name safe for a terminal and a page. `parse_toml` and `parse_json` raise `ParseError`,
+and nothing else, for bytes that are no such document: the libraries also raise `RecursionError` for deep
+nesting and a plain `ValueError` for integers of thousands of digits. `is_count` and `is_finite` reject
+what TOML and JSON allow but no setting means: NaN, infinities, booleans, numbers beyond 64 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import tomllib
+from typing import Any, TypeGuard
+
+# A line that lists every element of a damaged list hides what is wrong with it.
+_LONGEST_VALUE = 200
+# Python converts digits in quadratic time, and refuses to convert more than 4,300.
+_DIGITS = "has a number of too many digits"
+_NESTING = "is nested too deeply"
+
+
+class ParseError(ValueError):
+    """Bytes that are no such document; `str()` says why."""
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, escape sequences, direction marks and lone surrogates.
+
+    A name from a data set must not move the cursor, colour the screen or hide its ending. Each such
+    character becomes U+FFFD. Line ends are control characters too: split lines first.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def one_line(text: str) -> str:
+    """`text` as one printable line."""
+    return printable(" ".join(text.split()))
+
+
+def short_repr(value: object) -> str:
+    """`repr` of a value for one line: long texts and lists are cut in the middle."""
+    shown = _SHORT.repr(value)
+    if len(shown) <= _LONGEST_VALUE:
+        return shown
+    return f"{shown[: _LONGEST_VALUE // 2]}…{shown[-_LONGEST_VALUE // 4 :]}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST_VALUE
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
+_SHORT.maxlevel = 4
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ParseError(_NESTING) from None
+    except ValueError as error:
+        raise ParseError(_reason(error)) from None
+
+
+def parse_json(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ParseError(_NESTING) from None
+    except ValueError as error:
+        raise ParseError(_reason(error)) from None
+
+
+def _reason(error: ValueError) -> str:
+    return _DIGITS if "integer string conversion" in str(error) else str(error)
+
+
+def is_count(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
+    """Whether `value` is a whole number from `least` to `most`; neither true nor 1.0 is one."""
+    return type(value) is int and least <= value <= most
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number that a float holds: not a boolean, not NaN, not infinite."""
+    if type(value) is int:
+        return abs(value) <= 2**1000
+    return type(value) is float and math.isfinite(value)
