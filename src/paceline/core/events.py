@@ -65,6 +65,9 @@ class StepEvent(Event):
     # what of it each cause (read, decode, augment, copy) brought about.
     input_stall_s: float = 0.0
     input_stall_causes: dict[str, float] = field(default_factory=dict)
+    # Of this rank's threads: of the time in which they could run, the share that they had no core, over
+    # the last seconds (`HostLoad`); None before the first reading, and where the system keeps no account.
+    core_wait_share: float | None = None
 
 
 @dataclass(frozen=True)

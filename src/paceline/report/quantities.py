@@ -7,9 +7,10 @@ A quantity that is not known is an en dash.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from html import escape
 from typing import Any
 
-from paceline.core.untrusted import one_line
+from paceline.core.untrusted import one_line, printable
 
 UNKNOWN = "–"
 
@@ -90,3 +91,8 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{shown(key)} = {shown(item)}" for key, item in value.items())
     return one_line(str(value)) or UNKNOWN
+
+
+def markup(text: str) -> str:
+    """`text` for an HTML page: escaped, without control characters."""
+    return "\n".join(escape(printable(line)) for line in text.split("\n"))

@@ -24,6 +24,8 @@ EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 # One of each is in force for a step; of the others, a step may have several.
 _ONE_A_STEP = frozenset({"step", "eval", "checkpoint"})
+# What is larger is no measure of anything, and would overflow the arithmetic of an axis.
+_RUNAWAY = 1e100
 _WITH_A_STEP = _ONE_A_STEP | {"start", "corrupt", "stop"}
 
 
@@ -81,9 +83,11 @@ class RunFiles:
 
 
 def finite(record: Record, name: str) -> float | None:
-    """A field as a number; None where it is absent, null (JSON's NaN) or anything else."""
+    """A field as a number; None where it is absent, null (JSON's NaN), huge or anything else."""
     value = record.get(name)
-    return float(value) if is_finite(value) else None
+    if not is_finite(value) or abs(value) > _RUNAWAY:
+        return None
+    return float(value) if abs(value) > 1 / _RUNAWAY else 0.0
 
 
 def whole(record: Record, name: str) -> int | None:
