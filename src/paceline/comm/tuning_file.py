@@ -18,7 +18,9 @@ import tomli_w
 from paceline.comm.size_table import SizeTable
 from paceline.comm.tuning_choice import NATIVE, MeasuredSize
 from paceline.core.errors import ConfigError
-from paceline.core.untrusted import is_count, is_finite, parse_toml
+from paceline.core.settings import convert, from_table
+from paceline.core.untrusted import is_count, is_finite, parse_toml, short_repr
+from paceline.plan.cluster import LONGEST_S, SHORTEST_S
 
 _FIELD = "comm.sizes"
 
@@ -65,9 +67,7 @@ class ClusterShape:
     def from_table(cls, table: Mapping[str, Any]) -> ClusterShape:
         """The inverse of `to_table`."""
         intra, inter = (
-            LinkFacts(**{key: float(value) for key, value in table[name].items()})
-            if name in table
-            else None
+            from_table(LinkFacts, f"cluster.{name}", table[name]) if name in table else None
             for name in ("intra", "inter")
         )
         return cls(
@@ -77,7 +77,7 @@ class ClusterShape:
             str(table["device"]),
             intra,
             inter,
-            float(table["hidden_cost"]) if "hidden_cost" in table else None,
+            convert(table.get("hidden_cost"), float | None, "cluster.hidden_cost"),
         )
 
 
@@ -95,7 +95,12 @@ class TuningFile:
             "sizes": self._rows(),
             "cluster": self.cluster.to_table(),
             "measured": [
-                {"bytes": row.size_bytes, "chosen": name, "median_s": dict(row.medians_s)}
+                {
+                    "bytes": row.size_bytes,
+                    "chosen": name,
+                    "spread": float(f"{row.spread:.3g}"),
+                    "median_s": dict(row.medians_s),
+                }
                 for row, name in zip(self.measured, self.chosen, strict=True)
             ],
         }
@@ -131,7 +136,10 @@ class TuningFile:
                 _check_measured(row)
             return cls(
                 table,
-                tuple(MeasuredSize(row["bytes"], row["median_s"]) for row in measured),
+                tuple(
+                    MeasuredSize(row["bytes"], row["median_s"], row.get("spread", 0.0))
+                    for row in measured
+                ),
                 tuple(row["chosen"] for row in measured),
                 ClusterShape.from_table(content["cluster"]),
             )
@@ -143,6 +151,8 @@ class TuningFile:
 
 def _check_measured(row: Mapping[str, Any]) -> None:
     medians = row["median_s"]
-    sound = all(is_finite(seconds) and seconds > 0 for seconds in medians.values())
-    if not sound or not is_count(row["bytes"], 1) or row["chosen"] not in medians:
-        raise ValueError(f"measured: {row}")
+    sound = all(is_finite(s) and SHORTEST_S <= s <= LONGEST_S for s in medians.values())
+    known = {NATIVE, row["chosen"]} <= medians.keys()
+    sound = sound and is_finite(row.get("spread", 0.0))  # older files have none
+    if not sound or not known or not is_count(row["bytes"], 1):
+        raise ValueError(f"measured: {short_repr(row)}")
