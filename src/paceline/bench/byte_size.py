@@ -10,12 +10,13 @@ import re
 from paceline.core.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?b)?", re.IGNORECASE)
+_LARGEST = 2.0**50
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3}
 
 
 def parse_bytes(flag: str, text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
+    if found is None or not 0 < float(found[1]) < _LARGEST:
         raise ConfigError(flag, text, "is not a size", "write 4096, 64KiB or 16MiB")
     base = 1000 if (found[3] or "").lower() == "b" and found[2] else 1024
     power = _POWERS[found[2].lower()]

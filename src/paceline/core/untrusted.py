@@ -19,6 +19,9 @@ _LONGEST_VALUE = 200
 # Python converts digits in quadratic time, and refuses to convert more than 4,300.
 _DIGITS = "has a number of too many digits"
 _NESTING = "is nested too deeply"
+# Far more than any document of ours; code that walks a document recursively relies on it.
+_DEEPEST = 32
+_LARGEST_INTEGER = 2**1000  # a float holds it
 
 
 class ParseError(ValueError):
@@ -59,7 +62,8 @@ _SHORT.maxlevel = 4
 
 def parse_toml(content: bytes) -> dict[str, Any]:
     try:
-        return tomllib.loads(content.decode("utf-8"))
+        tables: dict[str, Any] = _checked(tomllib.loads(content.decode("utf-8")))
+        return tables
     except RecursionError:
         raise ParseError(_NESTING) from None
     except ValueError as error:
@@ -68,11 +72,28 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 def parse_json(content: bytes) -> Any:
     try:
-        return json.loads(content.decode("utf-8"))
+        return _checked(json.loads(content.decode("utf-8")))
     except RecursionError:
         raise ParseError(_NESTING) from None
     except ValueError as error:
         raise ParseError(_reason(error)) from None
+
+
+def _checked(tree: Any) -> Any:
+    level = [tree]
+    for _ in range(_DEEPEST):
+        below: list[Any] = []
+        for node in level:
+            if type(node) is dict:
+                below.extend(node.values())
+            elif type(node) is list:
+                below.extend(node)
+            elif type(node) is int and abs(node) > _LARGEST_INTEGER:
+                raise ParseError(_DIGITS)
+        if not below:
+            return tree
+        level = below
+    raise ParseError(_NESTING)
 
 
 def _reason(error: ValueError) -> str:
@@ -87,5 +108,5 @@ def is_count(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[
 def is_finite(value: object) -> TypeGuard[float]:
     """Whether `value` is a number that a float holds: not a boolean, not NaN, not infinite."""
     if type(value) is int:
-        return abs(value) <= 2**1000
+        return abs(value) <= _LARGEST_INTEGER
     return type(value) is float and math.isfinite(value)
