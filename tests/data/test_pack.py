@@ -332,7 +332,14 @@ def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("sha256", 7), ("samples", "3"), ("bytes", -1), ("stop", 1.5), ("name", [])],
+    [
+        ("sha256", 7),
+        ("samples", "3"),
+        ("bytes", -1),
+        ("stop", 1.5),
+        ("name", []),
+        ("name", "x" * 300),
+    ],
 )
 def test_a_manifest_with_other_types(
     tmp_path: Path, memory_source: type, field: str, value: object

@@ -50,16 +50,16 @@ _FACTS = ClusterFacts(ranks=2, nodes=1)
 def document_targets() -> Sequence[Target]:
     work = made_workload(half=True)
     return [
-        Target("toml recipe", _recipes(), _recipe, 12, form="toml"),
+        Target("toml recipe", _recipes(), _recipe, 14, form="toml"),
         Target("toml plan", _plans(), _plan, 8, form="toml"),
         Target("toml cluster", _clusters(), _planner(None), 6, form="toml"),
         Target("toml profile", [_document("p.toml", work.to_table())], _planner(made_cluster()), 6,
                form="toml"),
         Target("toml sizes", _clusters(), _sizes, 8, form="toml"),
-        Target("jsonl metrics", _metrics(), _run_file, 10, form="jsonl"),
-        Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 6, form="json"),
-        Target("toml run config", [_document("config.toml", CONFIG)], _run_file, 6, form="toml"),
-        Target("json trace", [_json("trace.json", _trace())], _run_file, 4, form="json"),
+        Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
+        Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 4, form="json"),
+        Target("toml run config", [_document("config.toml", CONFIG)], _run_file, 3, form="toml"),
+        Target("json trace", [_json("trace.json", _trace())], _run_file, 2, form="json"),
         Target("flags", _flags(), _flag, 8),
         Target("environment", _environments(), _environment, 6, form="json"),
     ]  # fmt: skip

@@ -19,8 +19,14 @@ from paceline.comm.size_table import SizeTable
 from paceline.comm.tuning_choice import NATIVE, MeasuredSize
 from paceline.core.errors import ConfigError
 from paceline.core.settings import convert, from_table
-from paceline.core.untrusted import is_count, is_finite, parse_toml, short_repr
-from paceline.plan.cluster import LONGEST_S, SHORTEST_S
+from paceline.core.untrusted import (
+    LONGEST_S,
+    SHORTEST_S,
+    is_count,
+    is_finite,
+    parse_toml,
+    short_repr,
+)
 
 _FIELD = "comm.sizes"
 

@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import LONGEST_S
 
-# Bounds of what a file or a flag may say, far outside of what is possible. Within them no sum, product or
-# quotient of the planner overflows.
-LONGEST_S = 1e6
-SHORTEST_S = 1e-9
+# Far more than there is; within it no count of the planner overflows.
 RANKS_LIMIT = 1 << 20
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
-from paceline.plan.cluster import LONGEST_S, SHORTEST_S, Cluster
+from paceline.core.untrusted import LONGEST_S, SHORTEST_S
+from paceline.plan.cluster import Cluster
 from paceline.plan.collective_cost import all_reduce_s
 
 Floats = npt.NDArray[np.float64]

@@ -17,8 +17,7 @@ import tomli_w
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table
-from paceline.core.untrusted import ParseError, parse_toml
-from paceline.plan.cluster import LONGEST_S, SHORTEST_S
+from paceline.core.untrusted import LONGEST_S, SHORTEST_S, ParseError, parse_toml
 
 # The planner prices every run of neighbouring gradients: its tables grow with the square of their number.
 _MOST_GRADIENTS = 4096

@@ -17,12 +17,13 @@ from PIL import features
 
 from paceline.core.errors import DataError
 from paceline.core.settings import from_table
-from paceline.core.untrusted import is_count, parse_json
+from paceline.core.untrusted import is_count, parse_json, short_repr
 from paceline.data.corrupt import CorruptSample
 from paceline.data.written_file import write_file
 
 FILE_NAME = "pack.json"
 _VERSION = 1
+_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,10 @@ def encoder_versions() -> dict[str, str]:
 def _split(table: dict[str, Any]) -> PackedSplit:
     shards = [from_table(PackedShard, "shards", shard) for shard in table["shards"]]
     for shard in shards:
-        # The name becomes a path: it may not lead out of the directory.
-        if os.path.basename(shard.name) != shard.name or shard.name in ("", ".", ".."):  # noqa: PTH119
-            raise ValueError(f"shard {shard.name!r}")
+        # The name becomes a path: it may not lead out of the directory, and a file system must take it.
+        plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
+        if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
+            raise ValueError(f"shard {short_repr(shard.name)}")
     corrupt = [from_table(CorruptSample, "corrupt", sample) for sample in table["corrupt"]]
     split = PackedSplit(**{**table, "shards": shards, "corrupt": corrupt})
     counts = (
