@@ -74,7 +74,8 @@ class RunError(PacelineError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the whole list where nothing is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    # Keys of a foreign document may be anything, also long, and the search takes the square of it.
+    close = difflib.get_close_matches(str(name)[:100], names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
     return "known: " + ", ".join(names)

@@ -19,8 +19,8 @@ _LONGEST_VALUE = 200
 # Python converts digits in quadratic time, and refuses to convert more than 4,300.
 _DIGITS = "has a number of too many digits"
 _NESTING = "is nested too deeply"
-# Bounds of the seconds that a measurement in a file may have, far outside of what is possible. Within them
-# no sum, product or quotient of the planner overflows.
+# Bounds of the seconds that a measurement in a file may have, far outside of what is possible. Within
+# them no sum, product or quotient of the planner overflows.
 LONGEST_S = 1e6
 SHORTEST_S = 1e-9
 # Far more than any document of ours; code that walks a document recursively relies on it.
