@@ -101,6 +101,8 @@ def test_tune_writes_a_table_once(tmp_path: Path) -> None:
         ("bench allreduce", "--ranks: no ranks to measure between; give --ranks 8"),
         ("bench allreduce --ranks 2 --algorithms rign", "--algorithms = 'rign': unknown"),
         ("bench allreduce --ranks 2 --bytes 4q", "--bytes = '4q': is not a size"),
+        ("bench allreduce --ranks 2 --bytes 0.1", "--bytes = '0.1': is not a size"),
+        (f"tune --ranks 2 --min-bytes {'9' * 400}", "is not a size"),
         ("bench allreduce --ranks 2 --factor 1", "--factor = 1.0: must be above 1"),
         ("bench allreduce --ranks 2 --wire fp8", "--wire = 'fp8': unknown"),
         ("bench allreduce --ranks 2 --min-bytes 1M --max-bytes 1k", "--min-bytes = '1M': is more"),
