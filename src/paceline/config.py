@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ import tomli_w
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import flatten, from_table, to_table
+from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data.settings import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.settings import OptimSettings
@@ -33,6 +33,8 @@ MIXES = (0.01, 100.0)
 WARMUP_MAX_SHARE = 0.2
 SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
+# More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
+MOST_THREADS = 4096
 Tables = dict[str, dict[str, Any]]
 
 
@@ -109,8 +111,11 @@ class RunSettings:
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError("run.seed", self.seed, "must be 0 or more, and below 2^63")
-        if self.threads < 0:
-            raise ConfigError("run.threads", self.threads, "must be 0 (automatic) or more")
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise ConfigError(
+                "run.threads", self.threads, f"must be from 0 (automatic) to {MOST_THREADS}",
+                "leave it out: each rank then takes its share of the cores",
+            )  # fmt: skip
         if self.target_top1 is not None and not 0 < self.target_top1 <= 100:
             raise ConfigError(
                 "run.target_top1", self.target_top1, "must be a percentage in (0, 100]"
@@ -243,14 +248,14 @@ def read_recipe(name: str) -> Tables:
         if path.suffix != ".toml" and not path.is_file():
             raise ConfigError("recipe", name, "unknown", nearest(name, recipe_names()))
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = parse_toml(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
             "recipe", name, "no such file", "shipped: " + ", ".join(recipe_names())
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError("recipe", name, f"cannot be read ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+    except ParseError as error:
         raise ConfigError("recipe", name, f"is not TOML: {error}", "mend that line") from None
     tables.setdefault("run", {})
     if isinstance(tables["run"], dict):
@@ -321,8 +326,8 @@ def parse_value(name: str, text: str) -> Any:
     section, _, key = name.partition(".")
     hints = get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}".encode(errors="surrogateescape"))["value"]
+    except ParseError:
         value = text
     if hints.get(key) is str:
         return value if isinstance(value, str) else text

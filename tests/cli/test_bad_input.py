@@ -57,7 +57,7 @@ def test_mistakes_in_flags(call: Call, arguments: str, words: str) -> None:
         ("[run]\nepochs = true\n", "run.epochs = True: is a bool; give a whole number"),
         ("[run]\nepochs = 3\n[run]\n", "recipe = 'own.toml': is not TOML"),
         ("[run\n", "recipe = 'own.toml': is not TOML"),
-        ("\xff\xfe", "recipe = 'own.toml': cannot be read"),
+        ("\xff\xfe", "recipe = 'own.toml': is not TOML"),
         ("[model]\nname = 'resnet500'\n", "model.name = 'resnet500': is not a model; did you"),
         ("[data]\nmean = [0.1, 0.2]\n", "data.mean = (0.1, 0.2): has 2 values for data.channels"),
     ],

@@ -76,7 +76,7 @@ def test_exchange_on_two_ranks(tmp_path: Path) -> None:
 
 def test_tune_writes_a_table_once(tmp_path: Path) -> None:
     flags = ("tune", "--ranks", "2", "--max-bytes", "16KiB", "--algorithms", "ring,tree",
-             "--iterations", "3", "-o", "found.toml")  # fmt: skip
+             "--iterations", "3", "--accept-noise", "-o", "found.toml")  # fmt: skip
     done = paceline(tmp_path, *flags)
     assert done.returncode == 0, done.stderr
     assert "inside a node: " in done.stdout
@@ -101,6 +101,8 @@ def test_tune_writes_a_table_once(tmp_path: Path) -> None:
         ("bench allreduce", "--ranks: no ranks to measure between; give --ranks 8"),
         ("bench allreduce --ranks 2 --algorithms rign", "--algorithms = 'rign': unknown"),
         ("bench allreduce --ranks 2 --bytes 4q", "--bytes = '4q': is not a size"),
+        ("bench allreduce --ranks 2 --bytes 0.1", "--bytes = '0.1': is not a size"),
+        (f"tune --ranks 2 --min-bytes {'9' * 400}", "is not a size"),
         ("bench allreduce --ranks 2 --factor 1", "--factor = 1.0: must be above 1"),
         ("bench allreduce --ranks 2 --wire fp8", "--wire = 'fp8': unknown"),
         ("bench allreduce --ranks 2 --min-bytes 1M --max-bytes 1k", "--min-bytes = '1M': is more"),

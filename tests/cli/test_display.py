@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from paceline.cli.display import LiveDisplay, PlainDisplay, create_display
+from paceline.cli.display import LiveDisplay, PlainDisplay, create_display, notable
 from paceline.core.events import (
     CheckpointEvent,
     CorruptEvent,
@@ -43,6 +43,18 @@ def plain(interval: int) -> str:
         display.on_event(event)
     display.close()
     return output.getvalue()
+
+
+def test_names_of_samples_reach_no_terminal_as_they_are() -> None:
+    """Neither the display of a pipe nor the one of a terminal passes escape sequences on."""
+    evil = CorruptEvent(3, "a\x1b]0;title\x07\nb.png", "cut\x1b[31m short")
+    for kind in (NoteEvent("class \x9b2J"), evil):
+        text = notable(kind)
+        assert text is not None
+        assert text.isprintable()
+    chosen = notable(StartEvent(0, 4, 2.0, 1, 16, chosen={"data": "\x1b[2Jdir\x1b"}))
+    assert chosen is not None
+    assert all(line.isprintable() for line in chosen.split("\n"))
 
 
 def test_plain_lines_come_at_the_interval_and_whole() -> None:

@@ -52,6 +52,30 @@ def test_inspect_finds_what_is_wrong(call: Call, tmp_path: Path) -> None:
     assert f"problem: set/{shard.name}: truncated" in done.out
 
 
+@pytest.mark.parametrize("sheet", ["", ".", "set"])
+def test_a_sheet_is_a_file(call: Call, tmp_path: Path, sheet: str) -> None:
+    write_shards(tmp_path / "set")
+    done = call("inspect", "set", "--sheet", sheet)
+    assert done.code == 2
+    assert done.err.startswith("paceline: error: --sheet")
+    assert done.err.count("\n") == 1
+
+
+def test_names_in_the_data_reach_no_terminal_as_they_are(call: Call, tmp_path: Path) -> None:
+    """File names may hold escape sequences and bytes that are no text."""
+    write_folders(tmp_path / "in")
+    folder = next(path for path in (tmp_path / "in" / "train").iterdir() if path.is_dir())
+    evil = os.fsencode(folder) + b"/a\x1b[2J\x1b]0;owned\x07\xff.png"
+    Path(os.fsdecode(evil)).write_bytes(b"no image")
+    for command in (
+        ["inspect", "in", "--all"],
+        ["pack", "in", "out", "--max-corrupt-share", "0.5"],
+    ):
+        done = call(*command)
+        assert "owned" in done.out, done
+        assert all(line.isprintable() for line in (done.out + done.err).split("\n"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.tuning_choice import MeasuredSize, choose_algorithms, table_of
+from paceline.comm.tuning_choice import (
+    MeasuredSize,
+    check_noise,
+    choose_algorithms,
+    noise,
+    table_of,
+)
+from paceline.core.errors import RunError
 
 NAMES = ("native", "ring", "hierarchical")
 
@@ -63,3 +71,19 @@ def test_one_slow_sample_changes_nothing() -> None:
     row = MeasuredSize.of(4, {"native": [1.0, 1.1, 1.2], "ring": [0.5, 0.6, 9.0]})
     assert row.medians_s == {"native": 1.1, "ring": 0.6}
     assert row.choose(None, 0.05) == "ring"
+
+
+def test_a_noisy_host_writes_no_table() -> None:
+    quiet = [MeasuredSize.of(size, {"native": [1.0, 1.1, 1.2, 1.05]}) for size in (1, 2, 3)]
+    noisy = [MeasuredSize.of(size, {"native": [1.0, 3.0, 1.2, 4.0]}) for size in (1, 2)]
+    assert noise(quiet) < 0.2
+    assert check_noise(quiet, 0.1, accept=False) == ""
+    assert check_noise([*quiet, noisy[0]], 0.0, accept=False) == "", (
+        "one disturbed size does not count"
+    )
+    with pytest.raises(RunError, match="--accept-noise") as caught:
+        check_noise(noisy, 0.0, accept=False)
+    assert "stop other work" in caught.value.remedy
+    with pytest.raises(RunError, match="90%"):
+        check_noise(quiet, 0.9, accept=False)
+    assert "--accept-noise" in check_noise(noisy, 0.9, accept=True)

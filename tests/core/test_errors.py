@@ -79,3 +79,8 @@ def test_errors_cross_process_borders(error: PacelineError) -> None:
     assert arrived.args == error.args
     assert arrived.__dict__ == error.__dict__
     assert arrived.exit_code == error.exit_code
+
+
+@pytest.mark.parametrize("name", [3, None, "x" * 100_000])
+def test_the_nearest_of_anything(name: object) -> None:
+    assert nearest(name, ["seed"]) == "known: seed"  # type: ignore[arg-type]

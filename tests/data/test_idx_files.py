@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -121,3 +122,20 @@ def test_labels_for_other_images(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(PIXELS[:0]))
     with pytest.raises(DataError, match="holds no image"):
         IdxFiles(tmp_path, "train")
+
+
+def test_a_header_that_claims_gigabytes_gets_no_such_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "x.gz", []
+    path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 15, 1 << 15)))
+    real = gzip.GzipFile.read
+
+    def watched(file: gzip.GzipFile, size: int | None = -1) -> bytes:
+        asked.append(size)
+        return real(file, size)
+
+    monkeypatch.setattr(gzip.GzipFile, "read", watched)
+    with pytest.raises(DataError, match="0 bytes after the header"):
+        read_idx(path, 3)
+    assert max(size or 0 for size in asked) <= 1 << 25

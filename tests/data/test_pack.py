@@ -328,3 +328,26 @@ def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
     pack({"train": memory_source(5)}, tmp_path / "out", SHORT)
     assert victim.read_bytes() == b"precious"
     assert not list((tmp_path / "out").glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sha256", 7),
+        ("samples", "3"),
+        ("bytes", -1),
+        ("stop", 1.5),
+        ("name", []),
+        ("name", "x" * 300),
+    ],
+)
+def test_a_manifest_with_other_types(
+    tmp_path: Path, memory_source: type, field: str, value: object
+) -> None:
+    pack({"train": memory_source(6)}, tmp_path / "out", PackOptions())
+    path = tmp_path / "out" / "pack.json"
+    table = json.loads(path.read_text())
+    table["splits"]["train"]["shards"][0][field] = value
+    path.write_text(json.dumps(table))
+    with pytest.raises(DataError, match="no manifest"):
+        PackManifest.read(tmp_path / "out")

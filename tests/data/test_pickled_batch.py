@@ -54,3 +54,15 @@ def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
 def test_anything_else_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="is not a pickled batch"):
         read_pickled_batch(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02}r\xff\xff\xff\x7f.",  # a place in the memo that would need 16 GiB
+        b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"x.",  # bytes beyond the end
+    ],
+)
+def test_claimed_memory_is_not_allocated(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not a pickled batch"):
+        read_pickled_batch(content)

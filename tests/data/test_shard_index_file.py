@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -95,3 +96,16 @@ def test_places_outside_of_the_shard_are_not_believed(shard: Path, name: str, va
     write_index(index_path(shard), index, ShardStamp.of(shard))
     with pytest.raises(UnfitIndexError, match="outside of the shard"):
         read_index(index_path(shard), ShardStamp.of(shard))
+
+
+@pytest.mark.parametrize(
+    ("at", "value"), [(64, -1), (64, 10**15), (64, 11), (72, 10**15), (72, -1)]
+)
+def test_counts_that_do_not_fit_under_a_right_checksum(shard: Path, at: int, value: int) -> None:
+    path, stamp = index_path(shard), ShardStamp.of(shard)
+    write_index(path, scanned(shard), stamp)
+    body = bytearray(path.read_bytes()[:-32])
+    body[at : at + 8] = value.to_bytes(8, "little", signed=True)
+    path.write_bytes(bytes(body) + hashlib.sha256(body).digest())
+    with pytest.raises(UnfitIndexError):
+        read_index(path, stamp)

@@ -274,3 +274,22 @@ def test_a_checkpoint_of_ours_is_pointed_to_export(tmp_path):
     torch.save({"format": "paceline-checkpoint", "model": {"a": torch.zeros(1)}}, path)
     with pytest.raises(CheckpointError, match="is a checkpoint of a run.*paceline export"):
         load_pretrained(nn.Linear(1, 1), path)
+
+
+def test_files_of_old_torch_load_without_a_word(tmp_path):
+    """Warnings are errors here: torch's own code for its old format uses what it deprecates."""
+    state = nn.Linear(3, 2).state_dict()
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert (
+        load_pretrained(nn.Sequential(OrderedDict(a=nn.Linear(3, 2)))[0], tmp_path / "old.pt") == []
+    )
+
+
+def test_a_length_beyond_the_memory_is_damage(tmp_path, monkeypatch):
+    def ask_for_all(*_, **__):
+        raise MemoryError
+
+    (tmp_path / "w.pt").write_bytes(b"x")
+    monkeypatch.setattr(torch, "load", ask_for_all)
+    with pytest.raises(CheckpointError, match="more memory than there is"):
+        load_pretrained(nn.Linear(3, 2), tmp_path / "w.pt")

@@ -41,11 +41,29 @@ def test_a_probed_cluster(tmp_path: Path) -> None:
         ({"intra": {**LINK, "beta_s_per_byte": -1.0}}, "must be 0 or more"),
         ({"intra": LINK, "hidden_cost": -0.1}, "cost of a hidden exchange"),
         ({"intra": LINK, "hidden_cost": "much"}, "not a cluster"),
+        ({"ranks_per_node": [0, 0], "intra": LINK}, "cluster.ranks_per_node"),
+        ({"ranks_per_node": [float("inf")], "intra": LINK}, "cluster.ranks_per_node"),
+        ({"ranks_per_node": [10**18], "intra": LINK}, "cluster.ranks_per_node"),
+        ({"ranks_per_node": [True], "intra": LINK}, "cluster.ranks_per_node"),
+        ({"ranks_per_node": "8", "intra": LINK}, "cluster.ranks_per_node"),
+        ({"intra": {**LINK, "alpha_s": float("nan")}}, "alpha_s"),
+        ({"intra": {**LINK, "contention": [1]}}, "contention"),
+        ({"intra": 3}, "not a cluster"),
     ],
 )
 def test_clusters_that_cannot_be(tmp_path: Path, cluster: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_cluster(written(tmp_path / "c.toml", **cluster))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0, "1", [1.0], True])
+def test_medians_that_cannot_be(tmp_path: Path, seconds: object) -> None:
+    path = written(tmp_path / "c.toml", intra=LINK)
+    rows = [{"bytes": size, "median_s": {"native": 1e-3}} for size in (1024, 4096)]
+    rows[0]["median_s"] = {"native": seconds}
+    path.write_text(tomli_w.dumps({"measured": rows}) + path.read_text())
+    with pytest.raises(ConfigError, match="measured"):
+        read_cluster(path)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

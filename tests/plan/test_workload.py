@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from paceline.core.errors import ConfigError
 from paceline.plan.workload import Affine, Workload
@@ -40,6 +41,40 @@ def test_figures_that_cannot_be(changes: dict[str, object], words: str) -> None:
 def test_shares_must_rise() -> None:
     with pytest.raises(ConfigError, match="must rise"):
         made_workload((1, 1), ready=(0.9, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("half", "x"),
+        ("half", float("nan")),
+        ("half", [1, 2]),
+        ("half", "x" * 3000),
+        ("name", ["a"]),
+        ("elements", 2**63),
+        ("elements", 2**62),
+        ("elements", 1.5),
+        ("elements", -1),
+        ("ready", float("nan")),
+        ("ready", True),
+    ],
+)
+def test_gradients_of_another_type(tmp_path: Path, field: str, value: object) -> None:
+    table = made_workload().to_table()
+    table["workload"]["gradients"][0][field] = value
+    (tmp_path / "w.toml").write_text(tomli_w.dumps(table))
+    with pytest.raises(ConfigError, match="gradients") as caught:
+        Workload.read(tmp_path / "w.toml")
+    assert len(str(caught.value)) < 700
+
+
+def test_a_gradient_is_there_once(tmp_path: Path) -> None:
+    table = made_workload().to_table()
+    rows = table["workload"]["gradients"]
+    rows[1]["name"] = rows[0]["name"]
+    (tmp_path / "w.toml").write_text(tomli_w.dumps(table))
+    with pytest.raises(ConfigError, match="twice"):
+        Workload.read(tmp_path / "w.toml")
 
 
 def test_files_that_are_no_profile(tmp_path: Path) -> None:

@@ -65,6 +65,25 @@ def test_side_by_side_buffer_by_buffer(tmp_path: Path) -> None:
     assert any(label == "buffer 1, predicted" for label, _ in summary_rows(RunFiles.read(run)))
 
 
+def test_a_loaded_host_is_no_slow_compute(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", waits=(0.05, 0.0))
+    for rank, share in ((0, 0.1), (1, 0.62)):
+        path = run / ("metrics.rank1.jsonl" if rank else "metrics.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows[0]["hardware"] = {"device": "cpu"}
+        for row in rows[3:]:
+            row["core_wait_share"] = share
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = bound_by(RunFiles.read(run))
+    assert found is not None
+    assert found.startswith("an overloaded host: rank 1's threads waited for cores 62%")
+    assert "run.threads=1" in found
+    # Where a GPU computes and never waits for its input, the host's threads do not matter.
+    for path in run.glob("metrics*.jsonl"):
+        path.write_text(path.read_text().replace('"cpu"', '"cuda:0"'))
+    assert str(bound_by(RunFiles.read(run))).startswith("straggler")
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

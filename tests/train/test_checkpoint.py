@@ -120,3 +120,22 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_file(tmp_path / "nowhere.pt")
     with pytest.raises(CheckpointError, match="cannot read"):
         read_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"world_size": None}, {"threads": "1"}, {"plan": []}, {"progress": {}}, {"progress": {"step": -1}},
+     {"classes": {}}, {"average": 3}],
+)  # fmt: skip
+def test_other_types_under_a_right_checksum(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="missing or of another type"):
+        Checkpoint.from_bytes(bytes(checkpoint(**changes).to_bytes()), PATH)
+
+
+def test_a_part_that_is_missing() -> None:
+    table = {name: value for name, value in vars(checkpoint()).items() if name != "threads"}
+    stream = io.BytesIO()
+    head = {"format": "paceline-checkpoint", "version": 3, "sha256": content_hash(table)}
+    torch.save({**head, **table}, stream)
+    with pytest.raises(CheckpointError, match="threads is missing"):
+        Checkpoint.from_bytes(stream.getvalue(), PATH)

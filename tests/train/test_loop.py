@@ -8,16 +8,46 @@ import pytest
 
 from paceline.core.errors import PacelineError
 from paceline.core.events import read_events
+from paceline.core.host_load import LoadReading
 from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.report.expectation import bound_by
+from paceline.report.run_files import RunFiles
 from paceline.train import loop
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.step import StepOutcome, TrainStep
 from small_runs import run_small
 
 
+class FixedLoad:
+    """In place of the host's own accounts."""
+
+    latest: LoadReading | None = None
+
+    def read(self) -> LoadReading | None:
+        return self.latest
+
+
+class BusyLoad(FixedLoad):
+    latest = LoadReading(waited=0.7, others=0.8, throttled=0.0, cores=2)
+
+
+def test_an_overloaded_host_is_noted_once_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "HostLoad", BusyLoad)
+    run_small(tmp_path / "run", run__epochs=2, data__synthetic_samples=16)
+    events = list(read_events(tmp_path / "run/metrics.jsonl"))
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    assert len([text for text in notes if "overloaded" in text and "stop other work" in text]) == 1
+    steps = [event for event in events if event["event"] == "step"]
+    assert {step["core_wait_share"] for step in steps} == {0.7}
+    assert "overloaded host" in str(bound_by(RunFiles.read(tmp_path / "run")))
+
+
 def test_remarks_of_both_loaders_are_told_once_also_where_an_error_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loop, "HostLoad", FixedLoad)
     monkeypatch.setattr(TrainLoader, "remark", lambda self: "3 on the host")
     monkeypatch.setattr(EvalLoader, "remark", lambda self: "2 on the host")
     evaluate, calls = loop.evaluate, []

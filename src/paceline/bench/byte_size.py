@@ -10,16 +10,24 @@ import re
 from paceline.core.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?b)?", re.IGNORECASE)
+_LARGEST = 2.0**50
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3}
 
 
 def parse_bytes(flag: str, text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(flag, text, "is not a size", "write 4096, 64KiB or 16MiB")
+    if found is None or not 0 < float(found[1]) < _LARGEST:
+        raise _no_size(flag, text)
     base = 1000 if (found[3] or "").lower() == "b" and found[2] else 1024
     power = _POWERS[found[2].lower()]
-    return round(float(found[1]) * float(base) ** power)
+    size = round(float(found[1]) * float(base) ** power)
+    if size < 1:
+        raise _no_size(flag, text)
+    return size
+
+
+def _no_size(flag: str, text: str) -> ConfigError:
+    return ConfigError(flag, text, "is not a size", "write 4096, 64KiB or 16MiB")
 
 
 def show_bytes(size: int) -> str:

@@ -7,9 +7,10 @@ and those that the time limit leaves no room for are left out and told. Rank 0 d
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -26,6 +27,7 @@ from paceline.comm.tuning_choice import (
     table_of,
 )
 from paceline.comm.tuning_file import ClusterShape, TuningFile
+from paceline.core.host_load import CoreUse, HostLoad, foreign_share
 
 # An algorithm that takes this many times as long as the best once is not sampled again.
 _SCREEN = 1.6
@@ -51,6 +53,7 @@ class Tuner:
 
     def __init__(self, ranks: RankGroup, job: TuneJob) -> None:
         self._ranks, self._job = ranks, job
+        self._load = HostLoad()
         names = dict.fromkeys((NATIVE, *job.algorithms))
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
 
@@ -100,6 +103,17 @@ class Tuner:
             warm_up=0, prepare=zero, limit_s=limit_s,
         )  # fmt: skip
         return MeasuredSize.of(size, {**screened, **samples})
+
+    def foreign_share(self) -> float:
+        """What other processes than these ranks used of the busiest machine's cores so far."""
+        use = self._load.use()
+        told = self._ranks.group.gather_bytes(json.dumps(asdict(use) if use else None).encode())
+
+        def decide() -> float:
+            tables = [json.loads(text) for text in told or []]
+            return foreign_share([CoreUse(**table) for table in tables if table is not None])
+
+        return float(self._ranks.decided(decide))
 
     def conclude(self, measured: list[MeasuredSize], cluster: ClusterShape) -> TuningFile:
         """Rank 0's choice."""

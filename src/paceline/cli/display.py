@@ -28,6 +28,7 @@ from paceline.core.events import (
     StepEvent,
     StopEvent,
 )
+from paceline.core.untrusted import one_line, printable
 
 # The rate shown is the median of this many steps: one slow step does not make it jump.
 _RATE_STEPS = 20
@@ -43,13 +44,18 @@ def create_display(console: Console, log_interval: int) -> Observer:
 
 
 def notable(event: Event) -> str | None:
-    """The sentence for an event that is not a step."""
+    """The text for an event that is not a step; names in it come from outside."""
+    text = _text_of(event)
+    return None if text is None else "\n".join(map(printable, text.split("\n")))
+
+
+def _text_of(event: Event) -> str | None:
     match event:
         case StartEvent():
             begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
             lines = [f"{begin} at step {event.step} of {event.total_steps}"]
             lines += [f"  {name}: {value}" for name, value in event.chosen.items()]
-            return "\n".join(lines)
+            return "\n".join(line.replace("\n", " ") for line in lines)
         case EvalEvent():
             return (
                 f"epoch {event.epoch:g}: top-1 {event.top1:.2f} %, top-5 {event.top5:.2f} %, "
@@ -59,11 +65,11 @@ def notable(event: Event) -> str | None:
             return f"saved {event.path}{' (best so far)' if event.best else ''}"
         case CorruptEvent():
             fate = "left out" if event.split == "val" else "replaced by its successor"
-            return f"corrupt, {fate}: {event.name} ({event.reason})"
+            return one_line(f"corrupt, {fate}: {event.name} ({event.reason})")
         case StopEvent() if event.reason != "finished":
             return f"stopped after step {event.step}: {event.reason}"
         case NoteEvent():
-            return event.text
+            return one_line(event.text)
     return None
 
 

@@ -19,10 +19,12 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.core.cores import available_cores
 from paceline.core.errors import PacelineError
 from paceline.core.topology import Topology
+from paceline.core.untrusted import one_line
 from paceline.version import __version__
 
 # A ResNet-50 run with its kept checkpoints needs about this much.
@@ -56,9 +58,9 @@ def doctor(
     findings = [finding for check in checks for finding in check()]
     table = Table("what", "found", "state", "remedy")
     for finding in findings:
-        table.add_row(
-            finding.what, finding.found, "ok" if finding.ok else "problem", finding.remedy
-        )
+        state = "ok" if finding.ok else "problem"
+        row = (finding.what, finding.found, state, finding.remedy)
+        table.add_row(*(Text(one_line(cell)) for cell in row))
     Console().print(table)
     return 0 if all(finding.ok for finding in findings) else 1
 

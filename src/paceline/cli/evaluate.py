@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from paceline.core.untrusted import one_line
+
 
 def evaluate_checkpoint(
     checkpoint: Path = typer.Argument(help="A checkpoint, or a run folder (its best)."),
@@ -47,7 +49,7 @@ def evaluate_checkpoint(
         typer.echo(json.dumps(table))
         return 0
     for sample in result.corrupt_here:
-        typer.echo(f"corrupt, left out: {sample.name} ({sample.reason})")
+        typer.echo(one_line(f"corrupt, left out: {sample.name} ({sample.reason})"))
     elsewhere = result.corrupt_count - len(result.corrupt_here)
     if elsewhere:
         typer.echo(f"corrupt, left out: {elsewhere} more on other ranks")

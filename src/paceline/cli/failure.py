@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
+from paceline.core.untrusted import one_line, printable
 
 # The process id of `paceline train --nproc-per-node`, in the environment of its children.
 CHILD_MARK = "PACELINE_LAUNCHER"
@@ -40,8 +41,8 @@ class Failure:
 
     def show(self) -> None:
         if self.trace:
-            sys.stderr.write(self.trace)
-        sys.stderr.write(f"paceline: error: {self.line}\n")
+            sys.stderr.write("".join(f"{printable(line)}\n" for line in self.trace.splitlines()))
+        sys.stderr.write(f"paceline: error: {one_line(self.line)}\n")
         sys.stderr.flush()
 
     def tell(self) -> None:

@@ -8,6 +8,10 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from paceline.core.errors import ConfigError
+from paceline.core.untrusted import one_line
 
 
 def inspect_data(
@@ -27,6 +31,8 @@ def inspect_data(
     from paceline.core.cores import available_cores
     from paceline.data.inspection.inspect_set import inspect_set
 
+    if sheet is not None and (not sheet.name or sheet.is_dir()):
+        raise ConfigError("--sheet", str(sheet), "is not a file", "give the name of a PNG file")
     with ProgressBars() as bars:
         report = inspect_set(
             directory,
@@ -44,9 +50,9 @@ def inspect_data(
     for name, facts in report.splits.items():
         _print_table(name, facts.table())
     for note in report.notes:
-        typer.echo(f"note: {note}")
+        typer.echo(one_line(f"note: {note}"))
     for problem in report.problems:
-        typer.echo(f"problem: {problem}")
+        typer.echo(one_line(f"problem: {problem}"))
     if not report.problems:
         typer.echo("no problem found")
     return 1 if report.problems else 0
@@ -56,7 +62,8 @@ def _print_table(name: str, facts: dict[str, object]) -> None:
     table = Table(title=name, show_header=False, title_justify="left")
     for label, value in facts.items():
         if label != "corrupt":
-            table.add_row(label.replace("_", " "), _text(value))
+            # Neither markup nor escape sequences: the name of a class may hold both.
+            table.add_row(label.replace("_", " "), Text(one_line(_text(value))))
     Console().print(table)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import one_line
 
 if TYPE_CHECKING:
     from paceline.data.packing.pack_manifest import PackedSplit
@@ -55,7 +56,7 @@ def pack_data(
     )
     began = time.monotonic()
     data_dir, target = _source_and_target(paths, source)
-    sources = open_splits(data_dir, source, split, typer.echo)
+    sources = open_splits(data_dir, source, split, _echo)
 
     def on_sample(name: str, done: int, corrupt: int) -> None:
         bars.update(name, done, len(sources[name]), f"{corrupt} corrupt" if corrupt else "")
@@ -68,7 +69,7 @@ def pack_data(
                 options,
                 workers=available_cores() if workers is None else workers,
                 on_sample=on_sample,
-                tell=typer.echo,
+                tell=_echo,
             )
     except KeyboardInterrupt:
         typer.echo("interrupted: finished shards are kept; the same command goes on", err=True)
@@ -80,6 +81,11 @@ def pack_data(
         typer.echo(_told(name, manifest.splits[name]))
     typer.echo(f"packed into {target} in {time.monotonic() - began:.1f} s")
     return 0
+
+
+def _echo(text: str) -> None:
+    """Notes on data name its files and classes."""
+    typer.echo(one_line(text))
 
 
 def _source_and_target(paths: list[str], source: str) -> tuple[str, Path]:
@@ -105,7 +111,7 @@ def _told(name: str, split: PackedSplit) -> str:
         f"{name}: {split.packed} images in {len(split.shards)} shards, {size / 2**20:,.1f} MiB; "
         f"{split.copied} copied as they were, {split.packed - split.copied} encoded anew"
     ]
-    lines += [f"corrupt, left out: {s.name} ({s.reason})" for s in split.corrupt[:_NAMED]]
+    lines += [one_line(f"corrupt, left out: {s.name} ({s.reason})") for s in split.corrupt[:_NAMED]]
     if len(split.corrupt) > _NAMED:
         lines.append(f"corrupt, left out: {len(split.corrupt) - _NAMED} more, see pack.json")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import one_line
 
 if TYPE_CHECKING:
     from paceline.plan.answer import Answer
@@ -171,13 +172,14 @@ def _write_plan(
 def _print(answer: Answer) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
 
     console = Console()
     facts = Table(show_header=False, box=None)
     for row in fact_rows(answer):
-        facts.add_row(*row)
+        facts.add_row(*(Text(one_line(cell)) for cell in row))
     console.print(facts)
     for head, rows in (
         (("buffers", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
@@ -187,5 +189,5 @@ def _print(answer: Answer) -> None:
     ):  # fmt: skip
         table = Table(*head)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(one_line(cell)) for cell in row))
         console.print(table)

@@ -26,7 +26,7 @@ from paceline.cli.bench_ranks import (
 )
 from paceline.cli.placed import run_placed
 from paceline.comm.algorithms.names import ALGORITHMS
-from paceline.comm.tuning_choice import MARGIN, MeasuredSize
+from paceline.comm.tuning_choice import MARGIN, MeasuredSize, check_noise
 from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
 from paceline.core.errors import ConfigError
 
@@ -54,6 +54,9 @@ def tune(
     device: str = DEVICE,
     backend: str = BACKEND,
     share_gpus: bool = SHARE_GPUS,
+    accept_noise: bool = typer.Option(
+        False, "--accept-noise", help="Write the table even where repeated samples differ widely."
+    ),
 ) -> int:
     """Measure this cluster; write the table of sizes for hybrid all-reduce."""
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
@@ -101,10 +104,12 @@ def tune(
             sys.stdout.write(_link_line("between nodes", cluster.inter))
             sys.stdout.write(_hidden_line(cluster))
         measured = tuner.measure(tell)
+        noisy = check_noise(measured, tuner.foreign_share(), accept_noise)
         found = tuner.conclude(measured, cluster)
         if main:
             found.write(output)
             sys.stdout.write(_conclusion(found, output, len(job.sizes)))
+            sys.stdout.write(f"warning: {noisy}\n" if noisy else "")
     return 0
 
 

@@ -7,7 +7,6 @@ paper's switch at a threshold η is the table of two rows. Without torch.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import tomli_w
 
 from paceline.comm.algorithms.names import check_name
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import ParseError, parse_toml
 
 _FIELD = "comm.sizes"
 # What `paceline tune` writes beside the table (see `TuningFile`).
@@ -119,17 +119,17 @@ class SizeTable:
     @classmethod
     def read(cls, path: Path) -> SizeTable:
         try:
-            table = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            table = parse_toml(path.read_bytes())
+        except (OSError, ParseError) as error:
             raise ConfigError(
                 _FIELD, str(path), f"cannot be read ({error})", "make it anew"
-            ) from error
+            ) from None
         return cls.from_table(table)
 
     @staticmethod
     def tuned_on(path: Path) -> tuple[int, int] | None:
         """Ranks and nodes of the cluster on which `paceline tune` made the file; None for one by hand."""
-        found = tomllib.loads(path.read_text()).get("cluster")
+        found = parse_toml(path.read_bytes()).get("cluster")
         if not isinstance(found, Mapping):
             return None
         ranks, nodes = found.get("ranks"), found.get("nodes")

@@ -15,21 +15,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.comm.size_table import SizeRow, SizeTable
+from paceline.core.errors import RunError
 
 NATIVE = "native"
 MARGIN = 0.05
+# The largest spread of repeated samples (`noise`) whose table is worth writing. Idle machines of the
+# records, two cores with up to 16 ranks, have 0.07 to 0.31.
+NOISE_LIMIT = 0.5
+# And how much of the cores other processes may use: steady work beside it slows all samples alike.
+FOREIGN_LIMIT = 0.25
 
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """Median seconds of each algorithm for one size."""
+    """Median seconds of each algorithm for one size. `spread`: the quartiles of the backend's own
+    samples lie so far apart, relative to their median."""
 
     size_bytes: int
     medians_s: Mapping[str, float]
+    spread: float = 0.0
 
     @classmethod
     def of(cls, size_bytes: int, samples: Mapping[str, Sequence[float]]) -> MeasuredSize:
-        return cls(size_bytes, {name: statistics.median(taken) for name, taken in samples.items()})
+        medians = {name: statistics.median(taken) for name, taken in samples.items()}
+        return cls(size_bytes, medians, _spread(samples.get(NATIVE, ())))
 
     def choose(self, before: str | None, margin: float) -> str:
         """`before`: what the next smaller size goes by."""
@@ -39,6 +48,40 @@ class MeasuredSize:
             if name is not None and self.medians_s.get(name, math.inf) <= bound:
                 return name
         return best
+
+
+def _spread(samples: Sequence[float]) -> float:
+    if len(samples) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / middle if middle > 0 else 0.0
+
+
+def noise(measured: Sequence[MeasuredSize]) -> float:
+    """The median spread over all sizes: one size that something disturbed does not count."""
+    return statistics.median(row.spread for row in measured) if measured else 0.0
+
+
+def check_noise(measured: Sequence[MeasuredSize], foreign: float, accept: bool) -> str:
+    """RunError where samples of one size differ too much to choose by them, or where other processes use
+    the `foreign` share of the cores; with `accept` a note instead."""
+    found, problems = noise(measured), []
+    if found > NOISE_LIMIT:
+        problems.append(
+            f"repeated all-reduces of one size spread by {found:.0%} (allowed: {NOISE_LIMIT:.0%})"
+        )
+    if foreign > FOREIGN_LIMIT:
+        problems.append(
+            f"other processes use {foreign:.0%} of the cores (allowed: {FOREIGN_LIMIT:.0%})"
+        )
+    if not problems:
+        return ""
+    cause = f"this host is too noisy to tune on: {' and '.join(problems)}"
+    if accept:
+        return f"{cause}; written because of --accept-noise"
+    raise RunError(
+        cause, "stop other work and repeat it, or give --accept-noise to write it anyway"
+    )
 
 
 def choose_algorithms(measured: Sequence[MeasuredSize], margin: float = MARGIN) -> list[str]:

@@ -8,7 +8,6 @@ inside a node and between nodes. The planner reads the last two. Without torch.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,15 @@ import tomli_w
 from paceline.comm.size_table import SizeTable
 from paceline.comm.tuning_choice import NATIVE, MeasuredSize
 from paceline.core.errors import ConfigError
+from paceline.core.settings import convert, from_table
+from paceline.core.untrusted import (
+    LONGEST_S,
+    SHORTEST_S,
+    is_count,
+    is_finite,
+    parse_toml,
+    short_repr,
+)
 
 _FIELD = "comm.sizes"
 
@@ -65,9 +73,7 @@ class ClusterShape:
     def from_table(cls, table: Mapping[str, Any]) -> ClusterShape:
         """The inverse of `to_table`."""
         intra, inter = (
-            LinkFacts(**{key: float(value) for key, value in table[name].items()})
-            if name in table
-            else None
+            from_table(LinkFacts, f"cluster.{name}", table[name]) if name in table else None
             for name in ("intra", "inter")
         )
         return cls(
@@ -77,7 +83,7 @@ class ClusterShape:
             str(table["device"]),
             intra,
             inter,
-            float(table["hidden_cost"]) if "hidden_cost" in table else None,
+            convert(table.get("hidden_cost"), float | None, "cluster.hidden_cost"),
         )
 
 
@@ -95,7 +101,12 @@ class TuningFile:
             "sizes": self._rows(),
             "cluster": self.cluster.to_table(),
             "measured": [
-                {"bytes": row.size_bytes, "chosen": name, "median_s": dict(row.medians_s)}
+                {
+                    "bytes": row.size_bytes,
+                    "chosen": name,
+                    "spread": float(f"{row.spread:.3g}"),
+                    "median_s": dict(row.medians_s),
+                }
                 for row, name in zip(self.measured, self.chosen, strict=True)
             ],
         }
@@ -124,16 +135,30 @@ class TuningFile:
     @classmethod
     def read(cls, path: Path) -> TuningFile:
         table = SizeTable.read(path)
-        content = tomllib.loads(path.read_text())
+        content = parse_toml(path.read_bytes())
         try:
             measured: Sequence[Mapping[str, Any]] = content["measured"]
+            for row in measured:
+                _check_measured(row)
             return cls(
                 table,
-                tuple(MeasuredSize(row["bytes"], row["median_s"]) for row in measured),
+                tuple(
+                    MeasuredSize(row["bytes"], row["median_s"], row.get("spread", 0.0))
+                    for row in measured
+                ),
                 tuple(row["chosen"] for row in measured),
                 ClusterShape.from_table(content["cluster"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 _FIELD, str(path), f"has no facts of a cluster ({error!r})", "run paceline tune"
             ) from None
+
+
+def _check_measured(row: Mapping[str, Any]) -> None:
+    medians = row["median_s"]
+    sound = all(is_finite(s) and SHORTEST_S <= s <= LONGEST_S for s in medians.values())
+    known = {NATIVE, row["chosen"]} <= medians.keys()
+    sound = sound and is_finite(row.get("spread", 0.0))  # older files have none
+    if not sound or not known or not is_count(row["bytes"], 1):
+        raise ValueError(f"measured: {short_repr(row)}")

@@ -11,6 +11,8 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from paceline.core.untrusted import one_line, short_repr
+
 
 class PacelineError(ValueError):
     """A mistake or mishap that a user can mend; `str()` is one line, `cause; remedy`."""
@@ -18,8 +20,9 @@ class PacelineError(ValueError):
     exit_code = 1
 
     def __init__(self, cause: str, remedy: str = "") -> None:
-        self.cause = " ".join(cause.split())
-        self.remedy = " ".join(remedy.split())
+        # Causes quote names of files, tar members and keys: none may reach a terminal as it is.
+        self.cause = one_line(cause)
+        self.remedy = one_line(remedy)
         super().__init__(f"{self.cause}; {self.remedy}" if self.remedy else self.cause)
 
     def __reduce__(self) -> tuple[Callable[..., PacelineError], tuple[Any, ...]]:
@@ -44,7 +47,7 @@ class ConfigError(PacelineError):
 
     def __init__(self, field: str, value: object, problem: str, remedy: str = "") -> None:
         self.field = field
-        shown = "" if value is None else f" = {value!r}"
+        shown = "" if value is None else f" = {short_repr(value)}"
         super().__init__(f"{field}{shown}: {problem}", remedy)
 
 
@@ -76,7 +79,8 @@ class DeviceError(RunError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the whole list where nothing is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    # Keys of a foreign document may be anything, also long, and the search takes the square of it.
+    close = difflib.get_close_matches(str(name)[:100], names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
     return "known: " + ", ".join(names)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from paceline.core.errors import DataError
+from paceline.core.untrusted import ParseError, parse_json
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class StepEvent(Event):
     # what of it each cause (read, decode, augment, copy) brought about.
     input_stall_s: float = 0.0
     input_stall_causes: dict[str, float] = field(default_factory=dict)
+    # Of this rank's threads: of the time in which they could run, the share that they had no core, over
+    # the last seconds (`HostLoad`); None before the first reading, and where the system keeps no account.
+    core_wait_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,8 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
-            except ValueError:  # also bytes that are not UTF-8
+                record = parse_json(line)
+            except ParseError:
                 record = None
             if not isinstance(record, dict) or not isinstance(record.get("event"), str):
                 raise DataError(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.untrusted import is_finite
 
 Settings = TypeVar("Settings")
 
@@ -20,11 +21,18 @@ Settings = TypeVar("Settings")
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:
     """Builds `cls`; unknown keys and wrong types fail, absent keys keep their default."""
     hints = typing.get_type_hints(cls)
+    if not isinstance(table, Mapping):
+        raise ConfigError(section, table, "is not a table", f"write it as [{section}]")
     values = {}
     for key, value in table.items():
         if key not in hints:
             raise ConfigError(f"{section}.{key}", None, "unknown setting", nearest(key, hints))
         values[key] = convert(value, hints[key], f"{section}.{key}")
+    assert dataclasses.is_dataclass(cls)
+    for field in dataclasses.fields(cls):
+        optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+        if field.name not in values and not optional:
+            raise ConfigError(f"{section}.{field.name}", None, "is missing")
     return cls(**values)
 
 
@@ -49,8 +57,12 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         return convert(value, inner, name)
     if origin is tuple:
         return _tuple(value, arguments, name)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and type(value) in (int, float):
+        if not is_finite(value):
+            raise ConfigError(name, value, "is not a finite number", "give a number")
         return float(value)
+    if hint is int and type(value) is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(name, value, "does not fit 64 bits", "give a smaller number")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(name, value, f"is a {type(value).__name__}", f"give {_KINDS[hint]}")
     return value

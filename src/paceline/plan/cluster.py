@@ -6,7 +6,6 @@ inside a node and between nodes, links, contention; and a ConfigError for figure
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import LONGEST_S
+
+# Far more than there is; within it no count of the planner overflows.
+RANKS_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,20 @@ class Cluster:
             ("--gpus-per-node", self.ranks_per_node),
             ("--links", self.links),
         ):
-            if count < 1:
-                raise ConfigError(flag, count, "must be at least 1")
+            if not 1 <= count <= RANKS_LIMIT:
+                raise ConfigError(flag, count, f"must be from 1 to {RANKS_LIMIT:,}")
+        if self.ranks > RANKS_LIMIT:
+            raise ConfigError("ranks", self.ranks, f"must be at most {RANKS_LIMIT:,}")
         for flag, link in (("inside a node", self.intra), ("between nodes", self.inter)):
             for what, value in (("latency", link.alpha_s), ("time a byte", link.beta_s)):
-                if not 0 <= value < math.inf:
+                if not 0 <= value <= LONGEST_S:
                     raise ConfigError(
-                        f"{what} {flag}", value, "must be 0 or more, and finite",
+                        f"{what} {flag}", value, f"must be 0 or more, at most {LONGEST_S:g} s",
                         "give a bandwidth above 0",
                     )  # fmt: skip
-        if not 1 <= self.oversubscription < math.inf:
+        if not 1 <= self.oversubscription <= LONGEST_S:
             raise ConfigError(
-                "--oversubscription", self.oversubscription, "must be at least 1",
+                "--oversubscription", self.oversubscription, "must be at least 1, and finite",
                 "4 means that a quarter of the links' sum reaches the other nodes",
             )  # fmt: skip
         for name, value in (
@@ -87,8 +92,8 @@ class Cluster:
             ("time to cast an element", self.cast_s),
             ("cost of a hidden exchange", self.hidden_cost),
         ):
-            if not 0 <= value < math.inf:
-                raise ConfigError(name, value, "must be 0 or more")
+            if not 0 <= value <= LONGEST_S:
+                raise ConfigError(name, value, f"must be 0 or more, at most {LONGEST_S:g}")
 
     @property
     def ranks(self) -> int:

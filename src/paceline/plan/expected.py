@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.untrusted import is_count, is_finite
+
 if TYPE_CHECKING:  # what reads a file needs no NumPy
     from paceline.plan.prediction import Prediction
 
@@ -46,9 +48,14 @@ class Expected:
     def from_table(cls, table: object) -> Expected | None:
         if not isinstance(table, Mapping) or table.keys() != cls.__dataclass_fields__.keys():
             return None
-        try:
-            buffers = tuple(float(seconds) for seconds in table["buffers_s"])
-            parts = {k: float(v) for k, v in table.items() if k not in ("batch", "buffers_s")}
-            return cls(batch=int(table["batch"]), buffers_s=buffers, **parts)
-        except (TypeError, ValueError):
+        batch, buffers = table["batch"], table["buffers_s"]
+        parts = {k: v for k, v in table.items() if k not in ("batch", "buffers_s")}
+        if not isinstance(buffers, list) or not is_count(batch, 1):
             return None
+        if not all(is_finite(seconds) and seconds >= 0 for seconds in (*buffers, *parts.values())):
+            return None
+        return cls(
+            batch=batch,
+            buffers_s=tuple(float(seconds) for seconds in buffers),
+            **{name: float(seconds) for name, seconds in parts.items()},
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ class FusionPlan:
             raise ConfigError("plan", None, where, "make the plan for this very model")
         missing = sorted(set(tensors) - set(planned))
         foreign = sorted(set(planned) - set(tensors))
-        twice = sorted({name for name in planned if planned.count(name) > 1})
+        twice = sorted(name for name, count in Counter(planned).items() if count > 1)
         for problem, names in (("lacks", missing), ("names unknown", foreign), ("repeats", twice)):
             if names:
                 raise ConfigError(

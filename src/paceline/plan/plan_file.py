@@ -8,7 +8,6 @@ in any order, ranks and nodes. Without torch.
 from __future__ import annotations
 
 import hashlib
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import ParseError, parse_toml
 from paceline.plan.expected import Expected
 from paceline.plan.fusion_plan import FusionPlan
 
@@ -95,12 +95,12 @@ class PlanFile:
     def read(cls, path: Path) -> PlanFile:
         """Unreadable, foreign and incomplete files fail in one line each."""
         try:
-            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+            tables = parse_toml(path.read_bytes())
         except OSError as error:
             raise ConfigError(
                 _FIELD, str(path), f"cannot be read ({error.strerror})", "check the path"
             ) from None
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except ParseError as error:
             raise ConfigError(
                 _FIELD, str(path), f"is not TOML: {error}", "mend it, or make it anew"
             ) from None

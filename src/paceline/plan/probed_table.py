@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import LONGEST_S, SHORTEST_S
 from paceline.plan.cluster import Cluster
 from paceline.plan.collective_cost import all_reduce_s
 
@@ -34,11 +35,18 @@ class ProbedTable:
         cls, base: Cluster, points: Mapping[str, Sequence[tuple[float, float]]], native: str
     ) -> ProbedTable:
         for name, rows in points.items():
-            if len(rows) < 2 or any(size <= 0 or seconds <= 0 for size, seconds in rows):
+            if len({size for size, _ in rows}) < max(2, len(rows)):
                 raise ConfigError(
-                    f"measured.{name}", list(rows), "needs two sizes or more, and times above 0",
+                    f"measured.{name}", list(rows), "needs two sizes or more, each once",
                     "run paceline tune again",
                 )  # fmt: skip
+            for size, seconds in rows:
+                if not (1 <= size <= 2**62 and SHORTEST_S <= seconds <= LONGEST_S):
+                    raise ConfigError(
+                        f"measured.{name}", (size, seconds),
+                        f"needs bytes above 0 and a time from {SHORTEST_S:g} to {LONGEST_S:g} s",
+                        "run paceline tune again",
+                    )  # fmt: skip
         return cls(base, {n: sorted(rows) for n, rows in points.items()}, native)
 
     @property

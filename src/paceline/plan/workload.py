@@ -7,8 +7,7 @@ Times are affine in the batch: a fixed part for launches and latency, and a part
 
 from __future__ import annotations
 
-import math
-import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,13 @@ from typing import Any
 import tomli_w
 
 from paceline.core.errors import ConfigError
+from paceline.core.settings import from_table
+from paceline.core.untrusted import LONGEST_S, SHORTEST_S, ParseError, parse_toml
+
+# The planner prices every run of neighbouring gradients: its tables grow with the square of their number.
+_MOST_GRADIENTS = 4096
+# So that sums over all gradients and their bytes stay exact in 64-bit integers and in doubles.
+_MOST_ELEMENTS = 2**48
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,32 @@ class Workload:
         for name in ("forward", "backward", "input"):
             times: Affine = getattr(self, name)
             for part, value in asdict(times).items():
-                if not 0 <= value < math.inf:
-                    raise _error(f"{name}.{part}", value, "must be 0 or more", "profile it again")
-        if not 0 <= self.update_s < math.inf:
-            raise _error("update_s", self.update_s, "must be 0 or more", "profile it again")
-        if self.forward.at(1) + self.backward.at(1) <= 0:
+                _check_seconds(f"{name}.{part}", value)
+        _check_seconds("update_s", self.update_s)
+        if self.forward.at(1) + self.backward.at(1) < SHORTEST_S:
             raise _error("backward", 0.0, "a step takes no time", "profile it again")
+        if not 0 <= self.spread <= 1:
+            raise _error("spread", self.spread, "must be from 0 to 1", "profile it again")
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        names = Counter(gradient.name for gradient in self.gradients)
+        name, count = names.most_common(1)[0]
+        if count > 1:
+            raise _error(f"gradients.{name}", None, "is there twice", "profile it again")
+        if len(self.gradients) > _MOST_GRADIENTS or self.elements > _MOST_ELEMENTS:
+            raise _error(
+                "gradients", len(self.gradients),
+                f"must be at most {_MOST_GRADIENTS} with 2^48 elements in all", "profile it again",
+            )  # fmt: skip
         last = 0.0
         for gradient in self.gradients:
-            if gradient.elements < 0 or not last <= gradient.ready <= 1:
+            if gradient.elements < 0:
+                raise _error(
+                    f"gradients.{gradient.name}.elements", gradient.elements, "must be 0 or more",
+                    "profile it again",
+                )  # fmt: skip
+            if not last <= gradient.ready <= 1:
                 raise _error(
                     f"gradients.{gradient.name}", gradient.ready,
                     "shares must rise from 0 to 1 in the order of the list", "profile it again",
@@ -99,27 +122,54 @@ class Workload:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Workload:
-        try:
-            values = dict(table["workload"])
-            for name in ("forward", "backward", "input"):
-                values[name] = Affine(**values[name])
-            values["gradients"] = tuple(Gradient(**row) for row in values["gradients"])
-            return cls(**values)
-        except (KeyError, TypeError) as error:
-            raise _error("workload", None, f"not a profile ({error})", "make it anew") from None
+        """ConfigError for a table that is none, naming the field that is missing or of another type."""
+        work = table.get("workload")
+        if not isinstance(work, Mapping) or not isinstance(work.get("gradients"), list):
+            problem = "has no [workload] with gradients"
+            raise _error("workload", None, f"not a profile ({problem})", "make it anew")
+        parts: dict[str, Any] = {
+            name: from_table(Affine, f"profile: {name}", work[name])
+            for name in ("forward", "backward", "input")
+            if name in work
+        }
+        parts["gradients"] = tuple(
+            from_table(Gradient, f"profile: gradients[{number}]", row)
+            for number, row in enumerate(work["gradients"])
+        )
+        plain = {name: value for name, value in work.items() if name not in parts}
+        facts = from_table(_Facts, "profile", plain)
+        missing = sorted({"forward", "backward"} - parts.keys())
+        if missing:
+            raise _error(missing[0], None, "is missing", "make it anew")
+        return cls(**parts, **vars(facts))
 
     @classmethod
     def read(cls, path: Path) -> Workload:
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            table = parse_toml(path.read_bytes())
+        except (OSError, ParseError) as error:
             raise ConfigError(
                 "--profile", str(path), f"cannot be read ({error})", "make it with paceline profile"
-            ) from error
+            ) from None
         return cls.from_table(table)
 
     def write(self, path: Path) -> None:
         path.write_text(tomli_w.dumps(self.to_table()), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The fields of a `Workload` that are plain values in its table."""
+
+    model: str
+    update_s: float
+    spread: float = 0.1
+    source: str = ""
+
+
+def _check_seconds(field: str, value: float) -> None:
+    if not 0 <= value <= LONGEST_S:
+        raise _error(field, value, f"must be from 0 to {LONGEST_S:g} s", "profile it again")
 
 
 def _error(field: str, value: object, problem: str, remedy: str) -> ConfigError:

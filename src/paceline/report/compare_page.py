@@ -5,13 +5,11 @@ In: a `Comparison`. Out: one HTML page in the style of a run's report, which nee
 
 from __future__ import annotations
 
-from html import escape
-
 from paceline.report.compare_charts import compare_charts, series_look
 from paceline.report.compare_table import caption, compare_table, differing_table, runs_table
 from paceline.report.comparison import Comparison
 from paceline.report.html_document import document, figures, remarks, section
-from paceline.report.quantities import many
+from paceline.report.quantities import many, markup
 
 PAGE_NAME = "compare.html"
 
@@ -23,7 +21,7 @@ def compare_page(comparison: Comparison) -> str:
     return document(
         title,
         [
-            f"<header><p>{escape(caption(comparison))}</p>\n<h1>{escape(title)}</h1></header>",
+            f"<header><p>{markup(caption(comparison))}</p>\n<h1>{markup(title)}</h1></header>",
             section("Result", [compare_table(comparison)]),
             _key(comparison),
             figures(compare_charts(comparison)),
@@ -41,5 +39,5 @@ def _key(comparison: Comparison) -> str:
     for place, row in enumerate(comparison.rows):
         colour, dashed = series_look(place)
         look = f"c{colour}" + (" dashed" if dashed else "")
-        items.append(f'<li class="{look}">{escape(row.label)}</li>')
+        items.append(f'<li class="{look}">{markup(row.label)}</li>')
     return f'<ul class="key">{"".join(items)}</ul>'

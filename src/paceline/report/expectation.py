@@ -7,11 +7,12 @@ verdict: what bounds the step.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.core.host_load import NOTABLE_WAIT
+from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.plan.expected import Expected
 from paceline.plan.plan_file import PlanFile
 from paceline.report.input_stall import InputStall
@@ -56,6 +57,8 @@ def bound_by(run: RunFiles) -> str | None:
     found = Measured.of(run)
     if found is None:
         return None
+    if overload := overloaded_host(run):
+        return overload
     if found.straggler:
         return f"straggler {found.straggler}"
     main_cause = InputStall.of(run).main_cause
@@ -65,6 +68,32 @@ def bound_by(run: RunFiles) -> str | None:
     if seconds < _NOTABLE * found.step_s:
         return "compute"
     return f"{name}, {seconds / found.step_s:.0%} of a step"
+
+
+def overloaded_host(run: RunFiles) -> str | None:
+    """Of the rank whose threads waited longest for cores, where that decides about its steps; None for a
+    sound host. Waiting threads make compute, input and exchange slow alike, so this comes before them."""
+    worst, rank = 0.0, 0
+    for number in run.ranks:
+        steps = run.of_kind("step", number)
+        shares = [s for r in steps if (s := finite(r, "core_wait_share")) is not None]
+        # On a GPU a step may not depend on the host's threads: only where it waits for its input.
+        counts = _on_cpu(run, number) or InputStall.of(run, number).main_cause
+        if shares and counts and median(shares) > worst:
+            worst, rank = median(shares), number
+    if worst < NOTABLE_WAIT:
+        return None
+    who = f"rank {rank}'s threads" if len(run.ranks) > 1 else "threads"
+    return (
+        f"an overloaded host: {who} waited for cores {worst:.0%} of the time; "
+        "stop other work, or set run.threads=1"
+    )
+
+
+def _on_cpu(run: RunFiles, rank: int) -> bool:
+    start = (run.of_kind("start", rank) or [{}])[-1]
+    hardware = start.get("hardware")
+    return isinstance(hardware, dict) and hardware.get("device") == "cpu"
 
 
 def expected_of(run: RunFiles) -> Expected | None:
@@ -103,18 +132,21 @@ def traced_buffers(path: Path) -> dict[int, float]:
     """Seconds of each buffer's exchange: in every step from the last rank's begin to the end, since those
     before only wait for it; the median over steps."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError):
+        events = parse_json(path.read_bytes())["traceEvents"]
+    except (OSError, ParseError, KeyError, TypeError):
         return {}
     begun: dict[tuple[int, int], float] = {}
     ended: dict[tuple[int, int], float] = {}
-    for event in events:
-        if event.get("cat") != "exchange" or event.get("ph") != "X":
+    for event in events if isinstance(events, list) else ():
+        if not isinstance(event, dict) or event.get("cat") != "exchange" or event.get("ph") != "X":
             continue
-        details = event.get("args", {})
-        if "buffer" not in details or "step" not in details:
+        details = event.get("args")
+        if not isinstance(details, dict) or not all(is_finite(event.get(n)) for n in ("ts", "dur")):
             continue
-        key = int(details["step"]), int(details["buffer"])
+        step, buffer = details.get("step"), details.get("buffer")
+        if not is_count(step) or not is_count(buffer):
+            continue
+        key = step, buffer
         begun[key] = max(begun.get(key, 0.0), event["ts"])
         ended[key] = max(ended.get(key, 0.0), event["ts"] + event["dur"])
     by_buffer: dict[int, list[float]] = {}

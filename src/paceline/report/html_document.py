@@ -7,10 +7,10 @@ no script, nothing to load; titles and notes are escaped here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 from paceline.report.html_table import html_table
 from paceline.report.page_style import STYLE
+from paceline.report.quantities import markup
 from paceline.report.svg_chart import Chart, line_chart
 from paceline.report.tables import Table
 
@@ -20,7 +20,7 @@ def document(title: str, parts: Iterable[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{markup(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -29,7 +29,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 def figures(charts: Iterable[Chart]) -> str:
     """Charts side by side, each under its title."""
     drawn = "\n".join(
-        f"<figure><figcaption>{escape(chart.title)} <span>{escape(chart.note)}</span>"
+        f"<figure><figcaption>{markup(chart.title)} <span>{markup(chart.note)}</span>"
         f"</figcaption>{line_chart(chart)}</figure>"
         for chart in charts
     )
@@ -42,12 +42,12 @@ def section(title: str, content: Sequence[Table], *, titled: bool = False) -> st
     if not filled:
         return ""
     cards = "\n".join(f'<div class="card">{table}</div>' for table in filled)
-    return f'<section><h2>{escape(title)}</h2>\n<div class="wide">{cards}</div></section>'
+    return f'<section><h2>{markup(title)}</h2>\n<div class="wide">{cards}</div></section>'
 
 
 def remarks(title: str, lines: Iterable[str]) -> str:
     """A heading and a list; nothing where there is no line."""
-    items = "".join(f"<li>{escape(text)}</li>" for text in lines)
+    items = "".join(f"<li>{markup(text)}</li>" for text in lines)
     if not items:
         return ""
-    return f'<section><h2>{escape(title)}</h2>\n<ul class="card remarks">{items}</ul></section>'
+    return f'<section><h2>{markup(title)}</h2>\n<ul class="card remarks">{items}</ul></section>'

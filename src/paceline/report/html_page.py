@@ -7,7 +7,6 @@ load, every name escaped. An unfinished run gives a page of what there is.
 from __future__ import annotations
 
 import re
-from html import escape
 
 from paceline.report import incident_tables, tables
 from paceline.report.expectation import expectation_table
@@ -15,7 +14,7 @@ from paceline.report.html_document import document, figures, remarks, section
 from paceline.report.html_table import html_pairs, html_table
 from paceline.report.input_stall import stall_table
 from paceline.report.outcome import Outcome
-from paceline.report.quantities import moment, shown
+from paceline.report.quantities import markup, moment, shown
 from paceline.report.run_charts import run_charts
 from paceline.report.run_files import RunFiles, finite
 from paceline.report.tables import Table
@@ -70,25 +69,25 @@ def _header(run: RunFiles) -> str:
     began = moment(finite(starts[0], "time")) if starts else "not started"
     model = (run.summary or {}).get("model")
     facts = [shown(run.path.resolve().name), began, *([shown(model)] if model else [])]
-    title = _UNIT_GAP.sub("&nbsp;", escape(verdict(run)))
+    title = _UNIT_GAP.sub("&nbsp;", markup(verdict(run)))
     return (
         f'<header><p><span class="state {outcome.state}">{outcome.state}</span>'
-        f"{escape(' · '.join(facts))}</p>\n<h1>{title}</h1></header>"
+        f"{markup(' · '.join(facts))}</p>\n<h1>{title}</h1></header>"
     )
 
 
 def _cards(title: str, content: list[Table], otherwise: str) -> str:
     """Small tables side by side."""
     filled = [f'<div class="card">{html_table(table)}</div>' for table in content if table.rows]
-    body = f'<p class="note">{escape(otherwise)}</p>'
+    body = f'<p class="note">{markup(otherwise)}</p>'
     if filled:
         body = '<div class="cards">' + "\n".join(filled) + "</div>"
-    return f"<section><h2>{escape(title)}</h2>\n{body}</section>"
+    return f"<section><h2>{markup(title)}</h2>\n{body}</section>"
 
 
 def _footer(run: RunFiles) -> str:
     digest = (run.summary or {}).get("weights_sha256")
-    weights = f" · weights sha256 {escape(shown(digest))}" if digest else ""
+    weights = f" · weights sha256 {markup(shown(digest))}" if digest else ""
     averaged = (run.summary or {}).get("average_sha256")
-    average = f" · their average {escape(shown(averaged))}" if averaged else ""
+    average = f" · their average {markup(shown(averaged))}" if averaged else ""
     return f"<footer>Paceline run report{weights}{average}</footer>"

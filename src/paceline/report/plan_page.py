@@ -5,11 +5,10 @@ In: an `Answer`. Out: one HTML page that needs nothing beside it.
 
 from __future__ import annotations
 
-from html import escape
-
 from paceline.plan.answer import Answer
 from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
 from paceline.report.html_document import document, figures, section
+from paceline.report.quantities import markup
 from paceline.report.svg_chart import Chart, Line
 from paceline.report.tables import Table
 
@@ -22,7 +21,7 @@ def plan_page(answer: Answer) -> str:
     return document(
         title,
         [
-            f"<header><p>Paceline plan</p>\n<h1>{escape(title)}</h1></header>",
+            f"<header><p>Paceline plan</p>\n<h1>{markup(title)}</h1></header>",
             section("Answer", [_table("", ("", ""), fact_rows(answer), {0, 1})]),
             figures([_efficiency(answer), _speed(answer), _buffers(answer)]),
             section("What would help", [_table("", ("change", "images/s"), advice_rows(answer))]),

@@ -7,7 +7,10 @@ A quantity that is not known is an en dash.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from html import escape
 from typing import Any
+
+from paceline.core.untrusted import one_line, printable
 
 UNKNOWN = "–"
 
@@ -87,7 +90,9 @@ def shown(value: Any) -> str:
         return ", ".join(shown(item) for item in value) or "(none)"
     if isinstance(value, dict):
         return ", ".join(f"{shown(key)} = {shown(item)}" for key, item in value.items())
-    text = " ".join(str(value).split()) or UNKNOWN
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    return one_line(str(value)) or UNKNOWN
+
+
+def markup(text: str) -> str:
+    """`text` for an HTML page: escaped, without control characters."""
+    return "\n".join(escape(printable(line)) for line in text.split("\n"))

@@ -8,10 +8,7 @@ superseded and left out.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 
 from paceline.core.errors import DataError
 from paceline.core.events import read_events
+from paceline.core.untrusted import ParseError, is_finite, parse_json, parse_toml
 
 Record = dict[str, Any]
 
@@ -26,6 +24,8 @@ EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 # One of each is in force for a step; of the others, a step may have several.
 _ONE_A_STEP = frozenset({"step", "eval", "checkpoint"})
+# What is larger is no measure of anything, and would overflow the arithmetic of an axis.
+_RUNAWAY = 1e100
 _WITH_A_STEP = _ONE_A_STEP | {"start", "corrupt", "stop"}
 
 
@@ -83,11 +83,11 @@ class RunFiles:
 
 
 def finite(record: Record, name: str) -> float | None:
-    """A field as a number; None where it is absent, null (JSON's NaN) or anything else."""
+    """A field as a number; None where it is absent, null (JSON's NaN), huge or anything else."""
     value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite(value) or abs(value) > _RUNAWAY:
         return None
-    return float(value)
+    return float(value) if abs(value) > 1 / _RUNAWAY else 0.0
 
 
 def whole(record: Record, name: str) -> int | None:
@@ -157,8 +157,8 @@ def _read_summary(file: Path) -> Record | None:
     if not file.exists():
         return None
     try:
-        summary = json.loads(file.read_bytes())
-    except ValueError as error:
+        summary = parse_json(file.read_bytes())
+    except ParseError as error:
         raise DataError(f"{file} is not JSON: {error}", "restore it, or delete it") from error
     if not isinstance(summary, dict):
         raise DataError(f"{file} holds no table", "restore it, or delete it")
@@ -169,6 +169,6 @@ def _read_config(file: Path) -> Record:
     if not file.exists():
         return {}
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return parse_toml(file.read_bytes())
+    except ParseError as error:
         raise DataError(f"{file} is not TOML: {error}", "restore it, or delete it") from error

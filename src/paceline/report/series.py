@@ -14,8 +14,6 @@ from paceline.report.run_files import RunFiles, finite
 
 # More points than this lie closer than a pixel in a chart of one column.
 MAX_POINTS = 600
-# What is larger is no measure of anything, and would overflow the arithmetic of an axis.
-_RUNAWAY = 1e100
 
 
 class Point(NamedTuple):
@@ -40,7 +38,7 @@ def _points(run: RunFiles, kind: str, field: str) -> list[Point]:
     points = [
         Point(record["step"], finite(record, "epoch") or 0.0, value)
         for record in run.of_kind(kind)
-        if (value := finite(record, field)) is not None and abs(value) < _RUNAWAY
+        if (value := finite(record, field)) is not None
     ]
     return sorted(points)
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from paceline.report.axis import Axis
-from paceline.report.quantities import number, shown
+from paceline.report.quantities import markup, number, shown
 
 WIDTH, HEIGHT = 520, 290
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 34, 42
@@ -94,7 +93,7 @@ def line_chart(chart: Chart) -> str:
         )
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(_spoken(chart))}">' + "".join(body) + "</svg>"
+        f'aria-label="{markup(_spoken(chart))}">' + "".join(body) + "</svg>"
     )
 
 
@@ -127,7 +126,7 @@ def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
         parts.append(f'<text x="{x:.1f}" y="{foot + 17}" text-anchor="middle">{label}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {foot}H{right}"/>')
     parts.append(
-        f'<text x="{right}" y="{foot + 35}" text-anchor="end">{escape(chart.x_label)}</text>'
+        f'<text x="{right}" y="{foot + 35}" text-anchor="end">{markup(chart.x_label)}</text>'
     )
     return parts
 
@@ -139,7 +138,7 @@ def _markers(chart: Chart, x_axis: Axis) -> list[str]:
         x = LEFT + x_axis.share(marker.x) * PLOT_WIDTH
         path = f"M{x:.1f} {TOP}V{foot}" if marker.kind == "resume" else f"M{x:.1f} {foot}v-9"
         parts.append(
-            f'<path class="{marker.kind}" d="{path}"><title>{escape(shown(marker.text))}</title>'
+            f'<path class="{marker.kind}" d="{path}"><title>{markup(shown(marker.text))}</title>'
             "</path>"
         )
     return parts
@@ -157,7 +156,7 @@ def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
         text = f"{chart.x_label} {number(x_value)}: {line.name} {chart.show_value(y_value)}"
         parts.append(
             f'<circle class="c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
-            f"<title>{escape(text)}</title></circle>"
+            f"<title>{markup(text)}</title></circle>"
         )
     return parts
 
@@ -178,7 +177,7 @@ def _strips(chart: Chart, x_axis: Axis) -> list[str]:
         )
         parts.append(
             f'<rect class="strip" x="{LEFT + strip * width:.1f}" y="{TOP}" width="{width:.1f}" '
-            f'height="{PLOT_HEIGHT}"><title>{escape(text)}</title></rect>'
+            f'height="{PLOT_HEIGHT}"><title>{markup(text)}</title></rect>'
         )
     return parts
 
@@ -192,8 +191,8 @@ def _legend(chart: Chart) -> list[str]:
         last = "" if line.faint else f" {chart.show_value(line.points[-1][1])}"
         parts.append(f'<path class="{line.look}" d="M{x:.1f} 14h14"/>')
         parts.append(
-            f'<text class="legend" x="{x + 19:.1f}" y="18">{escape(line.name)}'
-            f'<tspan class="last">{escape(last)}</tspan></text>'
+            f'<text class="legend" x="{x + 19:.1f}" y="18">{markup(line.name)}'
+            f'<tspan class="last">{markup(last)}</tspan></text>'
         )
         # No text can be measured here: 6.6 units a letter is on the wide side of the font used.
         x += 19 + 6.6 * (len(line.name) + len(last)) + 16

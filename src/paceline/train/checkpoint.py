@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
+from paceline.core.untrusted import is_count
 from paceline.train.atomic_file import write_atomically
 from paceline.version import __version__
 
@@ -112,7 +113,24 @@ class Checkpoint:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
             )
+        _check_types(parts, path)
         return cls(**parts)
+
+
+_TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
+
+
+def _check_types(parts: dict[str, Any], path: Path) -> None:
+    """A right checksum does not make a whole checkpoint: another program may have written it."""
+    step = parts["progress"].get("step") if isinstance(parts.get("progress"), dict) else None
+    wrong = [
+        name
+        for name in Checkpoint.__dataclass_fields__
+        if name != "average" and type(parts.get(name)) is not _TYPES.get(name, dict)
+    ]
+    if wrong or not is_count(step) or not isinstance(parts.get("average", {}), dict):
+        what = wrong[0] if wrong else "progress.step"
+        raise CheckpointError(f"{path} is broken: {what} is missing or of another type", _OLDER)
 
 
 def content_hash(value: Any) -> str:

@@ -20,6 +20,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.core.topology import Topology
+from paceline.core.untrusted import one_line
 from paceline.data.corrupt import allowed_corrupt
 from paceline.data.create_loader import create_eval_loader
 from paceline.data.normalize import Normalizer
@@ -68,7 +69,7 @@ def evaluate_file(
         with loader, StopSignals() as stop:
             result = evaluate(model, loader, normalize, policy, group, stop, limit)
         if remark := loader.remark():
-            sys.stderr.write(f"paceline: note: {remark}\n")
+            sys.stderr.write(f"paceline: note: {one_line(remark)}\n")
         return result, config, group.rank
 
 

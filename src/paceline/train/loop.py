@@ -11,15 +11,19 @@ import signal
 import time
 from dataclasses import dataclass
 
+import torch
+
 from paceline.core.errors import PacelineError
 from paceline.core.events import (
     CheckpointEvent,
     EvalEvent,
+    NoteEvent,
     StartEvent,
     StepEvent,
     StopEvent,
     TrustEvent,
 )
+from paceline.core.host_load import HostLoad
 from paceline.data.corrupt import allowed_corrupt
 from paceline.data.create_loader import create_eval_loader
 from paceline.train.corrupt_tally import CorruptTally
@@ -60,6 +64,7 @@ class TrainingLoop:
         )
         self._notes = InputNotes(training.emit, training.is_main)
         self._save_owed = False
+        self._load, self._overload_noted = HostLoad(), False
 
     def run(self) -> RunResult:
         """Ends with a checkpoint of the last step on disk, whatever the reason to stop."""
@@ -174,6 +179,7 @@ class TrainingLoop:
                 exposed_comm_s=outcome.exposed_comm_s,
                 input_stall_s=sum(outcome.stall.values()),
                 input_stall_causes=outcome.stall,
+                core_wait_share=self._core_wait_share(),
             )
         )
         if t.is_main and self._trust_is_due(progress.step):
@@ -187,6 +193,15 @@ class TrainingLoop:
             self._tally.check()
         if outcome.skipped:
             check_divergence(t, outcome)
+
+    def _core_wait_share(self) -> float | None:
+        """The latest reading; the first one that shows an overloaded host is also a note."""
+        if (reading := self._load.read()) is not None:
+            text = reading.describe(torch.get_num_threads())
+            if text and not self._overload_noted:
+                self._overload_noted = True
+                self._t.emit(NoteEvent(text))
+        return self._load.latest.waited if self._load.latest else None
 
     def _trust_is_due(self, step: int) -> bool:
         """Reading the ratios waits for the device: only every so many steps, when asked for."""

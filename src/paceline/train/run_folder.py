@@ -7,7 +7,6 @@ the very run that shall go on; never another run's. `claim_run_folder` locks it 
 from __future__ import annotations
 
 import contextlib
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.settings import flatten
+from paceline.core.untrusted import ParseError, parse_toml
 from paceline.core.whole_file import LEFTOVERS
 from paceline.train.atomic_file import write_atomically
 from paceline.train.checkpoint_shelf import CheckpointShelf
@@ -202,8 +202,8 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         if (folder / "summary.json").exists():
             continue
         try:
-            there = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+            there = parse_toml((folder / "config.toml").read_bytes())
+        except (OSError, ParseError):
             continue
         if not all(isinstance(table, dict) for table in there.values()):
             continue

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from paceline.core.errors import CheckpointError
 from paceline.train.atomic_file import write_atomically
 from paceline.train.batch_norm import pool
 from paceline.train.checkpoint import Checkpoint
@@ -27,7 +28,17 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
 
 def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The state dict of a checkpoint, of its `WeightAverage` where it has one; batch-norm statistics
-    averaged over the ranks."""
+    averaged over the ranks. CheckpointError where its parts do not fit each other."""
+    try:
+        return _pooled_weights(checkpoint)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        raise CheckpointError(
+            f"the checkpoint's batch-norm statistics do not fit its model ({error})",
+            "use another checkpoint",
+        ) from None
+
+
+def _pooled_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     average = checkpoint.average
     state = {**checkpoint.model, **average.get("weights", {})}
     pooled = pool(average.get("rows", checkpoint.batch_norm["rows"]))

@@ -15,6 +15,6 @@ ALGORITHMS = (
 )
 
 
-def check_name(name: str, field: str = "comm.algorithm") -> None:
+def check_name(name: object, field: str = "comm.algorithm") -> None:
     if name not in ALGORITHMS:
         raise ConfigError(field, name, "unknown algorithm", nearest(str(name), ALGORITHMS))

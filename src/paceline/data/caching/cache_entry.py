@@ -6,6 +6,7 @@ Whatever is not exactly what was written, by a crash or by a failing disk, is No
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 
@@ -37,6 +38,8 @@ def from_entry(i: int, entry: bytes) -> Data | None:
         return None
     if not any(shape):
         return content
+    if math.prod(shape) != len(content):
+        return None
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 

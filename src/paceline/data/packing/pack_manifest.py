@@ -16,11 +16,14 @@ from typing import Any
 from PIL import features
 
 from paceline.core.errors import DataError
+from paceline.core.settings import from_table
+from paceline.core.untrusted import is_count, parse_json, short_repr
 from paceline.data.corrupt import CorruptSample
 from paceline.data.written_file import write_file
 
 FILE_NAME = "pack.json"
 _VERSION = 1
+_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,14 @@ class PackManifest:
         """The manifest of `directory`, None where there is none; one that is damaged fails."""
         path = directory / FILE_NAME
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_bytes())
             if content["version"] != _VERSION:
                 raise DataError(
                     f"{path}: version {content['version']!r}, this Paceline reads {_VERSION}",
                     "pack into another directory",
                 )
-            manifest = cls(directory, content["options"])
-            manifest.encoders = content["encoders"]
+            manifest = cls(directory, dict(content["options"]))
+            manifest.encoders = dict(content["encoders"])
             manifest.splits = {name: _split(t) for name, t in content["splits"].items()}
         except FileNotFoundError:
             return None
@@ -149,10 +152,21 @@ def encoder_versions() -> dict[str, str]:
 
 
 def _split(table: dict[str, Any]) -> PackedSplit:
-    shards = [PackedShard(**shard) for shard in table["shards"]]
+    shards = [from_table(PackedShard, "shards", shard) for shard in table["shards"]]
     for shard in shards:
-        # The name becomes a path: it may not lead out of the directory.
-        if os.path.basename(shard.name) != shard.name or shard.name in ("", ".", ".."):  # noqa: PTH119
-            raise ValueError(f"shard {shard.name!r}")
-    corrupt = [CorruptSample(**sample) for sample in table["corrupt"]]
-    return PackedSplit(**{**table, "shards": shards, "corrupt": corrupt})
+        # The name becomes a path: it may not lead out of the directory, and a file system must take it.
+        plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
+        if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
+            raise ValueError(f"shard {short_repr(shard.name)}")
+    corrupt = [from_table(CorruptSample, "corrupt", sample) for sample in table["corrupt"]]
+    split = PackedSplit(**{**table, "shards": shards, "corrupt": corrupt})
+    counts = (
+        split.samples,
+        split.copied,
+        *(n for s in shards for n in (s.samples, s.bytes, s.stop)),
+    )
+    if not all(is_count(count) for count in counts):
+        raise ValueError("counts must be whole numbers, 0 or more")
+    if not isinstance(split.source, str) or not isinstance(split.complete, bool):
+        raise ValueError("source must be a text, complete true or false")
+    return split

@@ -7,13 +7,13 @@ file has them. A file that is cut off, of another size or of another kind is a `
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
+from paceline.core.untrusted import ParseError, parse_json
 from paceline.data.decoding.decode import CorruptImage, decode
 from paceline.data.randomness import Int64
 from paceline.data.sources.pickled_batch import read_pickled_batch
@@ -41,8 +41,8 @@ def read_sheet(path: Path) -> Pixels:
 def read_labels(path: Path) -> Int64:
     """A JSON list of class indices."""
     try:
-        values = json.loads(_content(path))
-    except ValueError as error:
+        values = parse_json(_content(path))
+    except ParseError as error:
         raise DataError(f"{path}: is not JSON ({error})", _REMEDY) from None
     if not isinstance(values, list):
         raise DataError(f"{path}: is not a list of labels", _REMEDY)

@@ -6,11 +6,11 @@ names in the order of their indices, which must be 0, 1, 2 … without gap or re
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import DataError
+from paceline.core.untrusted import ParseError, parse_json
 
 FILE_NAME = "classes.json"
 _FORM = 'write it as [{"cls": 0, "name": "…"}, …] or {"name": 0, …}'
@@ -20,12 +20,12 @@ def read_classes(directory: Path) -> list[str] | None:
     """The classes that `directory` declares, or None where it has no such file."""
     path = directory / FILE_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", "check it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ParseError as error:
         raise DataError(f"{path}: is not JSON ({error})", _FORM) from None
     names = dict(_pairs(content, path))
     if len(names) != len(content) or sorted(names) != list(range(len(names))) or not names:

@@ -24,6 +24,7 @@ from paceline.data.sources.class_list import numbered_classes, read_classes
 _STEMS = {"train": "train", "val": "t10k"}
 _UNSIGNED_BYTE = 8
 _LIMIT_BYTES = 8 << 30
+_PIECE_BYTES = 16 << 20
 _REMEDY = "fetch the file again"
 
 
@@ -111,8 +112,14 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
             size = math.prod(shape)
             if size > _LIMIT_BYTES:
                 raise DataError(f"{path}: claims {size:,} bytes of pixels", _REMEDY)
-            # One byte more than it should hold shows a file that is too long.
-            content = file.read(size + 1)
+            # One byte more than it should hold shows a file that is too long. Piece by piece: a header
+            # may claim gigabytes that the file does not hold.
+            content = bytearray()
+            while len(content) <= size:
+                piece = file.read(min(_PIECE_BYTES, size + 1 - len(content)))
+                if not piece:
+                    break
+                content += piece
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: not a readable gzip file ({error})", _REMEDY) from None
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 
@@ -54,12 +55,19 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}") from None
 
 
+def _check_memo(content: bytes) -> None:
+    """Raises where a length or a place in the memo is beyond what the file can fill: the unpickler
+    would allocate as much memory as they claim. `genops` checks the lengths."""
+    for operation, argument, _ in pickletools.genops(content):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
+            raise pickle.UnpicklingError("its memo is larger than the file")
+
+
 def read_pickled_batch(content: bytes) -> tuple[tuple[int, ...], bytes, list[int]]:
     """Shape and bytes of the array, and the labels; ValueError where `content` is anything else."""
     try:
+        _check_memo(content)
         table = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    except MemoryError:
-        raise
     except Exception as error:  # damaged bytes make the unpickler raise almost anything
         raise ValueError(f"is not a pickled batch: {error}") from error
     if not isinstance(table, dict):

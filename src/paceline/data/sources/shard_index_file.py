@@ -63,15 +63,18 @@ def read_index(path: Path, stamp: ShardStamp) -> ShardIndex | None:
     end = len(content) - _DIGEST_BYTES
     if hashlib.sha256(content[:end]).digest() != content[end:]:
         raise UnfitIndexError("is damaged")
-    # The checksum holds, so the sizes are those that were written.
+    # Whoever made the index made the checksum: nothing that does not fit the shard is believed.
+    if samples < 0 or letters < 0 or end != _HEADER.size + 8 * (4 * samples + 1) + letters:
+        raise UnfitIndexError("is of another length than it says")
     numbers = np.frombuffer(content, _NUMBER, count=4 * samples + 1, offset=_HEADER.size)
     offsets, sizes, labels = (
         numbers[k * samples : (k + 1) * samples].astype(np.int64) for k in range(3)
     )
     ends = numbers[3 * samples :].astype(np.int64)
-    # Whoever made the index made the checksum: what lies outside of the shard is not believed.
     if (offsets < 0).any() or (sizes < 0).any() or (sizes > stamp.size - offsets).any():
         raise UnfitIndexError("names bytes outside of the shard")
+    if (labels < 0).any() or ends[0] != 0 or ends[-1] != letters or (np.diff(ends) < 0).any():
+        raise UnfitIndexError("has labels or names that cannot be")
     return ShardIndex(
         NameTable.from_parts(ends, content[end - letters : end]), offsets, sizes, labels
     )

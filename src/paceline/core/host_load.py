@@ -1,0 +1,191 @@
+"""`HostLoad`: how long this process's threads wait for a core, and what keeps the cores busy.
+
+In: Linux's own accounts (`/proc`, and the container's CPU quota). Out: shares of the time since the last
+reading, and one sentence with the remedy where they explain a slow run. A thread that could run but has
+no core adds to the run delay in `schedstat`; slow compute does not. Where the system keeps no such
+account, nothing is reported.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.cores import available_cores
+
+# Threads of one process that decode and compute on the same cores wait for each other a little. Above
+# this share of the time in which they could run, waiting decides how long a step takes.
+NOTABLE_WAIT = 0.3
+# Other processes that use less of the cores than this are not what the threads wait for.
+_NOTABLE_OTHERS = 0.15
+_NOTABLE_THROTTLING = 0.05
+# Shorter spans say little: clocks of /proc/stat tick 100 times a second.
+_LEAST_S = 2.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class LoadReading:
+    """Over a span of time. `waited`: of the time in which the process's threads could run, the share that
+    they had no core. `others`: how much of the cores other processes used. `throttled`: the share of the
+    time in which the container's quota stopped the process."""
+
+    waited: float
+    others: float
+    throttled: float
+    cores: int
+
+    @property
+    def overloaded(self) -> bool:
+        return self.waited >= NOTABLE_WAIT
+
+    def describe(self, threads: int) -> str:
+        """One sentence with the remedy; `threads` compute at once. Empty where no core was missing."""
+        if not self.overloaded:
+            return ""
+        waited = f"{self.waited:.0%} of the time"
+        head = f"the host is overloaded: this rank's threads waited for cores {waited}"
+        if self.throttled >= _NOTABLE_THROTTLING:
+            return (
+                f"{head}, stopped by the container's CPU quota; "
+                "raise the quota, or set run.threads to the cores that it grants"
+            )
+        if self.others >= _NOTABLE_OTHERS:
+            return f"{head}, other processes use {self.others:.0%} of its {self.cores} cores; " + (
+                "stop other work" if threads == 1 else "stop other work, or set run.threads=1"
+            )
+        fewer = f"run.threads={max(1, self.cores // 2)}" if threads <= self.cores else ""
+        fewer = fewer or f"run.threads={self.cores} or fewer"
+        return f"{head}, {threads} compute threads and the loader share {self.cores} cores; set {fewer}"
+
+
+@dataclass(frozen=True)
+class _Account:
+    """Seconds. `own_s` counts ended threads too, `ran_s` and `waited_s` those that are there."""
+
+    at_s: float
+    ran_s: float
+    waited_s: float
+    own_s: float
+    busy_s: float
+    throttled_s: float
+
+
+@dataclass(frozen=True)
+class CoreUse:
+    """What one process used of a machine's cores, and everybody together, over `span_s` seconds."""
+
+    machine: str
+    cores: int
+    span_s: float
+    own_s: float
+    busy_s: float
+
+
+def foreign_share(uses: Sequence[CoreUse]) -> float:
+    """What processes other than these used of the cores; of several machines, the busiest one's."""
+    machines: dict[str, list[CoreUse]] = {}
+    for use in uses:
+        machines.setdefault(use.machine, []).append(use)
+    shares = [0.0]
+    for of_machine in machines.values():
+        busiest = max(of_machine, key=lambda use: use.busy_s)
+        foreign_s = busiest.busy_s - sum(use.own_s for use in of_machine)
+        shares.append(foreign_s / (busiest.span_s * busiest.cores) if busiest.span_s > 0 else 0.0)
+    return min(1.0, max(shares))
+
+
+class HostLoad:
+    """Reads the accounts at most every two seconds; a reading takes well under a millisecond."""
+
+    def __init__(
+        self, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._proc, self._clock = proc, clock
+        self._cores = available_cores()
+        self._last = self._first = self._account()
+        self.latest: LoadReading | None = None
+
+    def read(self) -> LoadReading | None:
+        """A new reading once enough time has passed since the last one; else None."""
+        if self._last is None or self._clock() - self._last.at_s < _LEAST_S:
+            return None
+        before, now = self._last, self._account()
+        if now is None:
+            return None
+        span_s = now.at_s - before.at_s
+        # Threads that ended took their accounts with them.
+        ran, waited = max(0.0, now.ran_s - before.ran_s), max(0.0, now.waited_s - before.waited_s)
+        foreign_s = now.busy_s - before.busy_s - (now.own_s - before.own_s)
+        others = max(0.0, foreign_s) / (span_s * self._cores)
+        self._last = now
+        self.latest = LoadReading(
+            waited=waited / (ran + waited) if ran + waited > 0 else 0.0,
+            others=min(1.0, others),
+            throttled=min(1.0, max(0.0, now.throttled_s - before.throttled_s) / span_s),
+            cores=self._cores,
+        )
+        return self.latest
+
+    def use(self) -> CoreUse | None:
+        """Since this object was made."""
+        first, now = self._first, self._account()
+        if first is None or now is None:
+            return None
+        return CoreUse(
+            self._machine(), self._cores, now.at_s - first.at_s, now.own_s - first.own_s,
+            now.busy_s - first.busy_s,
+        )  # fmt: skip
+
+    def _machine(self) -> str:
+        """Equal for containers and namespaces that share one kernel, hence its cores."""
+        try:
+            return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return os.uname().nodename
+
+    def _account(self) -> _Account | None:
+        ran_ns = waited_ns = 0
+        try:
+            at_s = self._clock()
+            for task in (self._proc / "self" / "task").iterdir():
+                try:
+                    ran, waited, *_ = (task / "schedstat").read_text().split()
+                except FileNotFoundError:
+                    continue  # a thread that has just ended
+                ran_ns, waited_ns = ran_ns + int(ran), waited_ns + int(waited)
+            busy_s = self._busy_s()
+        except (OSError, ValueError):
+            return None
+        throttled_s = self._throttled_s()
+        own_s = time.process_time()
+        return _Account(at_s, ran_ns / 1e9, waited_ns / 1e9, own_s, busy_s, throttled_s)
+
+    def _busy_s(self) -> float:
+        """Of the cores that this process may use, by whoever ran on them."""
+        ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        ticks = 0
+        for line in (self._proc / "stat").read_text().splitlines():
+            name, *fields = line.split()
+            if not name.startswith("cpu") or not name[3:].isdigit() or int(name[3:]) not in ours:
+                continue
+            user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+            ticks += user + nice + system + irq + softirq + steal
+        return ticks / _TICKS
+
+    def _throttled_s(self) -> float:
+        """0 outside of a container with a quota."""
+        try:
+            own = (self._proc / "self" / "cgroup").read_text().splitlines()
+            place = next(line[3:] for line in own if line.startswith("0::"))
+            for folder in (Path("/sys/fs/cgroup") / place.lstrip("/"), Path("/sys/fs/cgroup")):
+                if (folder / "cpu.stat").is_file():
+                    for line in (folder / "cpu.stat").read_text().splitlines():
+                        if line.startswith("throttled_usec "):
+                            return int(line.split()[1]) / 1e6
+        except (OSError, ValueError, StopIteration):
+            pass
+        return 0.0

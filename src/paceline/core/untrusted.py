@@ -1,0 +1,116 @@
+"""Text and documents that come from outside: file names, TOML, JSON.
+
+`printable` makes a name safe for a terminal and a page. `parse_toml` and `parse_json` raise `ParseError`,
+and nothing else, for bytes that are no such document: the libraries also raise `RecursionError` for deep
+nesting and a plain `ValueError` for integers of thousands of digits. `is_count` and `is_finite` reject
+what TOML and JSON allow but no setting means: NaN, infinities, booleans, numbers beyond 64 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import tomllib
+from typing import Any, TypeGuard
+
+# A line that lists every element of a damaged list hides what is wrong with it.
+_LONGEST_VALUE = 200
+# Python converts digits in quadratic time, and refuses to convert more than 4,300.
+_DIGITS = "has a number of too many digits"
+_NESTING = "is nested too deeply"
+# Bounds of the seconds that a measurement in a file may have, far outside of what is possible. Within
+# them no sum, product or quotient of the planner overflows.
+LONGEST_S = 1e6
+SHORTEST_S = 1e-9
+# Far more than any document of ours; code that walks a document recursively relies on it.
+_DEEPEST = 32
+_LARGEST_INTEGER = 2**1000  # a float holds it
+
+
+class ParseError(ValueError):
+    """Bytes that are no such document; `str()` says why."""
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, escape sequences, direction marks and lone surrogates.
+
+    A name from a data set must not move the cursor, colour the screen or hide its ending. Each such
+    character becomes U+FFFD. Line ends are control characters too: split lines first.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def one_line(text: str) -> str:
+    """`text` as one printable line."""
+    return printable(" ".join(text.split()))
+
+
+def short_repr(value: object) -> str:
+    """`repr` of a value for one line: long texts and lists are cut in the middle."""
+    shown = _SHORT.repr(value)
+    if len(shown) <= _LONGEST_VALUE:
+        return shown
+    return f"{shown[: _LONGEST_VALUE // 2]}…{shown[-_LONGEST_VALUE // 4 :]}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST_VALUE
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
+_SHORT.maxlevel = 4
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    try:
+        tables: dict[str, Any] = _checked(tomllib.loads(content.decode("utf-8")))
+        return tables
+    except RecursionError:
+        raise ParseError(_NESTING) from None
+    except ValueError as error:
+        raise ParseError(_reason(error)) from None
+
+
+def parse_json(content: bytes) -> Any:
+    try:
+        return _checked(json.loads(content.decode("utf-8")))
+    except RecursionError:
+        raise ParseError(_NESTING) from None
+    except ValueError as error:
+        raise ParseError(_reason(error)) from None
+
+
+def _checked(tree: Any) -> Any:
+    level = [tree]
+    for _ in range(_DEEPEST):
+        below: list[Any] = []
+        for node in level:
+            if type(node) is dict:
+                below.extend(node.values())
+            elif type(node) is list:
+                below.extend(node)
+            elif type(node) is int and abs(node) > _LARGEST_INTEGER:
+                raise ParseError(_DIGITS)
+        if not below:
+            return tree
+        level = below
+    raise ParseError(_NESTING)
+
+
+def _reason(error: ValueError) -> str:
+    return _DIGITS if "integer string conversion" in str(error) else str(error)
+
+
+def is_count(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
+    """Whether `value` is a whole number from `least` to `most`; neither true nor 1.0 is one."""
+    return type(value) is int and least <= value <= most
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number that a float holds: not a boolean, not NaN, not infinite."""
+    if type(value) is int:
+        return abs(value) <= _LARGEST_INTEGER
+    return type(value) is float and math.isfinite(value)

@@ -1,0 +1,281 @@
+"""TOML and JSON: recipes, plans, clusters, profiles, size tables, run records; flags, environments."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fuzz.mutate import to_toml
+from fuzz.target import Seed, Target
+from paceline.bench.byte_size import parse_bytes
+from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.settings import CommSettings
+from paceline.comm.size_table import SizeRow, SizeTable
+from paceline.comm.tuning_choice import MeasuredSize
+from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
+from paceline.config import RECIPES, load_config, parse_assignment
+from paceline.core.errors import PacelineError
+from paceline.core.flat_layout import TensorSpec
+from paceline.core.topology import Topology
+from paceline.plan.answer import Answer
+from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
+from paceline.plan.choose_plan import ALGORITHMS, best_plan
+from paceline.plan.cluster_file import read_cluster
+from paceline.plan.expected import Expected
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.prediction import predict
+from paceline.plan.scaling import Question, advise, largest_ranks, scaling_curve
+from paceline.plan.workload import Workload
+from paceline.report.compare_page import compare_page
+from paceline.report.compare_runs import read_runs
+from paceline.report.comparison import Comparison
+from paceline.report.html_page import render
+from paceline.report.plan_page import plan_page
+from paceline.report.run_files import RunFiles
+from paceline.report.text_summary import summary_rows, verdict
+from plan.made import made_cluster, made_workload
+from report.made_up_runs import CONFIG, SUMMARY, finished_events
+
+_TENSORS = tuple(TensorSpec(name, (4,), "float32") for name in ("t0", "t1", "t2", "t3"))
+_FACTS = ClusterFacts(ranks=2, nodes=1)
+
+
+def document_targets() -> Sequence[Target]:
+    work = made_workload(half=True)
+    return [
+        Target("toml recipe", _recipes(), _recipe, 14, form="toml"),
+        Target("toml plan", _plans(), _plan, 8, form="toml"),
+        Target("toml cluster", _clusters(), _planner(None), 6, form="toml"),
+        Target("toml profile", [_document("p.toml", work.to_table())], _planner(made_cluster()), 6,
+               form="toml"),
+        Target("toml sizes", _clusters(), _sizes, 8, form="toml"),
+        Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
+        Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 4, form="json"),
+        Target("toml run config", [_document("config.toml", CONFIG)], _run_file, 3, form="toml"),
+        Target("json trace", [_json("trace.json", _trace())], _run_file, 2, form="json"),
+        Target("flags", _flags(), _flag, 8),
+        Target("environment", _environments(), _environment, 6, form="json"),
+    ]  # fmt: skip
+
+
+def _document(name: str, tree: dict[str, Any]) -> Seed:
+    return Seed(name, to_toml(tree), tree)
+
+
+def _json(name: str, tree: Any) -> Seed:
+    return Seed(name, json.dumps(tree).encode(), tree)
+
+
+def _recipes() -> list[Seed]:
+    contents = {path.name: path.read_bytes() for path in sorted(RECIPES.glob("*.toml"))}
+    return [Seed(name, c, tomllib.loads(c.decode())) for name, c in contents.items()]
+
+
+def _recipe(content: bytes, name: str, folder: Path) -> None:
+    path = folder / f"own-{name}"
+    path.write_bytes(content)
+    made = load_config(str(path), {"run.seed": 3})
+    assert load_config(None, made.flat()) == made
+    assert tomllib.loads(made.to_toml())
+
+
+def _plans() -> list[Seed]:
+    work, place = made_workload(), made_cluster(1, 2)
+    model = ModelFacts.of((spec.name, spec.length) for spec in _TENSORS)
+    plan = best_plan(work, place, 8, ALGORITHMS)
+    expected = Expected.of(predict(work, place, plan, 8))
+    single = FusionPlan.single([spec.name for spec in _TENSORS])
+    return [
+        _document("plan.toml", {
+            "model": asdict(model), "cluster": asdict(_FACTS), "expected": expected.to_table(),
+            **made.to_table(),
+        })
+        for made in (plan, single)
+    ]  # fmt: skip
+
+
+def _plan(content: bytes, name: str, folder: Path) -> None:
+    path = folder / name
+    path.write_bytes(content)
+    found = PlanFile.read(path)
+    _strict_json(found.expected.to_table() if found.expected else {})
+    PlanChoice.read(CommSettings(plan=str(path)), _TENSORS, _FACTS)
+
+
+def _clusters() -> list[Seed]:
+    link = LinkFacts(1e-4, 1e-9, 0.1, 1.5)
+    sizes = (1024, 65536, 2**20)
+    measured = tuple(MeasuredSize(s, {"native": s * 1e-8, "ring": s * 2e-8}) for s in sizes)
+    table = SizeTable((SizeRow("native", 4096), SizeRow("ring")))
+    shapes = (
+        ClusterShape(2, (2,), "gloo", "cpu", link),
+        ClusterShape(4, (2, 2), "nccl", "cuda", link, link, 0.2),
+    )
+    chosen = ("native", "ring", "ring")
+    found = [TuningFile(table, measured, chosen, shape).to_table() for shape in shapes]
+    return [*(_document("c.toml", tree) for tree in found), _document("c.toml", table.to_table())]
+
+
+def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
+    """Everything that `paceline plan` computes and shows; a NaN anywhere is a finding."""
+
+    def drive(content: bytes, name: str, folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(content)
+        place = cluster or read_cluster(path)
+        work = made_workload(half=True) if cluster is None else Workload.read(path)
+        algorithms = place.probed.algorithms if place.probed else ALGORITHMS
+        question = Question(work, 16, algorithms)
+        plan = best_plan(work, place, 16, algorithms)
+        now = predict(work, place, plan, 16)
+        answer = Answer(
+            work, place, now, tuple(scaling_curve(question, place)),
+            largest_ranks(question, place), tuple(advise(question, place, now)), 90.0, 1000,
+        )  # fmt: skip
+        _strict_json(answer.to_json())
+        for rows in (fact_rows, buffer_rows, curve_rows, advice_rows):
+            assert all(isinstance(cell, str) for row in rows(answer) for cell in row)
+        _check_page(plan_page(answer))
+        model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
+        made = PlanFile(plan, model, ClusterFacts(place.ranks, place.nodes), Expected.of(now))
+        made.write(folder / "plan.toml")
+        assert PlanFile.read(folder / "plan.toml").plan == plan
+
+    return drive
+
+
+def _sizes(content: bytes, name: str, folder: Path) -> None:
+    path = folder / name
+    path.write_bytes(content)
+    SizeTable.read(path).choose(5000)
+    with contextlib.suppress(PacelineError):
+        _strict_json(TuningFile.read(path).to_table())
+    PlanChoice.read(CommSettings(algorithm="hybrid", sizes=str(path)), _TENSORS, _FACTS)
+
+
+def _metrics() -> list[Seed]:
+    corrupt = {"event": "corrupt", "step": 2, "name": "a.png", "reason": "cut", "split": "train"}
+    resumed = {
+        "event": "start",
+        "step": 20,
+        "total_steps": 40,
+        "world_size": 2,
+        "resumed_from": "x",
+    }
+    stall = {"input_stall_s": 0.01, "input_stall_causes": {"decode": 0.01}, "exposed_comm_s": 0.02}
+    rows = [{**event.to_dict(), "time": 1.7e9 + i} for i, event in enumerate(finished_events(30))]
+    rows = [{**row, **stall} if row["event"] == "step" else row for row in rows]
+    rows += [corrupt, {"event": "note", "text": "a note"}, resumed]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return [Seed("metrics.jsonl", text, rows), Seed("metrics.rank1.jsonl", text, rows)]
+
+
+def _trace() -> dict[str, Any]:
+    event = {"cat": "exchange", "ph": "X", "ts": 1.0, "dur": 2.0, "args": {"step": 1, "buffer": 0}}
+    return {"traceEvents": [event, {**event, "ts": 4.0, "args": {"step": 2, "buffer": 0}}]}
+
+
+_SOUND: dict[str, bytes] = {}
+
+
+def _run_file(content: bytes, name: str, folder: Path) -> None:
+    """`report` and `compare` of a run, one file of which is damaged; beside it a sound run."""
+    if not _SOUND:
+        evaluation = {
+            "event": "eval",
+            "step": 30,
+            "epoch": 1.0,
+            "top1": 50.0,
+            "loss": 1.0,
+            "time": 1.7e9,
+        }
+        _SOUND["metrics.jsonl"] = _metrics()[0].content + json.dumps(evaluation).encode() + b"\n"
+        _SOUND["summary.json"] = json.dumps(SUMMARY).encode()
+        _SOUND["config.toml"] = to_toml(CONFIG)
+        _SOUND["plan.toml"] = _plans()[0].content
+        _SOUND["trace.json"] = json.dumps(_trace()).encode()
+    for run, files in (("sound", _SOUND), ("damaged", {**_SOUND, name: content})):
+        shutil.rmtree(folder / run, ignore_errors=True)
+        (folder / run).mkdir()
+        for file, data in files.items():
+            (folder / run / file).write_bytes(data)
+    found = RunFiles.read(folder / "damaged")
+    rows = [("", verdict(found)), *summary_rows(found)]
+    for text in (cell for row in rows for cell in row):
+        if not text.isprintable():
+            raise AssertionError(f"not printable: {text!r}")
+    _check_page(render(found))
+    runs = read_runs([folder / "sound", folder / "damaged"])
+    _check_page(compare_page(Comparison.of(runs, [], None)))
+
+
+def _check_page(page: str) -> None:
+    page.encode("utf-8")
+    if any(not letter.isprintable() and letter not in "\n\u00a0" for letter in page):
+        raise AssertionError("a control character in the page")
+
+
+def _flags() -> list[Seed]:
+    texts = (
+        "run.seed=3",
+        "optim.lr=0.1",
+        "run.trace_steps=[1,2]",
+        "data.dir=a b",
+        "comm.wire='x'",
+        "64KiB",
+    )
+    return [Seed(f"{i}.txt", text.encode()) for i, text in enumerate(texts)]
+
+
+def _flag(content: bytes, name: str, folder: Path) -> None:
+    """As the operating system hands an argument over: bytes that are no text survive in it."""
+    text = content.decode("utf-8", "surrogateescape")
+    if name == "5.txt":
+        assert parse_bytes("--min-bytes", text) > 0
+        return
+    key, value = parse_assignment(text)
+    load_config("quickstart", {key: value})
+
+
+def _environments() -> list[Seed]:
+    common = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    torchrun = {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+    }
+    slurm = {
+        "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[003-007,9],login", "SLURM_JOB_ID": "77",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    }  # fmt: skip
+    mpi = {
+        "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }  # fmt: skip
+    pmi = {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+    return [_json("env.json", {**common, **part}) for part in (torchrun, slurm, mpi, pmi)]
+
+
+def _environment(content: bytes, name: str, folder: Path) -> None:
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(table, dict):
+        found = Topology.from_env({str(k): str(v) for k, v in table.items()})
+        assert 0 <= found.rank < found.world_size
+        assert 1 <= found.local_world_size <= found.world_size
+
+
+def _strict_json(tree: Any) -> None:
+    json.dumps(tree, allow_nan=False)

@@ -1,0 +1,97 @@
+"""Checkpoints of runs, and weights of other programs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from fuzz.mutate import mutate_tree
+from fuzz.target import Seed, Target
+from paceline.config import RunConfig
+from paceline.models.pretrained import load_pretrained
+from paceline.train.checkpoint import FORMAT, VERSION, Checkpoint, content_hash
+from paceline.train.progress import Progress
+from paceline.train.weights_file import checkpoint_weights
+
+
+def weight_targets() -> Sequence[Target]:
+    """A small model stands for all: files are compared with its keys and shapes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    small = model.state_dict()
+
+    def pretrained(content: bytes, name: str, folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        load_pretrained(model, folder / name)
+
+    weights = [
+        Seed("w.safetensors", save(small, metadata={"format": "pt"})),
+        Seed("w.pt", _saved({"state_dict": small, "epoch": 3})),
+        Seed("w.pth", _saved(small)),
+        Seed("old.pt", _saved(small, _use_new_zipfile_serialization=False)),
+    ]
+    return [
+        Target("weights", weights, pretrained, 8),
+        Target("checkpoint", [Seed("step-00000005.pt", _checkpoint_bytes())], _checkpoint, 5),
+        Target("checkpoint signed", [Seed("step-00000005.pt", b"0" * 64)], _signed, 5),
+    ]
+
+
+def _saved(content: object, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream, **options)
+    return stream.getvalue()
+
+
+def _parts() -> dict[str, Any]:
+    return {
+        "progress": Progress(step=5, top1=12.5, resumes=[3]).to_table(),
+        "config": RunConfig().to_tables(),
+        "world_size": 2,
+        "threads": 1,
+        "plan": {"buffer": [{"tensors": ["w"], "algorithm": "native", "wire": "auto"}]},
+        "model": {"w": torch.arange(12.0).reshape(3, 4)},
+        "batch_norm": {
+            "rows": torch.rand(2, 2, 4), "names": ["bn"], "widths": [4],
+            "tracked": [torch.tensor(5)],
+        },
+        "optimizer": {"state": {0: {"momentum_buffer": torch.rand(6)}}, "param_groups": [{"lr": 1}]},
+        "precision": {"scale": 1024.0, "quiet_steps": 7.0},
+        "sampler": {"position": 80},
+        "schedule": {"peak_lr": 0.1},
+        "rng": {"seed": 0},
+        "classes": ["ant", "bee"],
+        "versions": {"torch": "2"},
+        "average": {},
+    }  # fmt: skip
+
+
+def _checkpoint_bytes() -> bytes:
+    return bytes(Checkpoint(**_parts()).to_bytes())
+
+
+def _use(content: bytes, name: str) -> None:
+    """What `eval`, `export` and a resume read first."""
+    found = Checkpoint.from_bytes(content, Path(name))
+    assert found.step >= 0
+    RunConfig.from_tables(found.config)
+    checkpoint_weights(found)
+
+
+def _checkpoint(content: bytes, name: str, folder: Path) -> None:
+    _use(content, name)
+
+
+def _signed(content: bytes, name: str, folder: Path) -> None:
+    """Other values and types under a right checksum; the content only seeds the changes."""
+    rng = random.Random(content)
+    table = mutate_tree(rng, copy.deepcopy(_parts()), dates=False)
+    head = {"format": FORMAT, "version": VERSION, "sha256": content_hash(table)}
+    _use(_saved({**head, **table}), name)
