@@ -49,7 +49,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Clock]:
     monkeypatch.setattr(module._Probe, "_send", lambda self: clock.send())
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(module.dist, "all_reduce", lambda mean: mean.mul_(2))
-    group = SimpleNamespace(watched=lambda words, work: work())
+    group = SimpleNamespace(completed=lambda words, work: work())
     found = SimpleNamespace(
         device=torch.device("cpu"), size=2, group=group, timed=timed, barrier=lambda: None,
         slowest=lambda seconds: seconds,

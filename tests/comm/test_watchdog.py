@@ -169,3 +169,16 @@ def _waits_of_the_backend(rank: int) -> list[float]:
         assert isinstance(carrier, HybridCarrier)
         groups = [dist.group.WORLD, carrier._hybrid.groups.world]
         return [g._get_backend(cpu).options._timeout.total_seconds() for g in groups if g]
+
+
+@pytest.mark.parametrize("algorithm", [(), RING], ids=["native", "ring"])
+def test_a_rank_that_is_killed_is_named_by_its_missing_heartbeat(
+    algorithm: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The backend only says that a connection broke, and the ranks that leave next break others."""
+    fault = partial(faults.at_micro_batch, 2, 2, KILL)
+    flags = algorithm or ("-b", "4", "--global-batch-size", "12")
+    done = run_three(small("--output", "run", *TIMEOUT, *flags), tmp_path, fault)
+    assert [rank.code for rank in done] == [1, 1, -signal.SIGKILL]
+    for rank in done[:2]:
+        assert "rank 2 gives no sign of life" in rank.error_line()

@@ -56,7 +56,7 @@ def start_mps() -> None:
 def restart_mps() -> None:
     """A client that was killed inside a collective can leave the server unusable."""
     with suppress(subprocess.TimeoutExpired):
-        subprocess.run([_CONTROL], input=b"quit\n", capture_output=True, timeout=10, check=False)
+        subprocess.run([_CONTROL], input=b"quit\n", capture_output=True, timeout=3, check=False)
     for name in ("nvidia-cuda-mps-server", _CONTROL):
         subprocess.run(["pkill", "-9", "-f", name], capture_output=True, check=False)
     time.sleep(0.5)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from paceline.comm import nccl
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.progress_board import ProgressBoard
-from paceline.comm.rank_hosts import RankHosts
+from paceline.comm.rank_hosts import RankHosts, ranks_text
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.comm.watchdog import Tell, Watchdog
@@ -210,6 +210,7 @@ class Group:
         said = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
         if said:
             return PeerError.told(said)
+        suspect = suspect or self._silent()
         return PeerError(f"{error.cause}{suspect and ': '}{suspect}", error.remedy)
 
     def announce_stop(self) -> None:
@@ -313,7 +314,7 @@ class Group:
             told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if told is not None:
                 raise PeerError.told(told) from error
-            gone = suspect or "another rank is gone"
+            gone = suspect or self._silent() or "another rank is gone"
             raise PeerError(
                 f"{what} broke on rank {self.rank}: {gone} ({_reason(error)})",
                 "the first rank to fail tells the cause; resume with --resume auto",
@@ -326,6 +327,14 @@ class Group:
             if suspect and self._agreement is not None:
                 return self._agreement.first_suspect(suspect)
         return ""
+
+    def _silent(self) -> str:
+        """Who is gone, by the heartbeats that have stopped; empty where none has."""
+        ranks = self._watchdog.silent_ranks() if self._watchdog is not None else set()
+        if not ranks or self._agreement is None:
+            return ""
+        verb = "gives" if len(ranks) == 1 else "give"
+        return self._agreement.first_suspect(f"{ranks_text(ranks)} {verb} no sign of life")
 
 
 def _reason(error: RuntimeError) -> str:

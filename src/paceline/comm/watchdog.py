@@ -99,6 +99,11 @@ class Watchdog:
         if spoken_for:
             self._thread.join()
 
+    def silent_ranks(self) -> set[int]:
+        """Whose heartbeat has stopped, where a collective broke. Waits for two beats at most, and not at
+        all where a launcher has asked this rank to stop: it knows who ended."""
+        return set() if self.asked_to_stop() else self._mail.silent_ranks()
+
     def hold_if_ending(self) -> None:
         """Does not return where this process is being ended: a collective that the abort has cut short
         returns with wrong numbers, and nothing may be made of them."""

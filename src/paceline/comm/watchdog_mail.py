@@ -44,6 +44,7 @@ class WatchdogMail:
         self.curious = False
         # `listening`: this rank has waited for a while, so an error that another rank has posted is why.
         self.listening = False
+        self._counting = False
         self.fault: AgreedError | None = None
         self._post()
         self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
@@ -68,6 +69,25 @@ class WatchdogMail:
                 time.sleep(_POLL_S)
         except RuntimeError:
             return
+
+    def silent_ranks(self) -> set[int]:
+        """Ranks whose heartbeat does not advance; waits for two beats, or until all others have shown
+        one. Rank 0 where the store is gone with it."""
+        deadline = time.monotonic() + 2.5 * self._beat_s + _POLL_S
+        others = set(range(self._size)) - {self._rank}
+        before, first, alive = self.answers, dict[int, int](), set[int]()
+        self._counting = True
+        self._wake.set()
+        while time.monotonic() < deadline and not self.lost and alive != others:
+            time.sleep(_POLL_S)
+            if self.answers > before:  # what was read before this call may be old
+                seen = {rank: number for rank, (number, _) in self.letters.items()}
+                first = first or seen
+                alive |= {rank for rank in others & seen.keys() if seen[rank] > first[rank]}
+        self._counting = False
+        if self.lost:
+            return {0} & others
+        return others - alive if first else set()
 
     def close(self) -> None:
         self._closed = True
@@ -95,7 +115,7 @@ class WatchdogMail:
             fault = self._agreement.read_fault() or self._proposal
             word = json.dumps({"error": str(fault), "code": fault.exit_code})
             self._store.compare_set(_VERDICT, "", word)
-        if self.curious:
+        if self.curious or self._counting:
             keys = [self._key(rank) for rank in range(self._size)]
             self.letters = dict(enumerate(map(_read, self._store.multi_get(keys))))
         if self.listening:
