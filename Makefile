@@ -2,6 +2,7 @@
 #: make test       set up .venv and run every check; as root on Debian it installs openmpi-bin and
 #:                 iproute2 too
 #: make cluster-test  the part of it that runs on hosts made of network namespaces
+#: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
 #: make fuzz       mutated inputs for every parser (ARGS="--seed 1 --count 100000")
 #: make docs       rewrite docs/settings.md from the code
@@ -14,7 +15,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test test-slow fuzz data docs clean
+.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow fuzz data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -65,6 +66,10 @@ unit: $(VENV)/.installed-test $(VENV)/.system
 cluster-test: $(VENV)/.installed-test
 	sh tools/install_system_packages.sh iproute2
 	$(BIN)/python -m pytest tests/cluster $(ARGS)
+
+# One job after the other: ranks of two jobs on one MPS server can block each other.
+nccl-test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/nccl -m gpu $(ARGS)
 
 # Whole trainings and other checks that take minutes.
 test-slow: $(VENV)/.installed-test
