@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--wire", default="float32", choices=["float32", "float16", "bfloat16"])
     arguments = parser.parse_args()
+    if arguments.backend == "nccl" and arguments.device == "cpu":
+        parser.error("--backend nccl needs --device cuda")
     if "RANK" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         ranks = ["--nproc-per-node", str(arguments.ranks)]

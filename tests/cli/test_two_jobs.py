@@ -35,7 +35,7 @@ def test_the_second_job_ends_at_once(
         assert f"has met another job at 127.0.0.1:{port}" in lines[1]
         assert lines[1].count(" of 2 ranks, configuration ") == 2
         assert not (tmp_path / "second").exists()
-        assert [rank.wait(60).code for rank in first] == [0, 0]
+        assert [rank.wait(110).code for rank in first] == [0, 0]
     assert summary(tmp_path / "first")["world_size"] == 2
 
 

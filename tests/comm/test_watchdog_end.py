@@ -280,3 +280,35 @@ def test_a_rank_ends_only_after_it_has_said_so(start: Start, other: WatchdogMail
     other.propose(CommError("rank 5 did not arrive"))
     until(lambda: ended.codes)
     assert ended.heard_at_exit
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["slow", "gone"])
+def test_a_stop_signal_ends_a_wait_only_where_a_rank_has_fallen_silent(
+    store: Store, alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is merely slow may be saving, and is waited for as before."""
+    monkeypatch.setattr(watchdog_module, "_STOP_WAIT_S", 0.6)
+    monkeypatch.setattr(watchdog_module, "_LONGEST_BEAT_S", 0.1)
+    ended: list[str] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, error: ended.append(str(error)))
+    other = WatchdogMail(store, place(0), 0.1)
+    board = ProgressBoard()
+    watchdog = Watchdog(store, place(1), 600.0, board)
+    watchdog.asked_to_stop = lambda: True
+    if not alive:
+        other.close()
+    with board.during("an all-reduce"):
+        deadline = time.monotonic() + (2.0 if alive else 20.0)
+        while time.monotonic() < deadline and not ended:
+            time.sleep(0.02)
+    assert bool(ended) == (not alive)
+    assert all("rank 0 gives no sign of life" in line for line in ended)
+    other.close()
+    watchdog.close()
+
+
+def test_ranks_are_silent_only_once_their_heartbeat_stops(mails: list[WatchdogMail]) -> None:
+    assert mails[1].silent_ranks(lambda: False) == set()
+    mails[0].close()
+    assert mails[1].silent_ranks(lambda: False) == {0}
+    assert mails[1].silent_ranks(lambda: True) == set()

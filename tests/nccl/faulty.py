@@ -30,28 +30,29 @@ def in_collective(nth: int, action: Callable[[], None]) -> None:
     real, calls = NativeCarrier._start, [0]
 
     def start(self, piece):  # type: ignore[no-untyped-def]
+        started = real(self, piece)
         calls[0] += 1
         if calls[0] == nth:
             action()
-        return real(self, piece)
+        return started
 
     NativeCarrier._start = start  # type: ignore[method-assign]
 
 
 def in_graph(nth: int, action: Callable[[], None]) -> None:
-    """Right after the nth replay of a CUDA graph has been launched."""
-    from paceline.train.captured import Captured
+    """Right after the nth replay of a micro-step's CUDA graph, which holds collectives, was launched."""
+    from paceline.train.micro_step import _Recorded
 
-    real, replays = Captured.__call__, [0]
+    real, replays = _Recorded.run, [0]
 
-    def call(self):  # type: ignore[no-untyped-def]
-        replays[0] += self.replays
-        due = self.replays and replays[0] == nth
-        if due:
+    def run(self, parts, exchange, *, armed):  # type: ignore[no-untyped-def]
+        replayed = self._captured[armed].replays
+        real(self, parts, exchange, armed=armed)
+        replays[0] += armed and replayed
+        if armed and replayed and replays[0] == nth:
             action()
-        real(self)
 
-    Captured.__call__ = call  # type: ignore[method-assign]
+    _Recorded.run = run  # type: ignore[method-assign]
 
 
 def raise_error() -> None:

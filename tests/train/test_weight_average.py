@@ -366,8 +366,9 @@ def test_ranks_whose_averages_differ_do_not_end_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
 def test_what_is_no_number_of_epochs_is_refused(tmp_path: Path, value: float) -> None:
-    with pytest.raises(ConfigError, match=r"run\.average_epochs.*must be 0 \(off\) or more"):
+    with pytest.raises(ConfigError) as refused:
         small_config(tmp_path, run__average_epochs=value)
+    assert refused.value.field == "run.average_epochs"
 
 
 def test_less_than_two_steps_are_refused(tmp_path: Path) -> None:

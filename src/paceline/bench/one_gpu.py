@@ -1,9 +1,9 @@
 """Several NCCL ranks on one GPU, for tests and benchmarks of multi-GPU code.
 
-    python -m paceline.bench.one_gpu --ranks 2 -- -m paceline train …      # one node of two ranks
+    python -m paceline.bench.one_gpu --ranks 2 -- -m paceline train --set comm.share_gpus=true …
     python -m paceline.bench.one_gpu --ranks 3,1 -- script.py              # two nodes, 3 + 1 ranks
-    torchrun --nproc-per-node 2 --no-python \\
-        python -m paceline.bench.one_gpu --wrap -- -m paceline train …     # under torchrun
+    torchrun --nproc-per-node 2 --no-python python -m paceline.bench.one_gpu --wrap -- \\
+        -m paceline train --set comm.share_gpus=true …                     # under torchrun
 
 The first two start the ranks with torchrun's environment variables, one log file a rank; a time-out shows
 the Python stack of every thread. `--wrap` runs inside a rank that another launcher has started: it sets
@@ -34,6 +34,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 
 _CONTROL = "nvidia-cuda-mps-control"
+_PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _CONNECTIONS = "4"
 _STACKS_S = 3.0
 
@@ -49,18 +50,40 @@ def why_unavailable() -> str:
 
 
 def start_mps() -> None:
-    """Starts the MPS daemon; one that runs already stays."""
+    """Starts an MPS daemon of its own for this user, unless one is named in the environment already; one
+    that runs stays. Children of this process use it."""
+    place = Path(tempfile.gettempdir()) / f"paceline-mps-{os.getuid()}"
+    os.environ.setdefault(_PIPES, str(place / "pipes"))
+    os.environ.setdefault(_LOGS, str(place / "logs"))
+    for name in (_PIPES, _LOGS):
+        Path(os.environ[name]).mkdir(parents=True, exist_ok=True)
     subprocess.run([_CONTROL, "-d"], capture_output=True, timeout=30, check=False)
 
 
 def restart_mps() -> None:
     """A client that was killed inside a collective can leave the server unusable."""
+    start_mps()
     with suppress(subprocess.TimeoutExpired):
         subprocess.run([_CONTROL], input=b"quit\n", capture_output=True, timeout=3, check=False)
-    for name in ("nvidia-cuda-mps-server", _CONTROL):
-        subprocess.run(["pkill", "-9", "-f", name], capture_output=True, check=False)
+    for process in _mps_processes(os.environ[_PIPES]):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
     time.sleep(0.5)
     start_mps()
+
+
+def _mps_processes(pipes: str) -> list[int]:
+    """Daemon and servers that use these pipes; those of others are left alone."""
+    found = []
+    wanted = f"{_PIPES}={pipes}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                name = (entry / "comm").read_text()
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                if name.startswith("nvidia-cuda-mps") and wanted in environment:
+                    found.append(int(entry.name))
+    return found
 
 
 def rank_environment(rank: int) -> dict[str, str]:
@@ -79,6 +102,9 @@ class SharedGpuJob:
     nodes: Sequence[int]
     logs: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    # After `wait`: ranks that had to be killed, and sessions of ended ranks that still had processes.
+    late: list[int] = field(default_factory=list)
+    orphans: list[int] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -93,9 +119,12 @@ class SharedGpuJob:
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        late = [process for process in self.processes if process.poll() is None]
-        for process in late:
-            process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
+        late = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        self.late += late
+        ended = [process.pid for process in self.processes if process.poll() is not None]
+        self.orphans += [session for session in ended if session_alive(session)]
+        for rank in late:
+            self.processes[rank].send_signal(signal.SIGABRT)  # faulthandler prints the stacks
         if late:
             time.sleep(_STACKS_S)
         self.kill()
@@ -106,6 +135,17 @@ class SharedGpuJob:
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def session_alive(session: int) -> bool:
+    """Whether a process of this session, such as a child of an ended rank, is left."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] != "Z":
+                    return True
+    return False
 
 
 def start_ranks(
@@ -185,6 +225,7 @@ def _wrap(command: Sequence[str]) -> int:
         raise LaunchError("--wrap: RANK is not set", "use it under torchrun, or use --ranks")
     for name, value in rank_environment(int(os.environ["RANK"])).items():
         os.environ.setdefault(name, value)
+    start_mps()
     words = full_command(command)
     os.execvp(words[0], words)
 

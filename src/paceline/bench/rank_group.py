@@ -72,7 +72,7 @@ class RankGroup:
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            self.group.watched("the device", lambda: torch.cuda.synchronize(self.device))
 
     def agree_max(self, value: float) -> float:
         """The largest of all ranks' numbers, on every rank."""

@@ -26,7 +26,7 @@ from paceline.comm.tuning_choice import (
     choose_algorithms,
     table_of,
 )
-from paceline.comm.tuning_file import ClusterShape, TuningFile
+from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
 from paceline.core.host_load import CoreUse, HostLoad, foreign_share
 
 # An algorithm that takes this many times as long as the best once is not sampled again.
@@ -63,9 +63,14 @@ class Tuner:
         assert ranks.groups.world is not None
         probe = LinkProbe(ranks.groups.world, ranks.rank, ranks.nodes, ranks.device)
         counts = tuple(len(node) for node in ranks.nodes)
+        found: list[tuple[LinkFacts | None, LinkFacts | None]] = []
+        ranks.group.watched(
+            "the probe of the links", lambda: found.append((probe.inside(), probe.between()))
+        )
+        ((inside, between),) = found
         return ClusterShape(
-            ranks.size, counts, ranks.group.backend, ranks.device.type,
-            probe.inside(), probe.between(), hidden_cost(ranks),
+            ranks.size, counts, ranks.group.backend, ranks.device.type, inside, between,
+            hidden_cost(ranks),
         )  # fmt: skip
 
     def measure(self, tell: Tell) -> list[MeasuredSize]:

@@ -205,11 +205,19 @@ def ddp(
     for name in ways:
         if name not in NAMES:
             raise ConfigError("--way", name, "unknown", nearest(name, NAMES))
-    job = DdpJob(model, batch_size, image_size, classes, block, iterations, ways or NAMES)
+    job = DdpJob(
+        model,
+        batch_size,
+        image_size,
+        classes,
+        block,
+        iterations,
+        tuple(dict.fromkeys(ways)) or NAMES,
+    )
     with RankGroup(backend=backend, device=device, share_gpus=share_gpus) as joined:
         measuring = DdpBench(joined, job)
         rows = measuring.measure()
-        measuring.close()
+        measuring.close()  # after an error the group releases the CUDA graphs itself
         report = {
             "settings": vars(job), "link_mbit": link_mbit, "cluster": joined.describe(),
             "rows": rows, **environment(joined.device),

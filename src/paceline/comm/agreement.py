@@ -169,6 +169,15 @@ class Agreement:
         except RuntimeError:
             return suspect
 
+    def known_suspect(self) -> str:
+        """What another rank has found already; empty where nothing."""
+        try:
+            if self._store.check([_SUSPECT]):
+                return bytes(self._store.get(_SUSPECT)).decode()
+        except RuntimeError:
+            pass
+        return ""
+
     def announce_stop(self) -> None:
         """Lets ranks that were not signalled know, before the next collective, that one was."""
         with suppress(RuntimeError):

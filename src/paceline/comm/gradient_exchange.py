@@ -62,6 +62,7 @@ class GradientExchange:
         overlap: bool = True,
     ) -> None:
         """`accumulate`: a step may gather more than once. `overlap`: where the carrier can."""
+        self.group = group
         self.carrier: Carrier = carrier or DirectCarrier(group)
         # Whoever looks on may be put here between steps.
         self.observer: ExchangeObserver = NoObserver()

@@ -67,6 +67,8 @@ class Group:
         # Destroy CUDA graphs that hold collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
         self._left = self._device_lost = False
+        # The process groups have been ended from this side, and are closed no more.
+        self.aborted = False
         # On rank 0: the launcher has run this job before.
         self.restarted = False
         if self.backend == "none":
@@ -237,6 +239,11 @@ class Group:
         """`release` destroys CUDA graphs that hold collectives of this group."""
         self._release_graphs.append(release)
 
+    def released(self, release: Callable[[], None]) -> None:
+        """There are no such graphs any more."""
+        if release in self._release_graphs:
+            self._release_graphs.remove(release)
+
     def leaving(self, error: BaseException) -> None:
         """Before the teardown after an error: from here on the watchdog ends the process with `error`
         where the teardown does not end by itself. NCCL's communicators are aborted where the other ranks
@@ -256,7 +263,8 @@ class Group:
         """Ends NCCL's communicators without the other ranks; does nothing for other backends, whose
         connections close with the process."""
         if self.backend == "nccl":
-            nccl.abort(self._release_graphs, _ABORT_WAIT_S)
+            self.aborted = True
+            nccl.abort(list(self._release_graphs), _ABORT_WAIT_S)
 
     def __enter__(self) -> Group:
         return self
@@ -282,7 +290,7 @@ class Group:
     def close(self) -> None:
         """Leaves the group. Waits for ranks that may be gone for seconds at most."""
         # First the connections, so that a rank that waits in a collective finds out.
-        if dist.is_initialized() and not self._device_lost:
+        if dist.is_initialized() and not self._device_lost and not self.aborted:
             dist.destroy_process_group()
         if self._agreement is not None:
             self._agreement.leave(_LEAVE_WAIT_S)
@@ -329,7 +337,11 @@ class Group:
         return ""
 
     def _silent(self) -> str:
-        """Who is gone, by the heartbeats that have stopped; empty where none has."""
+        """Who is gone, as another rank has found, or by the heartbeats that have stopped; empty where
+        none has."""
+        known = self._agreement.known_suspect() if self._agreement is not None else ""
+        if known:
+            return known
         ranks = self._watchdog.silent_ranks() if self._watchdog is not None else set()
         if not ranks or self._agreement is None:
             return ""

@@ -116,9 +116,6 @@ class HybridAllReduce:
 
     def _travel(self, buffer: Tensor, name: str, wire: WireFormat, divide_by: int) -> None:
         check_buffer(buffer)
-        if name not in self._algorithms:
-            self._algorithms[name] = create_algorithm(name, self.groups, self._staging)
-        algorithm = self._algorithms[name]
         # Gloo reads and writes memory of the host only.
         staged = buffer.is_cuda and self.groups.backend == "gloo"
         travelling = buffer
@@ -130,15 +127,19 @@ class HybridAllReduce:
                 "host", buffer.numel(), wire.dtype, torch.device("cpu"), pinned=True
             )
             host.copy_(travelling)
-            self._run(algorithm, host)
+            self._run(name, host)
             travelling.copy_(host)
         else:
-            self._run(algorithm, travelling)
+            self._run(name, travelling)
         wire.decode(travelling, buffer, divide_by)
 
-    def _run(self, algorithm: AllReduce, buffer: Tensor) -> None:
+    def _run(self, name: str, buffer: Tensor) -> None:
         try:
-            algorithm.all_reduce(buffer)
+            if name not in self._algorithms:  # which may connect ranks
+                self._algorithms[name] = create_algorithm(name, self.groups, self._staging)
+            self._algorithms[name].all_reduce(buffer)
+        except torch.AcceleratorError:
+            raise  # this rank's own device failed
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
                 raise  # this rank's own, and not the others'
@@ -146,7 +147,7 @@ class HybridAllReduce:
             text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
             reason = (text.splitlines() or [type(error).__name__])[0].partition(". ")[0][:160]
             raise CommError(
-                f"{algorithm.name} all-reduce of {buffer.nbytes} bytes broke on rank "
+                f"{name} all-reduce of {buffer.nbytes} bytes broke on rank "
                 f"{self.groups.rank} ({reason})",
                 f"a rank is gone or {self.groups.timeout_s:g} s late; look into the ranks' logs",
             ) from error

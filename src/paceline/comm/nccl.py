@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -62,13 +63,14 @@ def abort(release_graphs: Iterable[Callable[[], None]], limit_s: float) -> None:
     """
 
     def run() -> None:
-        try:
-            for release in release_graphs:
+        for release in release_graphs:
+            with suppress(
+                Exception
+            ):  # a lost context; the others are released and aborted all the same
                 release()
+        with suppress(Exception):  # likewise, or the groups are gone already
             if dist.is_initialized():
                 distributed_c10d._abort_process_group()
-        except (RuntimeError, ValueError, AssertionError):
-            return  # the context is lost, or the groups are gone already: there is nothing to end
 
     thread = threading.Thread(target=run, name="paceline-abort", daemon=True)
     thread.start()

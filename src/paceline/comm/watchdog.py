@@ -9,8 +9,8 @@ post every few seconds. Python cannot interrupt a wait in C++, so a thread does 
 3. Where the store does not answer, rank 0's host is gone or this one is cut off: a rank that waits, or
    that has heard nothing for as long, says so and ends.
 4. A rank that leaves with an error has seconds for it; torch may wait for a lost host without end.
-5. A rank whose collective can not fail by itself (NCCL, a CUDA graph) ends with the error that another
-   rank has posted, and, once a signal has asked it to stop, after `_STOP_WAIT_S` in one place.
+5. A rank whose collective cannot fail by itself (NCCL, a CUDA graph) ends with the error that another
+   rank has posted. Once a signal has asked it to stop, it waits `_STOP_WAIT_S` for a silent rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.comm.active_clock import ActiveClock
 from paceline.comm.agreement import PeerError
 from paceline.comm.progress_board import ProgressBoard, Standing
 from paceline.comm.rank_hosts import RankHosts
-from paceline.comm.watchdog_mail import WatchdogMail
+from paceline.comm.watchdog_mail import WatchdogMail, hosts_store
 from paceline.comm.watchdog_words import BufferWords, stall_error, unreachable_error
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
@@ -37,9 +37,12 @@ Tell = Callable[[PacelineError], None]
 _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
 _LAST_WORDS_S = 2.0
+_FREE_WAIT_S = 4.0
 _LINGER_S = 3.0
-# torchrun kills ranks 30 s after its SIGTERM: the reason has to be found and shown before.
-_STOP_WAIT_S = 18.0
+# torchrun kills ranks 30 s after its SIGTERM: a lost rank has to be found and named before.
+_STOP_WAIT_S = 15.0
+# Often enough that a lost rank is named within seconds, seldom enough for thousands of ranks.
+_LONGEST_BEAT_S = 2.0
 
 
 class Watchdog:
@@ -62,7 +65,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._limit_s = timeout_s - min(0.2 * timeout_s, 15.0)
         self._silence_s = timeout_s / 6
-        self._beat_s = min(max(timeout_s / 60, 0.1), 5.0)
+        self._beat_s = min(max(timeout_s / 60, 0.1), _LONGEST_BEAT_S)
         self._board = board
         self._tell = tell or _tell
         self._hosts = hosts or RankHosts()
@@ -76,6 +79,8 @@ class Watchdog:
         self._answers = -1
         self._news: dict[int, tuple[int, float]] = {}
         self._leaving: tuple[PacelineError, float] | None = None
+        self._fault_since_s = 0.0
+        self._asked_since_s: float | None = None
         # Either this thread ends the process or the run's own error does: a rank says one line.
         self._ends = False
         self._end_lock = threading.Lock()
@@ -102,7 +107,7 @@ class Watchdog:
     def silent_ranks(self) -> set[int]:
         """Whose heartbeat has stopped, where a collective broke. Waits for two beats at most, and not at
         all where a launcher has asked this rank to stop: it knows who ended."""
-        return set() if self.asked_to_stop() else self._mail.silent_ranks()
+        return self._mail.silent_ranks(self.asked_to_stop)
 
     def hold_if_ending(self) -> None:
         """Does not return where this process is being ended: a collective that the abort has cut short
@@ -155,17 +160,31 @@ class Watchdog:
         out_of_reach = unheard_s > max(self._silence_s, 3 * self._beat_s)
         if unheard_s > self._limit_s or (waited_s > self._limit_s and out_of_reach):
             return self._unreachable(standing, unheard_s)
-        asked = waited_s > 0 and self.asked_to_stop()
-        self._mail.curious = waited_s > 0.4 * self._timeout_s or asked
         self._mail.listening = waited_s > 2 * self._beat_s
-        if self._mail.fault is not None and self._mail.listening:
+        if self._mail.fault is None or not self._mail.listening:
+            self._fault_since_s = self._now_s
+        elif self._now_s - self._fault_since_s > 3 * self._beat_s:
+            # Long enough for the exchange that tells all ranks of the fault, where it still goes on.
             return PeerError.told(self._mail.fault)
+        self._mail.curious = waited_s > 0.4 * self._timeout_s or self._is_asked(waited_s)
         self._read_letters()
-        limit_s = min(self._limit_s, _STOP_WAIT_S) if asked else self._limit_s
-        if waited_s > limit_s and not self._proposed_s:
+        if not self._proposed_s and (waited_s > self._limit_s or self._stops_for_a_silent_rank()):
             self._proposed_s = self._now_s
             self._mail.propose(self._stall(standing, waited_s))
         return None
+
+    def _is_asked(self, waited_s: float) -> bool:
+        """Whether this rank waits though a signal has asked it to stop; notes since when."""
+        if not waited_s or not self.asked_to_stop():
+            self._asked_since_s = None
+        elif self._asked_since_s is None:
+            self._asked_since_s = max(self._now_s, self._since_s)
+        return self._asked_since_s is not None
+
+    def _stops_for_a_silent_rank(self) -> bool:
+        """A rank that is only slow is waited for: it may still be saving."""
+        since_s = self._asked_since_s
+        return since_s is not None and self._now_s - since_s > _STOP_WAIT_S and bool(self._silent())
 
     def _read_letters(self) -> None:
         """Notes when each rank's last news came."""
@@ -176,13 +195,17 @@ class Watchdog:
     def _stall(self, standing: Standing, waited_s: float) -> CommError:
         standings = {rank: theirs for rank, (_, theirs) in self._mail.letters.items()}
         standings[self._topology.rank] = standing
-        silent = {
+        silent = self._silent()
+        return stall_error(standings, silent, self.buffers, waited_s, self._timeout_s, self._hosts)
+
+    def _silent(self) -> set[int]:
+        """Ranks of which nothing new has come for three beats."""
+        return {
             rank
             for rank, (_, heard_s) in self._news.items()
             if rank != self._topology.rank
             and self._now_s - heard_s > min(self._silence_s, 3 * self._beat_s)
         }
-        return stall_error(standings, silent, self.buffers, waited_s, self._timeout_s, self._hosts)
 
     def _unreachable(self, standing: Standing, unheard_s: float) -> CommError:
         rank, closed = self._topology.rank, self._mail.lost
@@ -194,12 +217,12 @@ class Watchdog:
         """Not by way of destructors and exit handlers: they wait for what does not come."""
         last_words = threading.Thread(target=self._say, args=(error,), daemon=True)
         last_words.start()
-        if self._before_exit is not None:
-            self._before_exit()
-        hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if self._topology.is_main and hosts and not self._mail.lost:
+        freeing = threading.Thread(target=self._before_exit or (lambda: None), daemon=True)
+        freeing.start()
+        if self._topology.is_main and hosts_store() and not self._mail.lost:
             self._mail.linger(2 * self._beat_s + _LINGER_S)
         self._mail.close()  # the host waits for word that this rank has heard
+        freeing.join(_FREE_WAIT_S)
         last_words.join(_LAST_WORDS_S)
         os._exit(error.exit_code)
 

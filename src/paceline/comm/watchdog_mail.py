@@ -8,8 +8,10 @@ store's host is cut off, torch waits for an answer without end, and only this th
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
@@ -70,15 +72,18 @@ class WatchdogMail:
         except RuntimeError:
             return
 
-    def silent_ranks(self) -> set[int]:
-        """Ranks whose heartbeat does not advance; waits for two beats, or until all others have shown
-        one. Rank 0 where the store is gone with it."""
+    def silent_ranks(self, stop: Callable[[], bool]) -> set[int]:
+        """Ranks whose heartbeat does not advance; waits for two beats, until all others have shown one,
+        or until `stop`. Rank 0 where its store is gone with it."""
         deadline = time.monotonic() + 2.5 * self._beat_s + _POLL_S
         others = set(range(self._size)) - {self._rank}
         before, first, alive = self.answers, dict[int, int](), set[int]()
         self._counting = True
         self._wake.set()
         while time.monotonic() < deadline and not self.lost and alive != others:
+            if stop():
+                first = {}
+                break
             time.sleep(_POLL_S)
             if self.answers > before:  # what was read before this call may be old
                 seen = {rank: number for rank, (number, _) in self.letters.items()}
@@ -86,7 +91,7 @@ class WatchdogMail:
                 alive |= {rank for rank in others & seen.keys() if seen[rank] > first[rank]}
         self._counting = False
         if self.lost:
-            return {0} & others
+            return {0} & others if hosts_store() else set()
         return others - alive if first else set()
 
     def close(self) -> None:
@@ -142,3 +147,8 @@ def _read(letter: bytes) -> tuple[int, Standing]:
     """The number of the beat, which tells that the sender lives, and its standing."""
     number, _, text = letter.decode().partition(" ")
     return int(number), Standing.from_text(text)
+
+
+def hosts_store() -> bool:
+    """Whether rank 0's process has the store; under torchrun its agent does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

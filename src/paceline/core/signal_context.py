@@ -49,7 +49,9 @@ class SignalWakeup:
         self._arrived = False
 
     def __enter__(self) -> Self:
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 
@@ -65,10 +67,11 @@ class SignalWakeup:
         os.close(self._write)
 
     def arrived(self) -> bool:
-        """Whether one of the signals has come. For one reading thread."""
+        """Whether one of the signals has come."""
         try:
             while not self._arrived and self._read >= 0 and (data := os.read(self._read, 64)):
-                self._arrived = any(byte in self._numbers for byte in data)
+                if any(byte in self._numbers for byte in data):
+                    self._arrived = True
         except OSError:
             pass  # nothing new, or closed meanwhile
         return self._arrived

@@ -7,6 +7,7 @@ which a recording cannot.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from paceline.core.errors import RunError
 
 WARM_CALLS = 2
+_LOCK_WAIT_S = 1.0
 
 
 class Captured:
@@ -32,6 +34,7 @@ class Captured:
         self._pool = pool
         self._left = WARM_CALLS if enabled else -1
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._lock = threading.Lock()
 
     @property
     def replays(self) -> bool:
@@ -44,11 +47,10 @@ class Captured:
         return self._graph is None and self._left == 0
 
     def __call__(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._left == 0:
-            self._graph = self._record()
-            self._graph.replay()
+        if self._graph is not None or self._left == 0:
+            with self._lock:
+                self._graph = self._graph or self._record()
+                self._graph.replay()
         else:
             self._left -= 1 if self._left > 0 else 0
             self._function()
@@ -60,10 +62,16 @@ class Captured:
         communicator waits for these references: graphs go first (pytorch/pytorch#115388). Does not wait
         for a graph that still runs: CUDA frees it when it ends.
         """
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = None
-        self._left = -1
+        # Another thread may release while this rank's own replays: CUDA graphs are not thread-safe.
+        if not self._lock.acquire(timeout=_LOCK_WAIT_S):
+            return
+        try:
+            if self._graph is not None:
+                self._graph.reset()
+                self._graph = None
+            self._left = -1
+        finally:
+            self._lock.release()
 
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -71,7 +79,7 @@ class Captured:
             # Only this thread's calls belong to the recording: a loader's thread may copy meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]

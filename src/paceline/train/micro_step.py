@@ -84,18 +84,21 @@ class MicroStep:
 
     def release(self) -> None:
         """Destroys the CUDA graphs, before the process groups whose collectives they hold."""
-        if self._recorded is not None:
-            self._recorded.release()
-            self._recorded = None
+        recorded, self._recorded = self._recorded, None
         self._graphs = False
+        if recorded is not None:
+            recorded.release()
 
     def _drop_recording(self) -> None:
         """A recording holds the memory of a whole micro-batch for good, and a short batch, at the end of
         a run, needs nearly as much once more."""
-        if self._recorded is not None:
-            torch.cuda.synchronize(self._policy.device)
-            self._recorded.release()
-            self._recorded = None
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            # The exchange of the step before may still be under way, and wait for a lost rank.
+            self._exchange.group.watched(
+                "the end of the step before", lambda: torch.cuda.synchronize(self._policy.device)
+            )
+            recorded.release()
             torch.cuda.empty_cache()
 
     def _compute(self, images: Tensor, labels: Tensor, mix: Tensor | None) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ from paceline.train.training import Training, build
 from paceline.train.weight_average import applied
 from paceline.train.weights_file import fingerprint, write_weights
 
+# What CUDA says when no further call into the context can succeed.
+_LOST_CONTEXT = (
+    "illegal memory access", "illegal address", "device-side assert", "launch failure", "misaligned",
+    "illegal instruction", "invalid program counter", "hardware stack", "ECC", "launch timed out",
+    "MPS",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RunOutcome:
@@ -60,16 +68,18 @@ def run_training(
     the error with which the watchdog ends this process, where nothing can be raised any more."""
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
-    with Group(topology, config.comm, choose_device(config, topology), tell, shared) as group:
+    device = choose_device(config, topology)
+    with Group(topology, config.comm, device, tell, shared) as group, _device_errors(group):
         return _train(config, group, display)
 
 
 def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> RunOutcome:
     training = build(config, group, StopSignals.of(config.checkpoint))
     try:
-        outcome = _finished_before(training) or _run_loop(training, display)
-    except torch.AcceleratorError as failure:
-        raise _device_error(failure, group) from failure
+        with _device_errors(group):
+            outcome = _finished_before(training) or _run_loop(training, display)
+    except DeviceError:
+        raise  # nothing can be closed on a lost context
     except BaseException as error:
         group.leaving(error)
         training.close()
@@ -93,13 +103,21 @@ def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome
         return _conclude(training, result)
 
 
-def _device_error(failure: torch.AcceleratorError, group: Group) -> DeviceError:
-    reason = str(failure).strip().splitlines()[0].removeprefix("CUDA error: ")
-    return DeviceError(
-        f"rank {group.rank}: {group.device} failed ({reason})",
-        "look into the kernel log (dmesg) for Xid errors; find a faulty kernel with "
-        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; go on with --resume auto",
-    )
+@contextmanager
+def _device_errors(group: Group) -> Iterator[None]:
+    """Within this context a CUDA error after which the context is lost is one line; others stay what
+    they are."""
+    try:
+        yield
+    except torch.AcceleratorError as failure:
+        reason = str(failure).strip().splitlines()[0].removeprefix("CUDA error: ")
+        if not any(sign in reason for sign in _LOST_CONTEXT):
+            raise
+        raise DeviceError(
+            f"rank {group.rank}: {group.device} failed ({reason})",
+            "look into the kernel log (dmesg) for Xid errors; find a faulty kernel with "
+            "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; go on with --resume auto",
+        ) from failure
 
 
 def _finished_before(training: Training) -> RunOutcome | None:

@@ -242,6 +242,7 @@ class TrainStep:
         for the device, which after a failure may be stuck in a collective."""
         self.micro.release()
         self.update.release()
+        self.group.released(self.release)
 
     def roll_back(self) -> None:
         """Undoes what a step that broke off before its update has changed: the batch-norm statistics."""

@@ -149,10 +149,12 @@ def create_step(
     mixing = None
     if run.mixup or run.cutmix:
         mixing = Mixing(run.mixup, run.cutmix, config.data.image_size, run.seed)
-    return TrainStep(
+    step = TrainStep(
         parts.model, micro, update, parts.exchange, parts.batch_norm, loader, parts.normalize,
         parts.policy, plan, group, stop, parts.scale, run.seed, mixing,
     )  # fmt: skip
+    group.release_on_abort(step.release)
+    return step
 
 
 def create_master_optimizer(

@@ -107,7 +107,8 @@ class Training:
     def close(self) -> None:
         # CUDA graphs hold references to NCCL's communicators, so they go before the process groups.
         self.step.release()
-        self.step.exchange.carrier.close()
+        if not self.group.aborted:
+            self.step.exchange.carrier.close()
         self.step.loader.close()
         self.source.close()
         self.validation.close()
@@ -179,7 +180,6 @@ def _assemble(
         ),
     )  # fmt: skip
     step = create_step(config, parts, loader, plan, group, stop)
-    group.release_on_abort(step.release)
     buffers = BufferWords.of(parts.exchange)
     group.name_buffers(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
