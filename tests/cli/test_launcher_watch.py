@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import paceline.cli.launcher_watch as module
 from cli_runs import is_launchers
 from paceline.cli.failure import CHILD_MARK
 from paceline.cli.launcher_watch import Launcher, find_launcher
@@ -22,6 +23,7 @@ PLACE = {
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
 }  # fmt: skip
 TORCHRUN = PLACE | {"TORCHELASTIC_RUN_ID": "none"}
+OURS = {"TORCHELASTIC_RUN_ID": "ours"}
 MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -66,10 +68,10 @@ def test_who_was_started_by_no_launcher_watches_nobody(place: dict[str, str]) ->
 
 def test_a_process_that_ended_is_gone_also_as_a_zombie() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    found = find_launcher({CHILD_MARK: str(child.pid)})
+    found = find_launcher(OURS | {CHILD_MARK: str(child.pid)})
     assert found is not None
     assert found.is_gone(), "it lives, but is no ancestor of this process"
-    parent = find_launcher({CHILD_MARK: str(os.getppid())})
+    parent = find_launcher(OURS | {CHILD_MARK: str(os.getppid())})
     assert parent is not None
     assert not parent.is_gone()
     assert Launcher("torchrun", os.getppid(), "0").is_gone(), "another process with its id"
@@ -106,3 +108,25 @@ def test_a_rank_whose_launcher_is_gone_already_ends_with_one_line() -> None:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("paceline: error: the launcher of this rank (")
+
+
+@pytest.mark.parametrize("place", [TORCHRUN, SLURM, OURS | {CHILD_MARK: str(os.getppid())}])
+def test_a_launcher_that_proc_hides_is_watched_by_signals(
+    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `hidepid`: the search must end, and the process must not count as gone."""
+    monkeypatch.setattr(module, "_stat", lambda pid: None)
+    found = find_launcher(place)
+    if CHILD_MARK in place:  # whether it is an ancestor cannot be told either
+        assert found is not None
+        return
+    assert found is not None
+    assert found.pid == os.getppid()
+    assert not found.is_gone()
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert Launcher("slurm", child.pid, "?").is_gone()
+
+
+def test_a_shell_of_a_rank_is_no_rank() -> None:
+    assert find_launcher({CHILD_MARK: "1"}) is None

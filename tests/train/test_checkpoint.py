@@ -98,8 +98,9 @@ def test_a_file_cut_short_is_refused(length: int) -> None:
 def test_a_later_format_and_a_missing_part_are_refused() -> None:
     table = torch.load(io.BytesIO(checkpoint().to_bytes()), weights_only=True)
     for change, words in (
-        ({"version": 4}, "has format 4; Paceline .* reads 2 and 3; use the Paceline version"),
-        ({"version": 1}, "has format 1; Paceline .* reads 2 and 3; use the Paceline version"),
+        ({"version": 4, "rng": {}}, "has format 4; Paceline .* reads 2 and 3; use the Paceline"),
+        ({"version": 1, "rng": {}}, "has format 1; Paceline .* reads 2 and 3; use the Paceline"),
+        ({"version": 19}, "is damaged"),  # all else matches its SHA-256
         ({"format": "other"}, "is not a Paceline checkpoint"),
         ({"rng": None}, "does not match its SHA-256"),
         ({"sha256": None}, "does not match its SHA-256"),

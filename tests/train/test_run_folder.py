@@ -137,3 +137,18 @@ def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "exists", forbidden)
     with pytest.raises(PacelineError, match="here cannot be used: Permission denied"):
         choose_run_folder(small_config("here"), restarted=False)
+
+
+def test_auto_finds_a_run_from_before_the_share_of_warm_up() -> None:
+    """Command lines now set a share; a run without one keeps its own schedule."""
+    folder = choose_run_folder(small_config(""), restarted=False)
+    started(folder, step=5)
+    config = folder.path / "config.toml"
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    config.write_text("".join(x for x in lines if not x.startswith("warmup_max_share")))
+    asked = {"run__resume": "auto", "optim__warmup_max_share": 0.2}
+    found = choose_run_folder(small_config("", **asked), restarted=False)
+    assert found.resume_from == folder.path / "checkpoints/step-00000005.pt"
+    config.write_text("".join(lines))
+    other = choose_run_folder(small_config("", **asked), restarted=False)
+    assert other.resume_from is None

@@ -32,7 +32,8 @@ def inspect_data(
     from paceline.data.inspection.inspect_set import inspect_set
 
     if sheet is not None and (not sheet.name or sheet.is_dir()):
-        raise ConfigError("--sheet", str(sheet), "is not a file", "give the name of a PNG file")
+        shown = "" if str(sheet) == "." else str(sheet)
+        raise ConfigError("--sheet", shown, "is not a file", "give the name of a PNG file")
     with ProgressBars() as bars:
         report = inspect_set(
             directory,

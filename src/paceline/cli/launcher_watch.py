@@ -32,6 +32,8 @@ _POLL_S = 1.0
 _LEAVE_S = 30.0
 _SAY_S = 2.0
 _PROC = Path("/proc")
+# The start time of a process that /proc does not show to this user.
+_HIDDEN = "?"
 # By launcher: a variable that it sets for its ranks, and does not have itself.
 _MARKS = {
     "torchrun": "TORCHELASTIC_RUN_ID",
@@ -50,9 +52,12 @@ class Launcher:
     start: str
 
     def is_gone(self) -> bool:
-        """A zombie has ended too, though nobody has taken its exit code yet."""
+        """A zombie has ended too, though nobody has taken its exit code yet. A process that /proc hides
+        (`hidepid`) is gone once it takes no signal."""
         found = _stat(self.pid)
-        return found is None or found.state in "ZX" or found.start != self.start
+        if found is None or self.start == _HIDDEN:
+            return not _exists(self.pid)
+        return found.state in "ZX" or found.start != self.start
 
     def __str__(self) -> str:
         return f"{self.name}, process {self.pid}"
@@ -66,7 +71,7 @@ class _Stat:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """What /proc says of a process; None where there is no such process."""
+    """What /proc says of a process; None where there is no such process, or it is hidden."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
@@ -76,11 +81,22 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(fields[0], int(fields[1]), fields[19])
 
 
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def find_launcher(env: Mapping[str, str]) -> Launcher | None:
     """The process that started this rank, however many shells are between; None where there is none."""
     if not (_PROC / "self" / "stat").exists():
         return None
-    if env.get(CHILD_MARK, "").isdecimal():
+    # Together with torch's own mark: a shell that was started from a rank may carry the first alone.
+    if env.get(CHILD_MARK, "").isdecimal() and "TORCHELASTIC_RUN_ID" in env:
         return _own_launcher(int(env[CHILD_MARK]))
     try:
         topology = Topology.from_env(env)
@@ -93,6 +109,8 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
     pid = os.getppid()
     while pid > 1:
         found = _stat(pid)
+        if found is None and _exists(pid):
+            return Launcher(topology.launcher, pid, _HIDDEN)
         if found is None:  # it ended just now, and this process has another parent
             pid = os.getppid()
             continue
@@ -108,6 +126,8 @@ def _own_launcher(pid: int) -> Launcher:
     while ancestor > 1 and ancestor != pid:
         above = _stat(ancestor)
         ancestor = above.parent if above else 0
+    if found is None and ancestor == pid and _exists(pid):
+        return Launcher("paceline train --nproc-per-node", pid, _HIDDEN)
     start = found.start if found and ancestor == pid else ""
     return Launcher("paceline train --nproc-per-node", pid, start)
 

@@ -33,7 +33,8 @@ LOCAL_SETTINGS = frozenset(
 )
 # What changes no figure of a run, besides: a finished run resumed with other values of these is the same.
 NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
-    "run.name", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share", "optim.trust_log_interval",
+    "run.name", "run.device", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share",
+    "optim.trust_log_interval",
     "comm.timeout_s", "comm.rendezvous_timeout_s",
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip
@@ -208,6 +209,9 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         if not all(isinstance(table, dict) for table in there.values()):
             continue
         different = _differences(_identity(with_defaults(there)), wanted)
+        if "warmup_max_share" not in there.get("optim", {}):
+            # Written before there was such a setting: the run goes on with its own schedule.
+            different = [name for name in different if name != "optim.warmup_max_share"]
         if not different:
             return folder, ""
         other = other or f" ({folder} differs in {', '.join(different[:3])})"

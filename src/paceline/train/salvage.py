@@ -51,7 +51,8 @@ def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint |
         return None
     loop.account_for_launched_steps()
     step.roll_back()
-    if progress.step == 0 or progress.step == training.saved_step or progress.skipped_in_a_row:
+    # Whether this very step is on disk is known once the lock is held: rank 0 may have died in the save.
+    if progress.step == 0 or progress.skipped_in_a_row:
         return None
     checkpoint = training.state.capture_alone(progress)
     finite = all(bool(torch.isfinite(value).all()) for value in checkpoint.model.values())

@@ -128,6 +128,9 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
     inputs = agree_on_inputs(config, group)
     with inputs.discarded_on_error():
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
+        if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
+            # Written before there was such a setting: the run goes on with its own schedule.
+            config = config.with_values({"optim.warmup_max_share": 1.0})
         return _assemble(config, group, stop, sizes, replace(inputs, folder=folder), checkpoint)
 
 
