@@ -101,7 +101,7 @@ def test_a_rank_whose_launcher_is_gone_already_ends_with_one_line() -> None:
     gone.wait()
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=env | {CHILD_MARK: str(gone.pid)},
+        env=env | OURS | {CHILD_MARK: str(gone.pid)},
         capture_output=True,
         text=True,
     )
