@@ -5,6 +5,8 @@
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
 #: make fuzz       mutated inputs for every parser (ARGS="--seed 1 --count 100000")
+#: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
+#:                 --ranks 1 2 4"), and resumed
 #: make docs       rewrite docs/settings.md from the code
 #: make data       rebuild the embedded images from Debian's package dataset-fashion-mnist
 #: make clean      remove .venv and caches
@@ -15,7 +17,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow fuzz data docs clean
+.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow fuzz chaos data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -59,8 +61,8 @@ contracts: $(VENV)/.installed-test
 
 # Two at a time, but those that start jobs of many ranks or make hosts: they want the cores for themselves.
 unit: $(VENV)/.installed-test $(VENV)/.system
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --ignore tests/cluster --ignore tests/launch $(ARGS)
-	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch tests/chaos $(ARGS)
 
 # A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
 cluster-test: $(VENV)/.installed-test
@@ -78,6 +80,10 @@ test-slow: $(VENV)/.installed-test
 # Seeded; a small part of it is in `unit`. Findings go to fuzz-findings/ (CONTRIBUTING.md).
 fuzz: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
+
+# Random kills, signals, full disks and the like; --seed and --trial repeat one (docs/faults.md).
+chaos: $(VENV)/.installed-test
+	PYTHONPATH=src:tests $(BIN)/python -m chaos $(ARGS)
 
 # Rebuilds the embedded images from Debian's package dataset-fashion-mnist.
 data: $(VENV)/.installed

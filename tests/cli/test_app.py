@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -81,3 +82,18 @@ def test_help_and_report_start_without_torch() -> None:
         "--target-top1", "--pretrained",
     ):  # fmt: skip
         assert flag in done.stdout
+
+
+def test_ctrl_c_while_the_interpreter_ends_shows_no_traceback() -> None:
+    program = (
+        "import atexit, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "from paceline.cli.app import main\n"
+        "sys.argv = ['paceline', '--version']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +44,31 @@ def test_a_lost_peer_is_a_consequence_and_a_mistake_is_not() -> None:
 def test_one_line_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     CASES[0].show()
     assert capsys.readouterr().err == "paceline: error: optim.lr = 0: too small\n"
+
+
+# A launcher that starts a rank, whose connection to it breaks, and that itself ends a moment later.
+LAUNCHER = """
+import os, subprocess, sys, time
+env = os.environ | {"PACELINE_LAUNCHER": str(os.getpid())}
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env, stdout=subprocess.PIPE)
+rank.stdout.readline()
+if sys.argv[2] == "killed":
+    time.sleep(0.2)
+    os.kill(os.getpid(), 9)
+rank.wait()
+"""
+RANK = """
+from paceline.cli.failure import Failure
+print(flush=True)
+Failure("the store is gone", 1, consequence=True).tell()
+"""
+
+
+@pytest.mark.parametrize(("ends", "shown"), [("killed", True), ("stays", False)])
+def test_a_rank_speaks_for_itself_where_its_launcher_is_about_to_end(
+    ends: str, shown: bool
+) -> None:
+    command = [sys.executable, "-c", LAUNCHER, RANK, ends]
+    # It returns when the last writer has closed the pipe, so when the rank has ended.
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=os.environ)
+    assert ("paceline: error: the store is gone" in done.stderr) == shown

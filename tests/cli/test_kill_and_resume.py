@@ -60,6 +60,8 @@ def assert_same_end(folder: Path, whole: dict[str, Any]) -> None:
     for name in (*told, "images", "epochs", "skipped_steps", "corrupt_samples", "stopped_by"):
         assert ended[name] == whole[name], name
     assert not list(folder.rglob("*.tmp"))
+    assert (folder / "report.html").is_file()
+    assert (folder / "weights.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,13 @@ def assert_same_end(folder: Path, whole: dict[str, Any]) -> None:
             id="between-the-best-and-the-last",
         ),
         pytest.param(
-            partial(faults.at_rename, "weights.safetensors", 1, KILL), [13], id="before-the-summary"
+            partial(faults.at_rename, "weights.safetensors", 1, KILL), [13], id="before-the-weights"
+        ),
+        pytest.param(
+            partial(faults.at_rename, "report.html", 1, KILL), [13], id="before-the-report"
+        ),
+        pytest.param(
+            partial(faults.at_rename, "summary.json", 1, KILL), [13], id="before-the-summary"
         ),
     ],
 )

@@ -7,6 +7,7 @@ ended by signal n. A user's mistake is one line on standard error; our own bugs 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 
@@ -74,7 +75,11 @@ def main() -> None:
     # Torch's C++ side tells of a peer's end in stack frames of its own; one line of ours does.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     standard_streams.install()
-    sys.exit(_checked_output(_run()))
+    code = _run()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # The work is done: Ctrl-C ends what the interpreter still does, without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(_checked_output(code))
 
 
 def _checked_output(code: int) -> int:

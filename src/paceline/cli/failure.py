@@ -21,9 +21,21 @@ from paceline.core.untrusted import one_line, printable
 CHILD_MARK = "PACELINE_LAUNCHER"
 
 
+# The connections of a process that is killed break before its children see that it has ended.
+_LAUNCHER_END_S = 1.0
+
+
 def is_child_of_launcher() -> bool:
     """False once the launcher is gone: then a rank has to speak for itself."""
     return os.environ.get(CHILD_MARK) == str(os.getppid())
+
+
+def _launcher_stays() -> bool:
+    """Whether the launcher is still there after a moment in which one that was killed would end."""
+    deadline = time.monotonic() + _LAUNCHER_END_S
+    while is_child_of_launcher() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_child_of_launcher()
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,8 @@ class Failure:
     def tell(self) -> None:
         """Shows it, or leaves that to our own launcher, which shows only the root cause."""
         self.record()
-        if not is_child_of_launcher():
+        # What broke because others are gone may have broken because the launcher is.
+        if not (_launcher_stays() if self.consequence else is_child_of_launcher()):
             self.show()
 
     def record(self) -> None:

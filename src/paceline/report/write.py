@@ -6,7 +6,9 @@ written anew sees the old one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import DataError
 from paceline.core.whole_file import whole_file
@@ -20,10 +22,17 @@ _PAGE_BEGINS = b"<!doctype html>"
 _RUN_FILES = ("metrics*.jsonl", "*.toml", "*.json", "*.safetensors", "*.pt", "run.lock")
 
 
-def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Writes the report of `run_dir` to `out` (a file, or a folder for it) and returns its path."""
+def write_report(
+    run_dir: Path, out: Path | None = None, summary: dict[str, Any] | None = None
+) -> Path:
+    """Writes the report of `run_dir` to `out` (a file, or a folder for it) and returns its path.
+
+    `summary` takes the place of `summary.json`, for a run that writes that file last."""
     target = run_dir / REPORT_NAME if out is None else out
-    return write_page(render(RunFiles.read(run_dir)), target, REPORT_NAME)
+    files = RunFiles.read(run_dir)
+    if summary is not None:
+        files = replace(files, summary=summary)
+    return write_page(render(files), target, REPORT_NAME)
 
 
 def write_page(page: str, target: Path, name: str) -> Path:

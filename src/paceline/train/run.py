@@ -212,8 +212,9 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 state = average.full_state() if average else full_state(training.model, optimizer)
                 write_weights(state, folder / "weights.safetensors", names)
                 text = json.dumps(summary, indent=2) + "\n"
+                report = write_report(folder, summary=json.loads(text))
+                # Last: with it the run counts as finished, and nothing that is missing is made again.
                 write_atomically(folder / "summary.json", text.encode())
-                report = write_report(folder)
             except PacelineError as caught:
                 error = caught
     group.settle("conclusion", error)

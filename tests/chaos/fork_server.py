@@ -1,0 +1,294 @@
+"""A server that has imported torch and Paceline, and forks each process of a trial.
+
+In: requests on a Unix socket (`Request`). Out: for each a process that runs `paceline ARGUMENTS` as
+`python -m paceline` does, and its process id. The server never computes: torch's threads do not survive
+a fork, so none may exist. The new process is a child of the requester, which must be a subreaper: the
+server forks twice, and the process in between ends at once.
+
+The launcher of `paceline train --nproc-per-node` starts its ranks through a server of its own, which
+it forks before it has any thread. So its ranks are its children, as with a real launcher.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = "chaos-server"
+# Dumps the stacks of all threads into the process's log; sent to a process that hangs.
+STACKS_SIGNAL = signal.SIGRTMIN + 5
+_PRELOADED = (
+    "paceline.cli.app", "paceline.cli.display", "paceline.cli.result_table", "paceline.train.run",
+    "paceline.train.evaluation", "paceline.cli.launch", "paceline.cli.local_rendezvous",
+    "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
+    "torch.distributed.elastic.multiprocessing.errors",
+)  # fmt: skip
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_CLONE_NEWNET = 0x40000000
+_CAP_VERSION_3, _CAP_DAC_OVERRIDE = 0x20080522, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One process. `out` and `err`: files to append to; empty keeps what the server has."""
+
+    name: str
+    arguments: list[str]
+    env: dict[str, str]
+    cwd: str = ""
+    out: str = ""
+    err: str = ""
+    # The network namespace to run in, by the name that `ip netns` gives it.
+    namespace: str = ""
+    # Whether permissions of files count, though the user is root.
+    obeys_permissions: bool = False
+    # Whether it is a launcher, which starts further processes.
+    launches: bool = False
+    # Whether the interpreter is torn down at the end, which in a fork copies all its memory.
+    tears_down: bool = False
+
+
+class Channel:
+    """One end of the socket, for whole messages."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, message: object) -> None:
+        data = pickle.dumps(message)
+        self._end.sendall(struct.pack("<I", len(data)) + data)
+
+    def receive(self) -> Any:
+        """None where the other end is gone."""
+        try:
+            head = self._read(4)
+            return pickle.loads(self._read(struct.unpack("<I", head)[0]))
+        except (EOFError, ConnectionError):
+            return None
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self._end.recv(size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def start(self, request: Request) -> int:
+        """Asks the server for a process; returns its id."""
+        self.send(request)
+        pid = self.receive()
+        if pid is None:
+            raise RuntimeError("the fork server is gone")
+        return int(pid)
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def set_name(name: str) -> None:
+    """What `/proc/PID/stat` shows in brackets."""
+    _libc.prctl(_PR_SET_NAME, name[:15].encode(), 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    """Processes below this one whose parent ends become its children."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def serve(channel: Channel) -> Request:
+    """Forks a process for each request. Returns in each of them, never in the server itself, which ends
+    with its requester."""
+    while True:
+        request = channel.receive()
+        if request is None:
+            os._exit(0)
+        reader, writer = os.pipe()
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork() == 0:
+                set_name(request.name)  # from here on it is no server
+                os.write(writer, struct.pack("<i", os.getpid()))
+                while os.getppid() == between:  # its parent must be the requester before it looks
+                    time.sleep(0.0005)
+                os.close(reader)
+                os.close(writer)
+                return request  # type: ignore[no-any-return]
+            os._exit(0)
+        os.close(writer)
+        (pid,) = struct.unpack("<i", os.read(reader, 4))
+        os.close(reader)
+        os.waitpid(between, 0)
+        with contextlib.suppress(ConnectionError):  # a launcher that was killed meanwhile
+            channel.send(pid)
+
+
+def main() -> Request:
+    """The server; in its forks, `paceline`. Nothing of the server is on the stack of either."""
+    socket_end = socket.socket(fileno=int(sys.argv[1]))
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads exist before the first fork"
+    set_name(NAME)
+    gc.collect()
+    gc.freeze()
+    channel = Channel(socket_end)
+    channel.send("ready")
+    request = serve(channel)
+    channel.close()
+    prepare(request)
+    if request.launches:
+        request = _launcher(request)
+    sys.argv = ["paceline", *request.arguments]
+    return request
+
+
+def prepare(request: Request) -> None:
+    """Makes a fork what a new process would be."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request.env)
+    if request.cwd:
+        os.chdir(request.cwd)
+    for number, path in ((1, request.out), (2, request.err)):
+        if path:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+    os.closerange(3, 1024)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    if request.namespace:
+        with open(f"/run/netns/{request.namespace}") as namespace:  # noqa: PTH123
+            _checked(_libc.setns(namespace.fileno(), _CLONE_NEWNET))
+    if request.obeys_permissions and os.geteuid() == 0:
+        _drop_override()
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _drop_override() -> None:
+    """Root passes over the permissions of files by a capability of its own."""
+    header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _checked(_libc.capget(header, data))
+    data[0] &= ~(1 << _CAP_DAC_OVERRIDE)
+    _checked(_libc.capset(header, data))
+
+
+def _launcher(request: Request) -> Request:
+    """Gives a launcher its own server. Returns in the launcher and in each rank."""
+    ours, theirs = socket.socketpair()
+    become_subreaper()
+    set_name(NAME)  # also of the fork, from its first moment on
+    if os.fork() == 0:
+        ours.close()
+        channel = Channel(theirs)
+        rank = serve(channel)
+        channel.close()
+        prepare(rank)
+        return rank
+    set_name(request.name)
+    theirs.close()
+    channel = Channel(ours)
+
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def popen(self: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> AdoptedChild:
+        # `python -m paceline ARGUMENTS`
+        name, obeys = f"rank{env['RANK']}", request.obeys_permissions
+        rank = Request(
+            name, list(args[3:]), env, obeys_permissions=obeys, tears_down=request.tears_down
+        )
+        return AdoptedChild(channel.start(rank), args)
+
+    SubprocessHandler._popen = popen
+    return request
+
+
+class AdoptedChild(subprocess.Popen[bytes]):
+    """A `Popen` of a child that another process has started for this one."""
+
+    def __init__(self, pid: int, args: Any) -> None:
+        self.args, self.pid, self.returncode = args, pid, None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+
+
+class ForkServer:
+    """The requester's side: starts the server, and ends it."""
+
+    def __init__(self) -> None:
+        become_subreaper()
+        ours, theirs = socket.socketpair()
+        threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        env = os.environ | dict.fromkeys(threads, "1") | {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "chaos.fork_server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self._channel = Channel(ours)
+        if self._channel.receive() != "ready":
+            raise RuntimeError("the fork server did not start")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, request: Request) -> int:
+        return self._channel.start(request)
+
+    def close(self) -> None:
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+
+
+def end(code: object) -> None:
+    """What the interpreter does at its end, short of freeing everything."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    started = main()
+    from paceline.cli.app import main as paceline
+
+    try:
+        paceline()
+    except SystemExit as left:
+        if started.tears_down:
+            raise
+        end(left.code)
