@@ -188,7 +188,7 @@ def test_a_rank_that_dies_takes_the_other_along_within_seconds(tmp_path: Path) -
     fault = partial(faults.at_micro_batch, 5, 1, KILL)
     survivor, dead = run_two(arguments, tmp_path, [None, fault], timeout_s=15)
     assert dead.code == -signal.SIGKILL
-    assert "another rank is gone" in survivor.error_line()
+    assert "rank 1 gives no sign of life" in survivor.error_line()
     assert "resume with --resume auto" in survivor.error_line()
     assert run_two([*arguments, "--resume", "auto"], tmp_path)[0].code == 0
 
