@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 REFERENCE = Reference(1.0, 0.2, {"steps": 9}, {step: 1 / step for step in range(1, 10)}, "")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # processes by the dozen, on a machine that may be busy
 def test_a_few_trials(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])

@@ -14,7 +14,11 @@ from cli_runs import Done, run, run_two, small, started_ranks, summary
 from paceline.train.checkpoint import Checkpoint
 
 KILL = partial(faults.signal_self, signal.SIGKILL)
-ARGUMENTS = small("--output", "run", "-b", "4", "--set", "checkpoint.interval_steps=3")
+# A short time-out has short beats, by which a lost rank is found.
+ARGUMENTS = small(
+    "--output", "run", "-b", "4", "--set", "checkpoint.interval_steps=3", "--set",
+    "comm.timeout_s=12",
+)  # fmt: skip
 REFUSED = ("--set", "checkpoint.accept_salvaged=false")
 
 

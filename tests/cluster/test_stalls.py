@@ -68,6 +68,7 @@ def test_the_host_of_the_store_is_cut_off(tmp_path: Path) -> None:
     assert "(10.213.0.1) has not answered for" in error_line(ended, 1)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_during_an_evaluation(tmp_path: Path) -> None:
     """No exchange is under way, and only the store knows of ranks 2 and 3. Their host is named as one."""
     program = [str(PROGRAMS / "evaluating_rank.py"), str(tmp_path)]
