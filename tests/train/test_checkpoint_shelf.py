@@ -94,3 +94,18 @@ def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:
     put(shelf, 2, best=True)
     assert find_checkpoint(tmp_path) == shelf.best
     assert find_checkpoint(shelf.path(1)) == shelf.path(1)
+
+
+def test_a_folder_that_turns_read_only_after_the_write_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = CheckpointShelf(tmp_path, 1)
+    put(shelf, 1)
+
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(CheckpointError, match="cannot be tidied"):
+        put(shelf, 2)
+    assert shelf.steps() == [1, 2]

@@ -76,21 +76,30 @@ class CheckpointShelf:
                 else ""
             )
             raise CheckpointError(error.cause, kept or error.remedy) from error
+        try:
+            self._tidy(checkpoint.step, forget=forget)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder} cannot be tidied after the save of {path.name}: {error.strerror}",
+                "make it writable again, then --resume auto",
+            ) from error
+        return path
+
+    def _tidy(self, newest: int, *, forget: bool) -> None:
         # A run that went back to an older checkpoint has left the later ones for good: they must not be
         # taken for its newest. Kept under another name, because somebody may still want them.
-        later = [self.path(step) for step in self.steps() if step > checkpoint.step]
+        later = [self.path(step) for step in self.steps() if step > newest]
         salvaged = [(step, self.salvaged_path(step)) for step in self.salvaged_steps()]
-        for file in later + [file for step, file in salvaged if step > checkpoint.step]:
+        for file in later + [file for step, file in salvaged if step > newest]:
             set_aside(file, "abandoned")
         if forget:
             for step in self.steps()[: -self._keep]:
                 self.path(step).unlink(missing_ok=True)
             for step, file in salvaged:
-                if step <= checkpoint.step:
+                if step <= newest:
                     file.unlink(missing_ok=True)
         for leftover in self.folder.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
-        return path
 
     def _write(self, checkpoint: Checkpoint, path: Path, *, best: bool) -> None:
         if best:
