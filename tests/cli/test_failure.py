@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.failure import Failure
 from paceline.comm.agreement import PeerError
-from paceline.core.errors import ConfigError
+from paceline.core.errors import CommError, ConfigError, PacelineError
 
 CASES = [
     Failure("optim.lr = 0: too small", 2),
@@ -59,6 +59,7 @@ rank.wait()
 """
 RANK = """
 from paceline.cli.failure import Failure
+from paceline.core.errors import CommError, PacelineError
 print(flush=True)
 Failure("the store is gone", 1, consequence=True).tell()
 """
@@ -72,3 +73,10 @@ def test_a_rank_speaks_for_itself_where_its_launcher_is_about_to_end(
     # It returns when the last writer has closed the pipe, so when the rank has ended.
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=os.environ)
     assert ("paceline: error: the store is gone" in done.stderr) == shown
+
+
+def test_errors_between_ranks_may_come_from_a_lost_launcher() -> None:
+    """Only a peer's is a consequence; for all of them the launcher is looked at again."""
+    assert Failure.of(CommError("the store is gone")).between_ranks
+    assert not Failure.of(CommError("the store is gone")).consequence
+    assert not Failure.of(PacelineError("no such file")).between_ranks

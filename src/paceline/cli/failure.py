@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import CommError, PacelineError
 from paceline.core.untrusted import one_line, printable
 
 # The process id of `paceline train --nproc-per-node`, in the environment of its children.
@@ -46,10 +46,16 @@ class Failure:
     exit_code: int
     trace: str = ""
     consequence: bool = False
+    # Between ranks: what broke there may have broken because the launcher, with its store, is gone.
+    between_ranks: bool = False
 
     @classmethod
     def of(cls, error: PacelineError) -> Failure:
-        return cls(str(error), error.exit_code, consequence=type(error).__name__ == "PeerError")
+        kind = type(error).__name__
+        between = isinstance(error, CommError) or kind == "AgreedError"
+        return cls(
+            str(error), error.exit_code, consequence=kind == "PeerError", between_ranks=between
+        )
 
     def show(self) -> None:
         if self.trace:
@@ -60,8 +66,8 @@ class Failure:
     def tell(self) -> None:
         """Shows it, or leaves that to our own launcher, which shows only the root cause."""
         self.record()
-        # What broke because others are gone may have broken because the launcher is.
-        if not (_launcher_stays() if self.consequence else is_child_of_launcher()):
+        waits = self.consequence or self.between_ranks
+        if not (_launcher_stays() if waits else is_child_of_launcher()):
             self.show()
 
     def record(self) -> None:
