@@ -59,7 +59,6 @@ rank.wait()
 """
 RANK = """
 from paceline.cli.failure import Failure
-from paceline.core.errors import CommError, PacelineError
 print(flush=True)
 Failure("the store is gone", 1, consequence=True).tell()
 """
