@@ -29,8 +29,8 @@ _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROU
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer imports torch's compiler, which takes as long as torch itself.
 _context.set_forkserver_preload(
-    ["paceline.cli.app", "paceline.cli.display", "paceline.cli.result_table", "numpy.random",
-     "paceline.train.run", "paceline.train.evaluation", "torch._dynamo"]
+    ["paceline.cli.app", "paceline.cli.display", "paceline.cli.display", "numpy.random",
+     "paceline.train.run", "paceline.train.evaluate", "torch._dynamo"]
 )  # fmt: skip
 
 # 100 samples in batches of 16: the seventh batch spans the epoch's end, the last (13th) is short.

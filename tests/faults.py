@@ -96,7 +96,7 @@ def out_of_memory(nth: int, *, training: bool = True) -> None:
     """The model's nth forward pass, of training or of evaluation, finds no memory."""
     import torch
 
-    from paceline.models.small_resnet import SmallResNet
+    from paceline.models.resnet import SmallResNet
 
     real, calls = SmallResNet.forward, [0]
 
@@ -173,7 +173,7 @@ def poison(nth: int, layer: str = "fc", passes: float = float("inf")) -> None:
     """From the model's nth training pass on, so many times, what `layer` gives is not a number."""
     import torch
 
-    from paceline.models.small_resnet import SmallResNet
+    from paceline.models.resnet import SmallResNet
 
     real, calls = SmallResNet.forward, [0]
 

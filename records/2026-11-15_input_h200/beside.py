@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from paceline.bench.input_ours import create_train_loader_of
 from paceline.bench.input_row import InputRow
 from paceline.bench.input_source import open_repeated
 from paceline.bench.our_step import SyntheticBatches, build
 from paceline.bench.step_row import StepRow
+
+from paceline.bench.input_ours import create_train_loader_of
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology

@@ -12,6 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.report.html_document import document, figures
+from paceline.report.svg_chart import Chart, Line
+
 from paceline.plan import straggler
 from paceline.plan.accelerator import accelerator
 from paceline.plan.analytic_workload import analytic_workload
@@ -20,8 +23,6 @@ from paceline.plan.gpu_cluster import gpu_cluster
 from paceline.plan.network import network
 from paceline.plan.prediction import Prediction, predict
 from paceline.plan.techniques import TECHNIQUES, techniques
-from paceline.report.html_document import document, figures
-from paceline.report.svg_chart import Chart, Line
 
 # GPU, nodes, GPUs a node, batch a GPU, measured images/s a GPU, links a node, Gb/s a link.
 SYSTEMS = [

@@ -63,8 +63,9 @@ def profile(ranks: int, folder: Path) -> Path:
 def profile_one(together: Any, file: Path) -> None:
     """As `paceline profile`, but every measurement begins when all the others are ready for it."""
     from paceline.bench.our_step import measure
-    from paceline.bench.profile import take_apart
     from paceline.bench.step_row import StepRow
+
+    from paceline.bench.profile import take_apart
 
     row = StepRow("profile", "ours", MODEL[1], 0, EDGE, CLASSES, "cpu", 40, 8, {})
     steps = [

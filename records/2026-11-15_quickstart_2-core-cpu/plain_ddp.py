@@ -19,13 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from paceline.models.roles import parameter_groups
+from paceline.models.small_resnet import SmallResNet
 from PIL import Image
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import paceline.data
-from paceline.models.roles import parameter_groups
-from paceline.models.small_resnet import SmallResNet
 
 EMBEDDED = Path(paceline.data.__file__).parent / "embedded"
 

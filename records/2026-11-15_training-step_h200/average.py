@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 
 import torch
+from paceline.models.roles import parameter_groups
+from paceline.train.weight_average import WeightAverage
 
 from paceline.models.registry import create_model
-from paceline.models.roles import parameter_groups
 from paceline.models.settings import ModelSettings
 from paceline.optim.lars import LARS
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.weight_average import WeightAverage
 
 settings = ModelSettings(name="resnet50")
 model = create_model(settings, num_classes=1000, in_channels=3, image_size=224)

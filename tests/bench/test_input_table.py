@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from data_sets import write_shards
-from paceline.bench import input_peers, input_training
-from paceline.bench.input_memory import measure_memory
-from paceline.bench.input_row import (
+from paceline.bench import input_ours, input_peers
+from paceline.bench.input_ours import measure_training, median_stall
+from paceline.bench.input_rows import (
     InputRow,
+    RowRates,
     RowSample,
+    measure_memory,
     measure_row,
+    measure_rows,
     one_torch_thread,
+    open_repeated,
     open_stream,
+    ratios,
 )
-from paceline.bench.input_source import open_repeated
-from paceline.bench.input_table import RowRates, measure_rows, ratios
-from paceline.bench.input_training import measure_training, median_stall
 from paceline.data.settings import DataSettings
 
 
@@ -148,7 +150,7 @@ def test_a_stall_is_the_median_of_all_rounds() -> None:
 def test_steps_before_the_clock_runs_are_no_stall() -> None:
     """The step numbers themselves are the stalls: only those of the steps timed may be in the mean."""
     step = _CountingStep()
-    turns = input_training._Turns(step, 4)  # type: ignore[arg-type]
+    turns = input_ours._Turns(step, 4)  # type: ignore[arg-type]
     _, stall = turns.measure(3, warm_up=5)
     # Two before, then 5 + 3 + 1 within, of which the last three are timed, and one to empty the queue.
     assert step.launched == 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.bench.optimizer_rows import measure_all
+from paceline.bench.optimizer import measure_all
 
 
 def test_all_ways_are_measured_and_the_bytes_are_those_of_one_update() -> None:

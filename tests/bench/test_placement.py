@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.byte_size import parse_bytes, show_bytes
-from paceline.bench.placement import Placement, rank_arguments
+from paceline.bench.placement import Placement, parse_bytes, rank_arguments, show_bytes
 from paceline.core.errors import ConfigError
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.row_process import RowProcess
-from paceline.bench.step_row import StepRow
-from paceline.bench.step_table import choose_rows, measure_rows, ratios
+from paceline.bench.step import StepRow
+from paceline.bench.step_table import RowProcess, choose_rows, measure_rows, ratios
 from paceline.core.errors import ConfigError
 
 COMMON: dict[str, Any] = {

@@ -34,8 +34,8 @@ NAME = "chaos-server"
 # Dumps the stacks of all threads into the process's log; sent to a process that hangs.
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 _PRELOADED = (
-    "paceline.cli.app", "paceline.cli.display", "paceline.cli.result_table", "paceline.train.run",
-    "paceline.train.evaluation", "paceline.cli.launch", "paceline.cli.local_rendezvous",
+    "paceline.cli.app", "paceline.cli.display", "paceline.cli.display", "paceline.train.run",
+    "paceline.train.evaluate", "paceline.cli.launch", "paceline.cli.launch",
     "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
     "torch.distributed.elastic.multiprocessing.errors",
 )  # fmt: skip

@@ -70,7 +70,7 @@ def test_help_and_report_start_without_torch() -> None:
         "import sys; sys.argv = ['paceline', 'train', '--help']\n"
         "from paceline.cli import app\n"
         "assert app._run() == 0\n"
-        "import paceline.report.write, paceline.plan, paceline.config\n"
+        "import paceline.report.run_page, paceline.plan, paceline.config\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cli_runs import Call
-from paceline.cli.compare import print_comparison
+from paceline.cli.report import print_comparison
 from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
 from report.made_up_ablations import write_ablation, write_run

@@ -288,7 +288,7 @@ def test_dropout_draws_the_same_numbers_after_a_resume(tmp_path: Path) -> None:
 def _add_dropout() -> None:
     from torch.nn import functional
 
-    from paceline.models.small_resnet import SmallResNet
+    from paceline.models.resnet import SmallResNet
 
     real = SmallResNet.forward
 

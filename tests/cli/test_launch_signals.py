@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cli.launch_signals import LaunchSignals
+from paceline.cli.launch import LaunchSignals
 
 
 class Asked(Exception):
@@ -46,7 +46,7 @@ def test_a_signal_that_went_astray_can_be_repeated(monkeypatch: pytest.MonkeyPat
     with LaunchSignals(Asked):
         with pytest.raises(Asked):
             os.kill(os.getpid(), signal.SIGTERM)
-        monkeypatch.setattr("paceline.cli.launch_signals._DEAF_S", 0.0)
+        monkeypatch.setattr("paceline.cli.launch._DEAF_S", 0.0)
         with pytest.raises(Asked):
             os.kill(os.getpid(), signal.SIGTERM)
 

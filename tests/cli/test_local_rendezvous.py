@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from paceline.cli.local_rendezvous import ADDRESS, LocalRendezvous, register
+from paceline.cli.launch import ADDRESS, LocalRendezvous, register
 
 
 def test_it_listens_on_loopback_alone() -> None:

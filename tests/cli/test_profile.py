@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.bench.profile import take_apart
-from paceline.bench.step_row import StepRow
+from paceline.bench.step import StepRow
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.plan.workload import Workload

@@ -4,8 +4,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cli.failure import Failure
-from paceline.cli.root_cause import root_cause
+from paceline.cli.failure import Failure, root_cause
 
 KILLED, TERMINATED = -int(signal.SIGKILL), -int(signal.SIGTERM)
 

@@ -13,7 +13,7 @@ import pytest
 
 import faults
 from cli_runs import run, run_two, small, started, steps, summary
-from paceline.cli.standard_streams import LossyOutput
+from paceline.cli.app import LossyOutput
 from report.made_up_ablations import write_run
 
 KINDS = ["reader is gone", "terminal is gone", "disk is full"]

@@ -12,7 +12,7 @@ import time
 
 from cluster.traces import hear_signals_as_usual
 from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.namespace import Namespace
+from paceline.bench.cluster.network import Namespace
 
 
 def main() -> None:

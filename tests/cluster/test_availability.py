@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.cluster import EmulatedCluster, availability, iproute, why_unavailable
+from paceline.bench.cluster import EmulatedCluster, network, why_unavailable
 from paceline.core.errors import LaunchError
 
 
 def pretend_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(availability, "find_tool", lambda name: f"/usr/sbin/{name}")
+    monkeypatch.setattr(network, "find_tool", lambda name: f"/usr/sbin/{name}")
 
 
 def test_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(availability, "find_tool", lambda name: None)
+    monkeypatch.setattr(network, "find_tool", lambda name: None)
     assert why_unavailable() == "no ip and no tc here: install iproute2"
 
 
@@ -55,13 +55,13 @@ def test_what_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, broken: str, w
 
 
 def test_a_tool_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iproute, "find_tool", lambda name: "/bin/false")
+    monkeypatch.setattr(network, "find_tool", lambda name: "/bin/false")
     with pytest.raises(LaunchError, match="^ip link: exit code 1$"):
-        iproute.call_tool("ip", "link")
+        network.call_tool("ip", "link")
 
 
 def test_a_tool_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere: Any = "/nowhere/ip"
-    monkeypatch.setattr(iproute, "find_tool", lambda name: nowhere)
+    monkeypatch.setattr(network, "find_tool", lambda name: nowhere)
     with pytest.raises(LaunchError, match="install iproute2"):
-        iproute.call_tool("ip", "link")
+        network.call_tool("ip", "link")

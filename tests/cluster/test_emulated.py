@@ -6,7 +6,7 @@ import pytest
 
 from cluster.traces import root_interfaces, traces
 from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.namespace import Namespace
+from paceline.bench.cluster.network import Namespace
 from paceline.core.errors import ConfigError, LaunchError
 
 

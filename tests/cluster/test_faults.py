@@ -8,7 +8,7 @@ import pytest
 
 from cluster.traces import PATIENCE_S, PROGRAMS, RANK_ENV, traces
 from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.namespace import Namespace
+from paceline.bench.cluster.network import Namespace
 
 
 @pytest.mark.usefixtures("_machine")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.host_link import bits_per_s
+from paceline.bench.cluster.network import bits_per_s
 
 KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1)"
 # A link may never be faster than its rate, but for its burst. How much slower it may seem is the busy

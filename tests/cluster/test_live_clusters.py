@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from paceline.bench.cluster.live_clusters import LiveClusters
+from paceline.bench.cluster.emulated import LiveClusters
 
 pytestmark = pytest.mark.usefixtures("_usual_signals")
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 from cluster.traces import RANK_ENV
-from paceline.bench.cluster.owner_tag import new_tag, owner_is_gone
+from paceline.bench.cluster.network import new_tag, owner_is_gone
 
-PRINT_A_TAG = "from paceline.bench.cluster.owner_tag import new_tag; print(new_tag(), end='')"
+PRINT_A_TAG = "from paceline.bench.cluster.network import new_tag; print(new_tag(), end='')"
 
 
 def test_tags_differ() -> None:

@@ -13,7 +13,7 @@ from cli_runs import small, steps
 from cluster.traces import PATIENCE_S, PROGRAMS, RANK_ENV, traces
 from paceline.bench.cluster import EmulatedCluster
 from paceline.bench.cluster.job import Ended
-from paceline.bench.cluster.namespace import Namespace
+from paceline.bench.cluster.network import Namespace
 
 pytestmark = pytest.mark.usefixtures("_machine")
 HYBRID = (

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.traces import PROGRAMS, RANK_ENV, assert_end, living, traces
 from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.namespace import Namespace
+from paceline.bench.cluster.network import Namespace
 
 pytestmark = pytest.mark.usefixtures("_machine", "_usual_signals")
 

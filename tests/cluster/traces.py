@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.bench.cluster.namespace import Namespace
+from paceline.bench.cluster.network import Namespace
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = Path(__file__).parent

@@ -13,7 +13,7 @@ from typing import Any
 
 from fuzz.mutate import to_toml
 from fuzz.target import Seed, Target
-from paceline.bench.byte_size import parse_bytes
+from paceline.bench.placement import parse_bytes
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.comm.size_table import SizeRow, SizeTable
@@ -36,10 +36,9 @@ from paceline.plan.workload import Workload
 from paceline.report.compare_page import compare_page
 from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
-from paceline.report.html_page import render
 from paceline.report.plan_page import plan_page
 from paceline.report.run_files import RunFiles
-from paceline.report.text_summary import summary_rows, verdict
+from paceline.report.run_page import render, summary_rows, verdict
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
 

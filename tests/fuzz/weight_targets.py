@@ -18,8 +18,8 @@ from fuzz.target import Seed, Target
 from paceline.config import RunConfig
 from paceline.models.pretrained import load_pretrained
 from paceline.train.checkpoint import FORMAT, VERSION, Checkpoint, content_hash
-from paceline.train.progress import Progress
-from paceline.train.weights_file import checkpoint_weights
+from paceline.train.run_state import Progress
+from paceline.train.weights import checkpoint_weights
 
 
 def weight_targets() -> Sequence[Target]:

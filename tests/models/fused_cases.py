@@ -9,9 +9,8 @@ from torch import Tensor, nn
 import interpreted  # noqa: F401  (before any kernel)
 from models.norm_reference import Wanted, as_map, assert_near, norm_for, ours, random_map
 from paceline.data.normalize_kernel import normalized
-from paceline.models import fused_pool, norm_launch, pool_kernels
-from paceline.models.fused_norm import can_fuse, norm_act, norm_act_twice
-from paceline.models.fused_pool import norm_act_pool
+from paceline.models import fused, kernels
+from paceline.models.fused import can_fuse, norm_act, norm_act_pool, norm_act_twice
 
 # Channels that nothing divides, one channel, more than one block of them, maps of one pixel.
 SHAPES = [(4, 8, 5, 5), (3, 17, 4, 6), (2, 70, 3, 2), (5, 1, 7, 7), (6, 3, 1, 1), (1, 64, 5, 4)]
@@ -27,11 +26,11 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """With small tiles even these maps make several programs of several tiles, the last ones ragged."""
     if request.param == "small":
         for name in ("MOMENTS", "APPLY", "SUMS", "INPUT"):
-            monkeypatch.setattr(norm_launch, name, norm_launch.Tile(32, 3, 4))
-        monkeypatch.setattr(norm_launch, "_JOIN_PARTS", 2)
-        monkeypatch.setattr(fused_pool, "POOL", 32)
-        monkeypatch.setattr(fused_pool, "POOL_INPUT", 16)
-        monkeypatch.setattr(fused_pool, "POOL_SUMS", norm_launch.Tile(32, 3, 4))
+            monkeypatch.setattr(fused, name, fused.Tile(32, 3, 4))
+        monkeypatch.setattr(fused, "_JOIN_PARTS", 2)
+        monkeypatch.setattr(fused, "POOL", 32)
+        monkeypatch.setattr(fused, "POOL_INPUT", 16)
+        monkeypatch.setattr(fused, "POOL_SUMS", fused.Tile(32, 3, 4))
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES, ids=str)
@@ -189,7 +188,7 @@ def test_the_pool_keeps_a_nan_that_a_later_neighbour_follows() -> None:
     maps[0, 0, 0, 0] = torch.nan
     saved = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
     y, winner = torch.empty(1, 1, 1, 1), torch.empty(1, 1, 1, 1, dtype=torch.uint8)
-    pool_kernels.pool_kernel[(1, 1)](
+    kernels.pool_kernel[(1, 1)](
         maps, y, winner, saved, 1, 3, 3, 1, 1, 1, PAD=0, BLOCK_M=1, BLOCK_C=1
     )
     assert y.isnan().all()

@@ -12,9 +12,14 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from paceline.models.alexnet import NORM_NAMES, AlexNet
-from paceline.models.residual_block import fuse_norms, split_uses
-from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
-from paceline.models.small_resnet import SmallResNet
+from paceline.models.resnet import (
+    BasicBlock,
+    Bottleneck,
+    ResNet,
+    SmallResNet,
+    fuse_norms,
+    split_uses,
+)
 from paceline.train.batch_norm import BatchNormState
 
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from full_products import full_products
 from models.norm_reference import Wanted, as_map, norm_for, ours, random_map
-from paceline.models.residual_block import fuse_norms
-from paceline.models.resnet import BasicBlock, ResNet
-from paceline.models.small_resnet import SmallResNet
+from paceline.models.resnet import BasicBlock, ResNet, SmallResNet, fuse_norms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +38,7 @@ def _full_products() -> Iterator[None]:
 def test_norm_sum_and_relu(
     shape: tuple[int, ...], kind: torch.dtype, residual: bool, uses: tuple[int, ...]
 ) -> None:
-    from paceline.models.fused_norm import norm_act_twice
+    from paceline.models.fused import norm_act_twice
 
     wanted = Wanted(shape, kind, residual=residual, uses=uses, device="cuda")
     wanted.check(ours(wanted, norm_act_twice), TOLERANCE[kind], statistics=5e-5)
@@ -49,7 +47,7 @@ def test_norm_sum_and_relu(
 @pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
 @pytest.mark.parametrize("kind", TOLERANCE, ids=str)
 def test_norm_alone(shape: tuple[int, ...], kind: torch.dtype) -> None:
-    from paceline.models.fused_norm import norm_act
+    from paceline.models.fused import norm_act
 
     wanted = Wanted(shape, kind, relu=False, device="cuda")
     found = ours(wanted, lambda x, norm, extra: (norm_act(x, norm, extra, relu=False),))
@@ -62,7 +60,7 @@ def test_norm_alone(shape: tuple[int, ...], kind: torch.dtype) -> None:
 def test_norm_relu_and_pool(
     shape: tuple[int, ...], kind: torch.dtype, uses: tuple[int, ...]
 ) -> None:
-    from paceline.models.fused_pool import norm_act_pool
+    from paceline.models.fused import norm_act_pool
 
     wanted = Wanted(shape, kind, pooled=True, uses=uses, device="cuda")
     found = ours(wanted, lambda x, norm, extra: norm_act_pool(x, norm))
@@ -71,7 +69,7 @@ def test_norm_relu_and_pool(
 
 def test_a_mean_far_from_zero_costs_no_digits() -> None:
     """Without ReLU, which takes either side where the last digit decides."""
-    from paceline.models.fused_norm import norm_act
+    from paceline.models.fused import norm_act
 
     wanted = Wanted((16, 64, 28, 28), torch.float32, mean=1000.0, relu=False, device="cuda")
     found = ours(wanted, lambda x, norm, extra: (norm_act(x, norm, extra, relu=False),))
@@ -81,8 +79,7 @@ def test_a_mean_far_from_zero_costs_no_digits() -> None:
 @pytest.mark.parametrize("pooled", [False, True])
 def test_what_is_not_a_number_stays_none(pooled: bool) -> None:
     """A GPU's own maximum prefers the number; the interpreter cannot tell."""
-    from paceline.models.fused_norm import norm_act
-    from paceline.models.fused_pool import norm_act_pool
+    from paceline.models.fused import norm_act, norm_act_pool
 
     x = as_map(random_map((2, 17, 6, 6), torch.float16)).cuda()
     x[1, 2, 3, 3] = torch.nan

@@ -9,7 +9,7 @@ def test_public_names_resolve_to_their_files():
     from paceline.models import ModelSettings, create_model, parameter_groups
 
     assert create_model.__module__ == "paceline.models.registry"
-    assert parameter_groups.__module__ == "paceline.models.roles"
+    assert parameter_groups.__module__ == "paceline.models.registry"
     assert ModelSettings.__module__ == "paceline.models.settings"
     assert set(paceline.models.__all__) <= set(dir(paceline.models))
 

@@ -12,8 +12,7 @@ from paceline.core.errors import CheckpointError
 from paceline.models import alexnet
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.pretrained import load_pretrained
-from paceline.models.resnet import RESNET_LAYOUTS, ResNet
-from paceline.models.small_resnet import SmallResNet
+from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
 
 
 def trained(seed=0, **options):

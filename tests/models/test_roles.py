@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.models.registry import create_model
-from paceline.models.roles import named_roles, parameter_groups
+from paceline.models.registry import create_model, named_roles, parameter_groups
 from paceline.models.settings import MODEL_NAMES, ModelSettings
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.models.small_resnet import SmallResNet
+from paceline.models.resnet import SmallResNet
 
 
 def test_parameter_count():

@@ -38,11 +38,11 @@ from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.data.batch import Batch
 from paceline.data.batch_plan import BatchPlan
-from paceline.train.full_weights import master_weights
 from paceline.train.machine import choose_device
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals
+from paceline.train.weights import master_weights
 
 MICRO, FULL_STEPS, SIZE, WIDTH, CLASSES = 4, 6, 16, 128, 8
 RATE = 0.02

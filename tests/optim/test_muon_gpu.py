@@ -11,7 +11,7 @@ from optim.lars_reference import assert_near, bits_equal, everything
 from optim.recorded import recorded
 from optim.test_lars_gpu import fill
 from paceline.optim import Muon
-from paceline.optim.orthogonal import orthogonalised
+from paceline.optim.muon import orthogonalised
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.optim.orthogonal import is_matrix, orthogonalised
+from paceline.optim.muon import is_matrix, orthogonalised
 from paceline.optim.update_rows import same_strides
 
 SHAPES = [(16, 8, 3, 3), (64, 16, 1, 1), (10, 48), (48, 10), (7, 7), (6, 4, 5), (2, 2)]

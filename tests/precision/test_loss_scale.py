@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.precision.loss_scale import LossScale
-from paceline.precision.policy import Policy
+from paceline.precision.policy import LossScale, Policy
 from paceline.precision.settings import PrecisionSettings
 
 CPU = torch.device("cpu")

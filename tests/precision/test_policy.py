@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.models.small_resnet import SmallResNet
+from paceline.models.resnet import SmallResNet
 from paceline.precision import policy as module
 from paceline.precision.policy import Policy, allow_tf32, choose_policy, matrix_weights
 from paceline.precision.settings import PrecisionSettings

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.axis import Axis, multiples, nice_spacing, tick_labels
+from paceline.report.chart import Axis, multiples, nice_spacing, tick_labels
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.events import StepEvent
-from paceline.report.compare_charts import compare_charts, series_look
+from paceline.report.compare_page import compare_charts, series_look
 from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
 from report.made_up_ablations import events_of, write_ablation, write_run

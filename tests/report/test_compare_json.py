@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.compare_json import json_object
+from paceline.report.compare_page import json_object
 from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
 from report.made_up_ablations import write_ablation

@@ -1,13 +1,6 @@
 """Rows are named by as few settings as tell them apart."""
 
-from paceline.report.compare_labels import (
-    differing,
-    identity,
-    label,
-    naming,
-    short_names,
-    value_text,
-)
+from paceline.report.compare_runs import differing, identity, label, naming, short_names, value_text
 
 A = {"optim.name": "sgd", "run.global_batch_size": 250, "optim.lr_base": 0.2, "data.dir": "d"}
 B = {"optim.name": "lars", "run.global_batch_size": 250, "optim.lr_base": 3.0, "data.dir": "d"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.report.compare_rows import CompareRow, Difference, Spread, grouped
 from paceline.report.compare_runs import ComparedRun
+from paceline.report.comparison import CompareRow, Difference, Spread, grouped
 from report.made_up_ablations import write_run
 
 

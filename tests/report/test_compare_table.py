@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.compare_runs import read_runs
-from paceline.report.compare_table import (
+from paceline.report.compare_page import (
     caption,
     compare_table,
     differing_table,
     markdown,
     runs_table,
 )
+from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
 from report.made_up_ablations import write_ablation, write_run
 

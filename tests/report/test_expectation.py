@@ -12,7 +12,7 @@ from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.prediction import predict
 from paceline.report.expectation import bound_by, expectation_table, traced_buffers
 from paceline.report.run_files import RunFiles
-from paceline.report.text_summary import summary_rows
+from paceline.report.run_page import summary_rows
 from plan.made import made_cluster, made_workload
 
 

@@ -1,7 +1,7 @@
 """The frame of a page: nothing empty in it, everything escaped."""
 
-from paceline.report.html_document import document, figures, remarks, section
-from paceline.report.svg_chart import Chart, Line
+from paceline.report.chart import Chart, Line
+from paceline.report.html import document, figures, remarks, section
 from paceline.report.tables import Table
 
 HOSTILE = "<script>&"

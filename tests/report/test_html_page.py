@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.events import CheckpointEvent, CorruptEvent, NoteEvent, StopEvent
-from paceline.report.html_page import render
 from paceline.report.run_files import RunFiles
+from paceline.report.run_page import render
 from report.conftest import MakeRun
 from report.made_up_runs import (
     CONFIG,

@@ -1,6 +1,6 @@
 """Tables as HTML: escaped, aligned, and silent when empty."""
 
-from paceline.report.html_table import html_pairs, html_table
+from paceline.report.html import html_pairs, html_table
 from paceline.report.tables import Table
 
 

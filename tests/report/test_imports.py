@@ -14,5 +14,5 @@ def test_neither_torch_nor_numpy_nor_rich_is_imported() -> None:
         timeout=60,
         env={"PYTHONPATH": ":".join(filter(None, sys.path))},
     ).stdout.split()
-    assert "paceline.report.html_page" in loaded
+    assert "paceline.report.run_page" in loaded
     assert {"torch", "numpy", "rich", "typer"}.isdisjoint(loaded)

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 from paceline.core.events import CheckpointEvent, CorruptEvent, NoteEvent
-from paceline.report.incident_tables import (
+from paceline.report.run_files import RunFiles
+from paceline.report.run_page import (
     checkpoint_table,
     corrupt_table,
     notes,
@@ -12,7 +13,6 @@ from paceline.report.incident_tables import (
     resume_table,
     skipped_table,
 )
-from paceline.report.run_files import RunFiles
 from report.conftest import MakeRun
 from report.made_up_runs import start, step
 

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.report.expectation import bound_by
-from paceline.report.html_page import render
-from paceline.report.input_stall import InputStall, stall_table
+from paceline.report.expectation import InputStall, bound_by, stall_table
 from paceline.report.run_files import RunFiles
-from paceline.report.text_summary import summary_rows
+from paceline.report.run_page import render, summary_rows
 from report.made_up_runs import start, step, write_events
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from paceline.report.page_style import SERIES_COLOURS, STYLE
+from paceline.report.html import SERIES_COLOURS, STYLE
 
 
 def test_nothing_is_loaded() -> None:

@@ -3,9 +3,9 @@
 import math
 from pathlib import Path
 
+from paceline.report.chart import Chart
 from paceline.report.run_charts import run_charts
 from paceline.report.run_files import RunFiles
-from paceline.report.svg_chart import Chart
 from report.conftest import MakeRun
 from report.made_up_runs import evaluation, start, step
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.run_files import RunFiles
-from paceline.report.series import (
+from paceline.report.run_files import (
     MAX_POINTS,
     Point,
+    RunFiles,
     eval_points,
     median,
     moving_median,

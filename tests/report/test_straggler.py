@@ -8,8 +8,7 @@ import pytest
 
 from paceline.report.run_charts import run_charts
 from paceline.report.run_files import RunFiles
-from paceline.report.straggler import ExposedWaits
-from paceline.report.tables import result_rows
+from paceline.report.tables import ExposedWaits, result_rows
 from report.made_up_runs import start, step
 
 

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.report.svg_chart import (
+from paceline.report.chart import (
     HEIGHT,
     LEFT,
     PLOT_HEIGHT,

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.events import StopEvent
 from paceline.report.run_files import RunFiles
-from paceline.report.text_summary import summary_rows, verdict
+from paceline.report.run_page import summary_rows, verdict
 from report.conftest import MakeRun
 from report.made_up_runs import SUMMARY, evaluation, start, step
 

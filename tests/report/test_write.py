@@ -6,9 +6,8 @@ import pytest
 
 from paceline.core import whole_file
 from paceline.core.errors import DataError
-from paceline.report.html_page import render
 from paceline.report.run_files import RunFiles
-from paceline.report.write import write_page, write_report
+from paceline.report.run_page import render, write_page, write_report
 
 
 def fails(run_dir: Path, out: Path | None = None) -> str:

@@ -23,19 +23,17 @@ from paceline.data.settings import DataSettings
 from paceline.data.sources.source import open_source
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.precision.loss_scale import LossScale
-from paceline.precision.policy import choose_policy
+from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.dry_backward import DryBackward
 from paceline.train.exchange_parts import plan_exchange
-from paceline.train.full_weights import master_weights
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_master_optimizer
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weight_average import create_average
+from paceline.train.weights import create_average, master_weights
 
 CPU = torch.device("cpu")
 DATA = DataSettings(

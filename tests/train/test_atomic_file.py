@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import CheckpointError
-from paceline.train.atomic_file import link_atomically, write_atomically
+from paceline.train.checkpoint import link_atomically, write_atomically
 
 
 def test_content_arrives_and_replaces(tmp_path: Path) -> None:

@@ -5,11 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.train.batch_sizes import (
-    LARGEST_AUTOMATIC_MICRO_BATCH,
-    BatchSizes,
-    resolve_batch_sizes,
-)
+from paceline.train.inputs import LARGEST_AUTOMATIC_MICRO_BATCH, BatchSizes, resolve_batch_sizes
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from typing import cast
 import pytest
 
 from paceline.core.errors import CheckpointError
-from paceline.train.checkpoint import Checkpoint
-from paceline.train.checkpoint_shelf import CheckpointShelf, find_checkpoint, set_aside
+from paceline.train.checkpoint import Checkpoint, CheckpointShelf, find_checkpoint, set_aside
 
 
 class Saved:

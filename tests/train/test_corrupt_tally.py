@@ -10,8 +10,7 @@ from paceline.comm.settings import CommSettings
 from paceline.core.errors import RunError
 from paceline.core.topology import Topology
 from paceline.data.corrupt import CorruptSample
-from paceline.train.corrupt_tally import CorruptTally
-from paceline.train.progress import Progress
+from paceline.train.run_state import CorruptTally, Progress
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ import torch
 import faults
 from paceline.core.errors import RunError
 from paceline.core.events import Event, StepEvent
-from paceline.models.small_resnet import SmallResNet
+from paceline.models.resnet import SmallResNet
 from paceline.precision.policy import choose_policy
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.bad_layer import find_bad_layer
-from paceline.train.checkpoint import Checkpoint
-from paceline.train.checkpoint_shelf import CheckpointShelf
+from paceline.train.checkpoint import Checkpoint, CheckpointShelf
+from paceline.train.divergence import find_bad_layer
 from paceline.train.loop import TrainingLoop
 from paceline.train.run import run_training
 from small_runs import Silent, run_small, small_config

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from paceline.core.events import EvalEvent, Event, StepEvent
 from paceline.train.checkpoint import Checkpoint, content_hash
-from paceline.train.evaluate import EvalResult
-from paceline.train.evaluation import evaluate_file
+from paceline.train.evaluate import EvalResult, evaluate_file
 from paceline.train.run import RunOutcome, run_training
 from small_runs import Silent, run_small, small_config
 from train.test_resume import EVERY_STEP, stop_after

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.core.errors import RunError
-from paceline.train.memory import memory_error, memory_told
+from paceline.train.machine import memory_error, memory_told
 
 
 @pytest.mark.parametrize(

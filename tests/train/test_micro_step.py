@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.bench.our_step import build
-from paceline.bench.step_row import StepRow
+from paceline.bench.step import StepRow
+from paceline.bench.step import build_step as build
 from paceline.comm.hybrid_carrier import HybridCarrier
 from paceline.comm.settings import CommSettings
 from train.steps import Made, alone, make_step

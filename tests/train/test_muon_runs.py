@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
 from paceline.train import step_parts
-from paceline.train.full_weights import master_weights
 from paceline.train.step import StepOutcome
+from paceline.train.weights import master_weights
 from ranks import run_ranks
 from small_runs import run_small
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, train, weights

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.full_weights import full_state, master_weights
+from paceline.train.weights import full_state, master_weights
 from ranks import run_ranks
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot
 

@@ -14,7 +14,7 @@ from data_sets import write_folders
 from paceline.core.errors import PacelineError
 from paceline.core.events import read_events
 from paceline.train.checkpoint import Checkpoint
-from paceline.train.weights_file import checkpoint_weights
+from paceline.train.weights import checkpoint_weights
 from ranks import run_ranks
 from small_runs import run_small
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.train.seeds import derive_seed, seed_micro_batch
+from paceline.train.machine import derive_seed, seed_micro_batch
 
 
 def test_seeds_depend_on_every_part_and_fit_torch() -> None:

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import EvalEvent, NoteEvent, StepEvent
-from paceline.train.tensorboard import TensorBoardWriter
+from paceline.train.tracing import TensorBoardWriter
 
 
 def test_the_scalars_can_be_read_back(tmp_path: Path) -> None:

@@ -24,8 +24,13 @@ from paceline.train.batch_norm import pool
 from paceline.train.checkpoint import Checkpoint, content_hash
 from paceline.train.run import run_training
 from paceline.train.step import TrainStep
-from paceline.train.weight_average import WeightAverage, applied, create_average
-from paceline.train.weights_file import checkpoint_weights, fingerprint
+from paceline.train.weights import (
+    WeightAverage,
+    applied,
+    checkpoint_weights,
+    create_average,
+    fingerprint,
+)
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.steps import OPTIM, Made, Net, alone, make_step, same, snapshot

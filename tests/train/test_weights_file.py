@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from paceline.train.weights_file import fingerprint, write_weights
+from paceline.train.weights import fingerprint, write_weights
 
 
 def test_one_flipped_bit_changes_the_fingerprint() -> None:

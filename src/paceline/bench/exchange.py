@@ -16,8 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.bench.exchange_model import FilledModel, model_weights
-from paceline.bench.interleaved import interleaved
-from paceline.bench.rank_group import RankGroup
+from paceline.bench.ranks import RankGroup, interleaved
 from paceline.bench.timing import Times
 from paceline.comm.create_carrier import create_carrier
 from paceline.comm.gradient_exchange import GradientExchange, Signals

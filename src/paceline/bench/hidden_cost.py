@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.bench.rank_group import RankGroup
+from paceline.bench.ranks import RankGroup
 
 _BYTES = 512 * 1024
 # A piece of work is short against an exchange, so that its end is noticed soon.

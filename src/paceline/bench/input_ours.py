@@ -7,21 +7,35 @@ pipeline would be, were it built on processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.bench.input_row import InputRow, InputStream
-from paceline.bench.input_source import open_repeated
+from paceline.bench.input_rows import InputRow, InputStream, Tell, open_repeated
+from paceline.bench.step import StepRow, SyntheticBatches
+from paceline.bench.step import build_step as build
+from paceline.bench.timing import steady_times
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import RunError
+from paceline.core.topology import Topology
 from paceline.data.batch import Batch
 from paceline.data.batch_plan import BatchPlan
+from paceline.data.cause_clock import added
 from paceline.data.create_loader import create_eval_loader, create_train_loader
 from paceline.data.loader_protocol import EvalBatches, TrainBatches
 from paceline.data.normalize import Normalizer
 from paceline.data.sources.source import Source
+from paceline.models.settings import check_model_name
+from paceline.train.step import TrainStep
 
 _EPOCHS = 1_000_000
 
@@ -130,3 +144,101 @@ def open_processes(row: InputRow) -> Iterator[InputStream]:
     )  # fmt: skip
     batches = iter(loader)
     yield Normalized(batches, row, 2 * row.workers, described)
+
+
+# Training from real images against training from synthetic ones, in the same process.
+#
+# In: a model and an `InputRow`. Out: images/s of the very step that training runs, with its
+# batches from the pipeline and with batches that lie on the device. One step serves both, turn by
+# turn: compiled, recorded and warmed up once. Times are sums, not medians of steps: a stall
+# counts in full.
+
+
+# Steps before the clock runs in each turn, beyond those whose batches lay ready.
+_SETTLE = 8
+
+
+def measure_training(
+    model: str, row: InputRow, *, rounds: int, steps: int, warm_up: int, tell: Tell
+) -> dict[str, Any]:
+    """`steps` are timed in each round, of each input; `warm_up` come before the first round."""
+    settings = replace(row.settings, workers=row.workers)
+    row = replace(row, settings=settings, split="train")
+    stored = settings.prefetch_batches + _SETTLE
+    total = warm_up + 2 * rounds * (steps + 2 * stored + 8)
+    device = torch.device(row.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    check_model_name(model)
+    source = open_repeated(settings, "train")
+    step_row = StepRow(
+        "training", "ours", model, row.batch_size, settings.image_size, len(source.classes),
+        row.device, total, 1, {},
+    )  # fmt: skip
+    try:
+        with (
+            Group(Topology(), RunConfig().comm, device) as group,
+            create_train_loader_of(row, source) as real,
+        ):
+            step, words = build(step_row, group)
+            synthetic = SyntheticBatches(step_row, device)
+            turns = _Turns(step, row.batch_size)
+            step.loader = synthetic
+            gc.collect()  # what earlier rows left must not go while a step is being recorded
+            turns.measure(warm_up, 1)
+            rates: dict[str, list[float]] = {"synthetic": [], "input": []}
+            stalls: dict[str, list[dict[str, float]]] = {"synthetic": [], "input": []}
+            for turn in range(rounds):
+                for name in ("synthetic", "input") if turn % 2 else ("input", "synthetic"):
+                    step.loader = synthetic if name == "synthetic" else real
+                    rate, stall = turns.measure(steps, stored)
+                    rates[name].append(rate)
+                    stalls[name].append(stall)
+                    tell(f"round {turn + 1}: training, {name}: {rates[name][-1]:,.0f} images/s")
+            described, remark = real.describe(), real.remark()
+    finally:
+        source.close()
+    return {
+        "model": model, "batch_size": row.batch_size, "input": described, "remark": remark,
+        "what": words,
+        "synthetic_images_per_s": statistics.median(rates["synthetic"]),
+        "input_images_per_s": statistics.median(rates["input"]),
+        "share": statistics.median(
+            a / b for a, b in zip(rates["input"], rates["synthetic"], strict=True)
+        ),
+        "input_stall_s_of_a_step": median_stall(stalls["input"]),
+        "rounds": rates,
+    }  # fmt: skip
+
+
+def median_stall(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By cause, over all rounds; a round that does not name a cause had none of it."""
+    causes = dict.fromkeys(cause for stall in rounds for cause in stall)
+    return {c: statistics.median(stall.get(c, 0.0) for stall in rounds) for c in causes}
+
+
+class _Turns:
+    """Runs a `TrainStep` on; step numbers go up from turn to turn."""
+
+    def __init__(self, step: TrainStep, batch: int) -> None:
+        self._step, self._batch = step, batch
+        self._numbers = count()
+        self._stalls: list[dict[str, float]] = []
+
+    def measure(self, steps: int, warm_up: int) -> tuple[float, dict[str, float]]:
+        """Images/s, and the stall of a step by cause, over `steps` steps, after `warm_up` others."""
+        self._stalls, lag = [], self._step.lag
+        times = steady_times(self._launch, self._collect, lag=lag, repeats=steps, warm_up=warm_up)
+        last = len(self._stalls) - lag  # those behind only empty the queue
+        timed = self._stalls[last - steps : last]
+        stall = {cause: seconds / len(timed) for cause, seconds in added(*timed).items()}
+        return self._batch * len(times.seconds) / sum(times.seconds), stall
+
+    def _launch(self, _: int) -> None:
+        self._step.launch(next(self._numbers), 0.1)
+
+    def _collect(self) -> None:
+        outcome = self._step.collect()
+        self._stalls.append(outcome.stall)
+        if not math.isfinite(outcome.loss):
+            raise RunError(f"the loss is {outcome.loss} at step {outcome.number}")

@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from paceline.bench.our_step import build, measure
-from paceline.bench.step_row import StepRow
+from paceline.bench.step import StepRow
+from paceline.bench.step import build_step as build
+from paceline.bench.step import measure_ours as measure
 from paceline.comm.gradient_exchange import Signals
 from paceline.comm.group import Group
 from paceline.config import RunConfig

@@ -7,12 +7,140 @@ other, and the ratios that matter.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from paceline.bench.row_process import Result, RowProcess
-from paceline.bench.step_row import StepRow
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.bench.step import PREFIX, READY, StepRow
+from paceline.bench.timing import Times, steady_times
 from paceline.core.errors import ConfigError, nearest
+from paceline.models.registry import create_model
+from paceline.models.settings import ModelSettings
+
+# A training step as people write it in plain PyTorch: the peer.
+#
+# In: a row with number format and compile mode. Out: the time of autocast, torch.compile,
+# channels_last, cudnn.benchmark, fused momentum SGD and, for fp16, torch's GradScaler, on
+# normalised images that lie on the device. The model is ours with torch's own operators:
+# torchvision's architecture and keys.
+
+
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Steps that a loop without synchronisation may run ahead; its own limit is the launch queue.
+_LAG = 2
+
+
+def measure(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
+    """`switches`: dtype, compile, channels_last."""
+    device, kind = torch.device(row.device), row.switches["dtype"]
+    how, nhwc = row.switches.get("compile", "off"), row.switches.get("channels_last", True)
+    strict = kind == "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not strict
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    settings = ModelSettings(name=row.model)
+    model = create_model(settings, num_classes=row.classes, image_size=row.image_size).to(device)
+    images = torch.randn(row.batch_size, 3, row.image_size, row.image_size, device=device)
+    if nhwc:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(0, row.classes, (row.batch_size,), device=device)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5,
+        fused=True if device.type == "cuda" else None,
+    )  # fmt: skip
+    forward: Callable[[Tensor], Tensor] = model
+    if how != "off":
+        forward = torch.compile(model, mode=None if how == "default" else how)
+    scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
+    amp = _AMP.get(kind)
+    done: list[torch.cuda.Event] = []
+
+    def launch(number: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, amp) if amp else nullcontext():
+            loss = F.cross_entropy(forward(images), labels, label_smoothing=0.1)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        if device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            done.append(event)
+
+    def wait() -> None:
+        if done:
+            done.pop(0).synchronize()
+
+    times = steady_times(
+        launch, wait, lag=_LAG, repeats=row.steps, warm_up=row.warm_up, ready=ready
+    )
+    return times, f"{kind}, compile {how}, {'NHWC' if nhwc else 'NCHW'}, fused SGD"
+
+
+# `RowProcess`: a row of a benchmark in a process of its own.
+#
+# In: a row. Out: its result, or an error in words. The process warms up on its own; it measures
+# when told to, so that several can compile side by side without disturbing a measurement.
+
+
+Result = dict[str, Any]
+
+
+class RowProcess:
+    """Started at once; ended where it is not ready within `limit_s` seconds."""
+
+    def __init__(self, row: StepRow, limit_s: float) -> None:
+        self._row, self._limit_s, self._started = row, limit_s, time.perf_counter()
+        # Closed once it was read: a pipe that nobody empties would stop the row.
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.bench.step", row.to_json()],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        self._late = False
+        self._timer = threading.Timer(limit_s, self._end)
+        self._timer.start()
+
+    def _end(self) -> None:
+        self._late = True
+        self._process.kill()
+
+    def await_ready(self) -> None:
+        """Returns once the row is warm, or has failed."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == READY:
+                break
+        self._timer.cancel()
+
+    def measure(self) -> Result:
+        """Gives the row its turn and takes its result."""
+        out, _ = self._process.communicate("go\n")  # also reaps and closes what a failed row left
+        with self._errors:
+            for line in out.splitlines():
+                if line.startswith(PREFIX):
+                    found: Result = json.loads(line.removeprefix(PREFIX))
+                    return {**found, "total_s": round(time.perf_counter() - self._started, 1)}
+            return {"name": self._row.name, "error": self._reason()}
+
+    def _reason(self) -> str:
+        if self._late:
+            return f"took longer than {self._limit_s:.0f} s to start"
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors if line.strip()]
+        return lines[-1][:300] if lines else f"exit code {self._process.returncode}"
+
 
 _OURS: dict[str, dict[str, Any]] = {
     "ours": {},

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline.bench.hidden_cost import hidden_cost
-from paceline.bench.interleaved import interleaved
-from paceline.bench.rank_group import RankGroup
+from paceline.bench.ranks import RankGroup, interleaved
 from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.link_probe import LinkProbe
 from paceline.comm.size_table import SizeTable

@@ -6,32 +6,26 @@ ended by signal n. A user's mistake is one line on standard error; our own bugs 
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import select
 import signal
+import stat
 import sys
 import traceback
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli import (
-    bench,
-    compare,
-    doctor,
-    evaluate,
-    export,
-    inspect,
-    pack,
-    plan,
-    profile,
-    report,
-    standard_streams,
-    train,
-    tune,
-)
+from paceline.cli import bench, data, doctor, evaluate, plan, profile, report, train, tune
 from paceline.cli.failure import Failure
 from paceline.cli.launcher_watch import LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 app = typer.Typer(
     name="paceline",
@@ -43,15 +37,15 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_checkpoint)
-app.command("export")(export.export_weights)
+app.command("export")(evaluate.export_weights)
 app.command("report")(report.report_run)
-app.command("compare")(compare.compare_runs)
+app.command("compare")(report.compare_runs)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)
 app.command("profile")(profile.profile)
-app.command("pack")(pack.pack_data)
-app.command("inspect")(inspect.inspect_data)
+app.command("pack")(data.pack_data)
+app.command("inspect")(data.inspect_data)
 app.add_typer(bench.bench, name="bench")
 
 
@@ -74,7 +68,7 @@ def main() -> None:
     """Entry point of the script and of `python -m paceline`."""
     # Torch's C++ side tells of a peer's end in stack frames of its own; one line of ours does.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    standard_streams.install()
+    install()
     code = _run()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # The work is done: Ctrl-C ends what the interpreter still does, without a traceback.
@@ -88,7 +82,7 @@ def _checked_output(code: int) -> int:
     A reader that leaves early (`| head`) changes nothing. Neither does any failure of the display in
     `paceline train`: what a run is for is in its folder.
     """
-    problem = standard_streams.lost_output()
+    problem = lost_output()
     if problem is None:
         return code
     if sys.argv[1:2] == ["train"]:
@@ -132,3 +126,105 @@ def _run() -> int:
 def _fail(failure: Failure) -> int:
     failure.tell()
     return failure.exit_code
+
+
+# Standard output and standard error that cannot end a command.
+#
+# In: the descriptors with which the process was started: a terminal, a file, a pipe, or nothing.
+# Out: `sys.stdout` and `sys.stderr` that drop what can no longer be written: after `| head` has
+# read enough, after `tee` was killed, on a full disk, on a terminal that is gone. A run goes on
+# and keeps its exit code.
+
+
+# A reader that makes a non-blocking pipe wait longer than this misses the rest.
+_READER_WAIT_S = 5.0
+# The reader of a pipe has seen what it wanted, or the terminal is closed.
+_READER_IS_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO})
+
+
+class LossyOutput(io.RawIOBase):
+    """Writes to a descriptor until that fails, and drops everything from then on.
+
+    `problem` is the first error, None as long as all went well.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.problem: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    @property
+    def reader_is_gone(self) -> bool:
+        """Whether the problem is that nobody reads any more; a file has no reader."""
+        if self.problem is None or self.problem.errno not in _READER_IS_GONE:
+            return False
+        return not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """The number of bytes taken: all of them where they are dropped."""
+        while self.problem is None:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError as error:
+                _, ready, _ = select.select([], [self._descriptor], [], _READER_WAIT_S)
+                if not ready:
+                    self.problem = error
+            except OSError as error:
+                self.problem = error
+        return memoryview(data).nbytes
+
+
+def install() -> None:
+    """Replaces `sys.stdout` and `sys.stderr`. Streams that are no plain text files stay as they are."""
+    _fill_descriptors()
+    sys.stdout = _lossy(sys.stdout, 1)
+    sys.stderr = _lossy(sys.stderr, 2)
+
+
+def lost_output() -> str | None:
+    """Why standard output is incomplete although somebody still wanted it; None where it is not."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if not isinstance(raw, LossyOutput):
+        return None
+    sys.stdout.flush()
+    if raw.problem is None or raw.reader_is_gone:
+        return None
+    return raw.problem.strerror or str(raw.problem)
+
+
+def _fill_descriptors() -> None:
+    """Opens /dev/null for standard descriptors that the caller has closed (`>&-`). Otherwise the next
+    file that this process opens takes their number, and what is printed ends up in it."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number is the one that is missing.
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _lossy(stream: TextIO | None, descriptor: int) -> TextIO:
+    if stream is not None and not isinstance(stream, io.TextIOWrapper):
+        return stream
+    raw = LossyOutput(descriptor)
+    if stream is None:  # it was closed when the interpreter started
+        return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="replace")
+    try:
+        stream.flush()
+    except OSError as error:
+        raw.problem = error
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli import bench_input, bench_ranks
+from paceline.cli import bench_ranks
 from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.bench.input_rows import InputRow
 
 bench = typer.Typer(help="Measure against peers.", no_args_is_help=True)
 bench.command("allreduce")(bench_ranks.allreduce)
 bench.command("exchange")(bench_ranks.exchange)
 bench.command("ddp")(bench_ranks.ddp)
-bench.command("input")(bench_input.bench_input)
 
 
 @bench.command("step")
@@ -96,7 +98,7 @@ def optimizer(
     """One update of all weights: ours against what people use."""
     import torch
 
-    from paceline.bench.optimizer_rows import measure_all
+    from paceline.bench.optimizer import measure_all
     from paceline.models.settings import check_model_name
 
     check_model_name(model)
@@ -139,3 +141,174 @@ def environment(device: str) -> dict[str, Any]:
     from paceline.train.machine import hardware, versions
 
     return {"versions": versions(), "hardware": hardware(torch.device(chosen_device(device)))}
+
+
+# `paceline bench input`: how fast images reach the model, against what people use.
+#
+# In: a data directory and the peers. Out: a table of images/s and ratios, or one JSON object with
+# `--json`; `--train-step` adds training from these images against training from synthetic ones,
+# and `--synthetic-index` measures memory and a seek instead.
+
+
+_PEERS = ("dataloader", "webdataset", "processes")
+
+
+@bench.command("input")
+def bench_input(
+    data_dir: str = typer.Option("", help="Our images: shards or class folders (docs/data.md)."),
+    peer_dir: str = typer.Option("", help="The peers' images, where they are others."),
+    split: str = typer.Option("train", help="train (random crops) or val (centre crops)."),
+    batch_size: int = typer.Option(64, "--batch-size", "-b", help="Images of a batch."),
+    image_size: int = typer.Option(224, help="Edge of the crops in pixels."),
+    rounds: int = typer.Option(5, help="Each measures every row once; the median counts."),
+    seconds: float = typer.Option(5.0, help="For each row of a round."),
+    workers: str = typer.Option("2", help="Our threads; several counts with commas."),
+    peers: str = typer.Option("dataloader,webdataset", help="Also processes: our own in them."),
+    peer_workers: str = typer.Option("1,2,3,4", help="The peers' processes, with commas."),
+    decoder: str = typer.Option("", help="data.decoder of our rows."),
+    settings: list[str] = typer.Option([], "--set", help="data.KEY=VALUE of our rows."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda: where the batches must be."),
+    train_step: str = typer.Option("", help="A model: its training from these images, too."),
+    steps: int = typer.Option(50, help="Steps of each round of --train-step."),
+    warm_up: int = typer.Option(20, help="Steps before the first round of --train-step."),
+    synthetic_index: int = typer.Option(0, help="Memory and seek on so many stubbed samples."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+) -> int:
+    """Images/s as normalised tensors: ours against torch's DataLoader with Pillow, and webdataset."""
+    from paceline.bench.input_ours import measure_training
+    from paceline.bench.input_rows import measure_memory, measure_rows, one_torch_thread, ratios
+
+    _check(
+        split,
+        {"--batch-size": batch_size, "--rounds": rounds, "--steps": steps, "--warm-up": warm_up},
+    )
+    if decoder:
+        settings = [*settings, f"data.decoder={decoder}"]
+    ours, place = _counts("--workers", workers), chosen_device(device)
+    found: dict[str, Any] = {}
+    if synthetic_index:
+        if synthetic_index < batch_size:
+            raise ConfigError("--synthetic-index", synthetic_index, "is less than a batch")
+        with one_torch_thread():
+            found["memory"] = measure_memory(
+                synthetic_index, batch_size=batch_size, image_size=image_size, workers=ours[0],
+                tell=_tell,
+            )  # fmt: skip
+    else:
+        rows, notes = _rows(
+            data_dir, peer_dir or data_dir, split, batch_size, image_size, place, ours,
+            _counts("--peer-workers", peer_workers), _names(peers), settings,
+        )  # fmt: skip
+        results = measure_rows(rows, rounds=rounds, seconds=seconds, tell=_tell)
+        found |= {
+            "rows": [result.to_dict() for result in results], "ratios": ratios(results),
+            "notes": notes,
+        }  # fmt: skip
+        if train_step:
+            fastest = max((r for r in results if r.row.kind == "ours"), key=lambda r: r.median)
+            found["training"] = measure_training(
+                train_step, fastest.row, rounds=rounds, steps=steps, warm_up=warm_up, tell=_tell
+            )
+    if as_json:
+        asked = {
+            "split": split, "batch_size": batch_size, "image_size": image_size, "rounds": rounds,
+            "seconds": seconds, "device": place, "set": settings,
+        }  # fmt: skip
+        report = {"settings": asked, **found, **environment(device)}
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    else:
+        _print(found)
+    return 0
+
+
+def _check(split: str, counts: dict[str, int]) -> None:
+    for flag, count in counts.items():
+        if count < 1:
+            raise ConfigError(flag, count, "must be at least 1")
+    if split not in ("train", "val"):
+        raise ConfigError("--split", split, "unknown", "use train or val")
+
+
+def _rows(
+    data_dir: str, peer_dir: str, split: str, batch_size: int, image_size: int, device: str,
+    ours: list[int], theirs: list[int], peers: list[str], changes: list[str],
+) -> tuple[list[InputRow], list[str]]:  # fmt: skip
+    """Ours first, and a note for a peer that cannot be measured."""
+    from paceline.bench.input_peers import no_webdataset
+    from paceline.bench.input_rows import InputRow, Kind
+    from paceline.config import RunConfig, parse_assignment
+
+    if not data_dir:
+        raise ConfigError("--data-dir", None, "is needed", "give a folder of shards or classes")
+    common: dict[str, Any] = {
+        "data.image_size": image_size, "data.eval_resize": round(image_size * 8 / 7),
+        "data.resident": "off",
+    }  # fmt: skip
+    asked = dict(parse_assignment(text) for text in changes)
+    mine = RunConfig().with_values({**common, "data.dir": data_dir, **asked}).data
+    other = RunConfig().with_values({**common, "data.dir": peer_dir}).data
+    where = cast(Literal["train", "val"], split)
+    rows = [InputRow("ours", count, mine, where, batch_size, device) for count in ours]
+    notes = []
+    for peer in peers:
+        why = no_webdataset(peer_dir, split) if peer == "webdataset" else None
+        if why:
+            notes.append(f"webdataset: not measured: {why}")
+            _tell(notes[-1])
+            continue
+        chosen = mine if peer == "processes" else other
+        rows += [
+            InputRow(cast(Kind, peer), count, chosen, where, batch_size, device) for count in theirs
+        ]
+    return rows, notes
+
+
+def _counts(flag: str, text: str) -> list[int]:
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ConfigError(flag, text, "must be whole numbers from 1 on, with commas")
+    return counts
+
+
+def _names(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in _PEERS:
+            raise ConfigError("--peers", name, "unknown", f"use {', '.join(_PEERS)}")
+    return names
+
+
+def _tell(text: str) -> None:
+    """A round can take a minute: each sample is told as soon as it is there."""
+    sys.stderr.write(text + "\n")
+
+
+def _print(found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    if rows := found.get("rows"):
+        table = Table("row", "images/s", "lowest–highest", "from")
+        for row in rows:
+            spread = f"{row['lowest']:,.0f}–{row['highest']:,.0f}"
+            table.add_row(row["name"], f"{row['images_per_s']:,.0f}", spread, row["directory"])
+        console.print(table)
+        for row in rows:
+            # Of the rounds' remarks, whose counts differ, one is enough to read.
+            for note in filter(None, (row["input"], *row["remarks"][-1:])):
+                console.print(f"{row['name']}: {note}", markup=False)
+    for name, value in found.get("ratios", {}).items():
+        console.print(f"{name}: {value:.2f} ×")
+    if training := found.get("training"):
+        console.print(
+            f"training {training['model']} from these images: "
+            f"{training['input_images_per_s']:,.0f} images/s, "
+            f"{training['share']:.1%} of {training['synthetic_images_per_s']:,.0f} synthetic"
+        )
+    if memory := found.get("memory"):
+        console.print(
+            f"{memory['samples']:,} samples: at most {memory['most_mib']:,.0f} MiB resident, "
+            f"{memory['grown_mib']:+.1f} MiB from a tenth of the epoch to its end; "
+            f"seek to its middle in {memory['seek_s']:.2f} s"
+        )

@@ -13,13 +13,39 @@ from typing import Any
 
 import typer
 
-from paceline.bench.placement import Placement
-from paceline.cli.placed import run_placed
+from paceline.bench.placement import Placement, rank_arguments
 from paceline.comm.algorithms.names import ALGORITHMS, check_name
 from paceline.comm.settings import WIRES, CommSettings
 from paceline.comm.size_table import SizeTable
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, LaunchError, nearest
+
+# Commands that run on several ranks: `bench allreduce`, `bench exchange`, `tune`.
+#
+# In: a `Placement`. Out: None in a process that is a rank, and goes on; else the exit code, after
+# the same command line has run on the ranks that were asked for.
+
+
+def run_placed(placement: Placement) -> int | None:
+    """Starts the ranks, unless this process is one."""
+    if placement.is_launched():
+        return None
+    arguments = rank_arguments(sys.argv[1:])
+    if placement.ranks:
+        from paceline.cli.launch import launch
+
+        return launch(placement.ranks, arguments, port=0, max_restarts=0)
+    from paceline.bench.cluster import EmulatedCluster, why_unavailable
+    from paceline.bench.cluster.job import show
+
+    problem = why_unavailable()
+    if problem:
+        raise LaunchError(
+            f"no emulated cluster: {problem}", "use --ranks, or torchrun on real hosts"
+        )
+    with EmulatedCluster(placement.hosts, placement.rate) as cluster:
+        return show(cluster.ranks(["-m", "paceline", *arguments], placement.ranks_per_host))
+
 
 HOSTS = typer.Option(0, help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
 RANKS_PER_HOST = typer.Option(1, help="Ranks on each of these hosts.")
@@ -52,7 +78,7 @@ def allreduce(
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
     """All-reduce: every size by every algorithm, against the backend's own."""
-    from paceline.bench.byte_size import parse_bytes
+    from paceline.bench.placement import parse_bytes
 
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
@@ -73,7 +99,7 @@ def allreduce(
         return code
 
     from paceline.bench.allreduce import AllReduceBench, AllReduceJob, choose_sizes
-    from paceline.bench.rank_group import RankGroup
+    from paceline.bench.ranks import RankGroup
 
     job = AllReduceJob(
         given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
@@ -148,7 +174,7 @@ def exchange(
         return code
 
     from paceline.bench.exchange import ExchangeBench, ExchangeJob
-    from paceline.bench.rank_group import RankGroup
+    from paceline.bench.ranks import RankGroup
 
     job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
     with RankGroup(
@@ -199,8 +225,8 @@ def ddp(
     if code is not None:
         return code
 
-    from paceline.bench.ddp_step import NAMES, DdpBench, DdpJob
-    from paceline.bench.rank_group import RankGroup
+    from paceline.bench.ddp import NAMES, DdpBench, DdpJob
+    from paceline.bench.ranks import RankGroup
 
     for name in ways:
         if name not in NAMES:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+from rich.text import Text
 
 from paceline.core.events import (
     CheckpointEvent,
@@ -29,6 +34,8 @@ from paceline.core.events import (
     StopEvent,
 )
 from paceline.core.untrusted import one_line, printable
+from paceline.report.run_files import RunFiles
+from paceline.report.run_page import summary_rows, verdict
 
 # The rate shown is the median of this many steps: one slow step does not make it jump.
 _RATE_STEPS = 20
@@ -151,3 +158,54 @@ def _stall(event: StepEvent) -> str:
     if not causes or event.input_stall_s <= _NOTABLE_STALL * event.step_s:
         return ""
     return f" input: {max(causes, key=lambda cause: causes[cause])}"
+
+
+# Progress bars for work on data: one for each thing that is being done.
+#
+# In: how much of what is done. Out: live bars on a terminal's standard error, nothing elsewhere.
+
+
+class ProgressBars:
+    """A bar appears when it is first told of."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[remark]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, what: str, done: int, total: int, remark: str = "") -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total, remark="")
+        self._progress.update(self._tasks[what], completed=done, total=total, remark=remark)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._progress.stop()
+
+
+# The table at the end of a run, and of `paceline report`.
+
+
+def print_summary(console: Console, folder: Path, page: Path) -> None:
+    """Verdict, table and the path of the report."""
+    run = RunFiles.read(folder)
+    table = Table(show_header=False)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for label, value in summary_rows(run):
+        table.add_row(label, Text(value))  # a name in brackets is not markup
+    console.print(verdict(run), markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    # A path must stay on one line, or nobody can copy it.
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)

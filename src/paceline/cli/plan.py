@@ -94,7 +94,7 @@ def plan(
 
 def _write_page(path: Path, answer: Answer) -> Path:
     from paceline.report.plan_page import PAGE_NAME, plan_page
-    from paceline.report.write import write_page
+    from paceline.report.run_page import write_page
 
     return write_page(plan_page(answer), path, PAGE_NAME)
 

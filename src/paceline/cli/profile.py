@@ -26,7 +26,7 @@ def profile(
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
     """Measure a training step on this device, for the planner."""
-    from paceline.bench.step_row import StepRow
+    from paceline.bench.step import StepRow
     from paceline.cli.bench import chosen_device
     from paceline.models.settings import check_model_name
 

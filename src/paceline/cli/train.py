@@ -100,7 +100,7 @@ def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> 
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
-    from paceline.train.batch_sizes import resolve_batch_sizes
+    from paceline.train.inputs import resolve_batch_sizes
 
     resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, processes)
     return launch(
@@ -140,8 +140,7 @@ def child_arguments(arguments: list[str]) -> list[str]:
 
 
 def _train_here(config: RunConfig) -> int:
-    from paceline.cli.display import create_display
-    from paceline.cli.result_table import print_summary
+    from paceline.cli.display import create_display, print_summary
     from paceline.train.run import run_training
 
     # mpirun gives its ranks terminals of their own, wherever its output goes.

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import typer
 
-from paceline.bench.byte_size import parse_bytes, show_bytes
-from paceline.bench.placement import Placement
+from paceline.bench.placement import Placement, parse_bytes, show_bytes
 from paceline.cli.bench_ranks import (
     BACKEND,
     DEVICE,
@@ -23,8 +22,8 @@ from paceline.cli.bench_ranks import (
     SHARE_GPUS,
     algorithm_names,
     check_settings,
+    run_placed,
 )
-from paceline.cli.placed import run_placed
 from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.comm.tuning_choice import MARGIN, MeasuredSize, check_noise
 from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
@@ -81,7 +80,7 @@ def tune(
     run_placed(placement)
 
     from paceline.bench.allreduce import choose_sizes
-    from paceline.bench.rank_group import RankGroup
+    from paceline.bench.ranks import RankGroup
     from paceline.bench.tune import TuneJob, Tuner
 
     job = TuneJob(choose_sizes(low, high, factor), names, iterations, limit_s, margin)

@@ -15,7 +15,7 @@ from collections.abc import Collection
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.norm_form import norm_can_fuse
+from paceline.models.resnet import norm_can_fuse
 
 # Below this edge the last of the three pools has no window left.
 MIN_PIXELS = 63
@@ -104,8 +104,7 @@ class AlexNet(nn.Module):
 
     def fused_features(self, x: Tensor) -> Tensor:
         """`features` with our kernels: norm, ReLU and pool behind a convolution are one."""
-        from paceline.models.fused_norm import as_map, norm_act
-        from paceline.models.fused_pool import norm_act_pool
+        from paceline.models.fused import as_map, norm_act, norm_act_pool
 
         for number in CONVOLUTIONS:
             convolution = self.features.get_submodule(str(number))

@@ -12,13 +12,107 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.residual_block import (
-    ResidualBlock,
-    Uses,
-    fused_stem,
-    projection,
-    split_uses,
-)
+# Whether a batch norm is of the form that the fused kernels compute. Needs no Triton to tell.
+
+
+def norm_can_fuse(module: nn.Module) -> bool:
+    """Training mode with running averages of fixed momentum, and γ and β; other modules do not matter."""
+    if not isinstance(module, nn.BatchNorm2d):
+        return True
+    return (
+        module.training
+        and module.momentum is not None
+        and module.track_running_stats
+        and module.affine
+    )
+
+
+# `ResidualBlock`: what the blocks of all residual nets share, in plain and in fused form.
+#
+# In: a map, or the same map under a name for each of its two uses. Out: the same. Plain form is
+# torch's own operators, on any device and under torch.compile; `fused` takes our kernels in
+# training mode.
+
+
+# One map, or one map under two names: for the branch and for the shortcut.
+Uses = Tensor | tuple[Tensor, Tensor]
+
+
+def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
+    return x if isinstance(x, tuple) else (x, x)
+
+
+def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    """The shortcut of a block that changes size; None where the input passes as it is."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
+    )
+
+
+class ResidualBlock(nn.Module):
+    """`fused` is set by `fuse_norms`, on every block of a model or on none."""
+
+    fused = False
+    relu: nn.ReLU
+    downsample: nn.Sequential | None
+
+    def norm_relu(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+        if self.fused:
+            from paceline.models.fused import can_fuse, norm_act
+
+            if can_fuse(x, norm):
+                return norm_act(x, norm)
+        out: Tensor = self.relu(norm(x))
+        return out
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        if self.downsample is None:
+            return x
+        convolution, norm = self.downsample
+        x = convolution(x)
+        if self.fused:
+            from paceline.models.fused import can_fuse, norm_act
+
+            assert isinstance(norm, nn.BatchNorm2d)
+            if can_fuse(x, norm):
+                return norm_act(x, norm, relu=False)
+        out: Tensor = norm(x)
+        return out
+
+    def join(self, x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor) -> Uses:
+        """The branch's last norm, the sum and the last ReLU."""
+        if self.fused:
+            from paceline.models.fused import can_fuse, norm_act_twice
+
+            if can_fuse(x, norm):
+                return norm_act_twice(x, norm, shortcut)
+        out: Tensor = self.relu(norm(x) + shortcut)
+        return out
+
+
+def fused_stem(x: Tensor, norm: nn.BatchNorm2d, *, pooled: bool) -> Uses:
+    """Norm, ReLU and, if `pooled`, the 3 × 3 max-pool behind the first convolution."""
+    from paceline.models.fused import can_fuse, norm_act_twice
+
+    if not can_fuse(x, norm):
+        maps = nn.functional.relu(norm(x))
+        return nn.functional.max_pool2d(maps, 3, 2, 1) if pooled else maps
+    if not pooled:
+        return norm_act_twice(x, norm)
+    from paceline.models.fused import norm_act_pool
+
+    return norm_act_pool(x, norm)
+
+
+def fuse_norms(model: nn.Module, fused: bool = True) -> int:
+    """Switches every part of `model` that has a fused form; returns how many there are."""
+    parts = [module for module in model.modules() if hasattr(module, "fused")]
+    for module in parts:
+        setattr(module, "fused", fused)  # noqa: B010  (mypy takes any attribute for a tensor)
+    return len(parts)
+
 
 STAGE_CHANNELS = (64, 128, 256, 512)
 PADDED_CHANNELS = 4
@@ -173,5 +267,45 @@ class ResNet(nn.Module):
 
     def head(self, maps: Tensor) -> Tensor:
         """Average over each map, then the linear layer."""
+        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
+        return logits
+
+
+# `SmallResNet`: a residual net for images of 28 or 32 pixels that trains quickly on two CPU
+# cores.
+#
+# In: images (N, in_channels, H, W). Out: logits (N, num_classes). 599,290 parameters for one
+# channel and ten classes. The shape is what measurement on two cores left over: convolutions cost
+# most where the maps are large, so only a stem of 16 channels sees the full image, every stage
+# halves the maps, and the second block stands where it is cheapest and helps most, in the last
+# stage.
+
+
+STEM_CHANNELS = 16
+SMALL_STAGE_CHANNELS = (32, 64, 128)
+STAGE_DEPTHS = (1, 1, 2)
+
+
+class SmallResNet(nn.Module):
+    """A 3x3 stem at full size, three stages of basic blocks, global average pool, linear head."""
+
+    def __init__(
+        self, *, num_classes: int = 10, in_channels: int = 1, zero_init_gamma: bool = True
+    ) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(in_channels, STEM_CHANNELS)
+        self.bn1 = nn.BatchNorm2d(STEM_CHANNELS)
+        self.relu = nn.ReLU(inplace=True)
+        first, second, third = SMALL_STAGE_CHANNELS
+        self.layer1 = build_stage(BasicBlock, STEM_CHANNELS, first, STAGE_DEPTHS[0], stride=2)
+        self.layer2 = build_stage(BasicBlock, first, second, STAGE_DEPTHS[1], stride=2)
+        self.layer3 = build_stage(BasicBlock, second, third, STAGE_DEPTHS[2], stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(third, num_classes)
+        init_residual(self, zero_init_gamma=zero_init_gamma)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
         return logits

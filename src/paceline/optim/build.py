@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.optim.lars import LARS
+from paceline.optim.lars import LARS, SGD
 from paceline.optim.lars_fused import triton_is_usable
-from paceline.optim.muon import Muon
-from paceline.optim.orthogonal import is_matrix
+from paceline.optim.muon import Muon, is_matrix
 from paceline.optim.settings import OptimSettings
-from paceline.optim.sgd import SGD
 
 
 def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float) -> LARS:

@@ -15,11 +15,18 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.optim import lars_foreach, master_state
-from paceline.optim.hyper_table import Hyper, HyperTable
+from paceline.optim import lars_foreach, update_rows
 from paceline.optim.lars_fused import FusedStep, triton_is_usable
-from paceline.optim.staged_gradients import StagedGradients
-from paceline.optim.update_rows import FORMATS, Gates, Outcome, Row, capturing
+from paceline.optim.update_rows import (
+    FORMATS,
+    Gates,
+    Hyper,
+    HyperTable,
+    Outcome,
+    Row,
+    StagedGradients,
+    capturing,
+)
 
 
 class LARS(Optimizer):
@@ -156,7 +163,7 @@ class LARS(Optimizer):
             return self._outcome
         device, fused = self._device(), self.path == "triton"
         for p in self._parameters():
-            master_state.create(p, self.state[p], self.in_half)
+            update_rows.create(p, self.state[p], self.in_half)
         if self._outcome is None or self._outcome.bad.numel() != len(self._parameters()):
             self._outcome = Outcome(len(self._parameters()), device)
             self.overflow = self._outcome.overflow
@@ -230,9 +237,9 @@ class LARS(Optimizer):
                 if p.grad is None or p.numel() == 0:
                     continue
                 state = self.state[p]
-                master = state.get(master_state.MASTER, p)
+                master = state.get(update_rows.MASTER, p)
                 gradient = self._staged.of(index, number, p, p.grad)
-                rows.append(Row(index, number, p, gradient, master, state[master_state.MOMENTUM]))
+                rows.append(Row(index, number, p, gradient, master, state[update_rows.MOMENTUM]))
         return rows
 
     # --- after a step ------------------------------------------------------------------------------
@@ -240,7 +247,7 @@ class LARS(Optimizer):
     def masters(self) -> list[Tensor]:
         """Each parameter's fp32 master, in group order; the parameter itself where it is fp32."""
         self._ready()
-        return [self.state[p].get(master_state.MASTER, p) for p in self._parameters()]
+        return [self.state[p].get(update_rows.MASTER, p) for p in self._parameters()]
 
     @torch.no_grad()
     def reset_masters(self) -> None:
@@ -272,7 +279,7 @@ class LARS(Optimizer):
             seen.update(saved)
 
         def restore(_: Optimizer) -> None:
-            master_state.restore(self.param_groups, seen, old, self.state, self.in_half)
+            update_rows.restore(self.param_groups, seen, old, self.state, self.in_half)
 
         # The last hook before, to see what the user's hooks made of it; the first one after.
         before = self.register_load_state_dict_pre_hook(remember)
@@ -296,3 +303,36 @@ class LARS(Optimizer):
         if "_outcome" not in self.__dict__:
             self._set_up()
         self._ready_for = -1
+
+
+# Momentum SGD in the mixed-precision engine of LARS.
+#
+# In: parameters in fp32, fp16 or bf16. Out: `SGD`, LARS with every ratio at 1 and the rate
+# outside the momentum, which is torch's own rule.
+
+
+class SGD(LARS):
+    """v ← m·v + (g + βw); w ← w − lr·v. Masters, state and the device-side protocol are LARS's."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        fused: bool | None = None,
+        in_half: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            weight_decay,
+            nesterov=nesterov,
+            lr_in_momentum=False,
+            adapt=False,
+            fused=fused,
+            in_half=in_half,
+        )

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.report.quantities import shown
-from paceline.report.run_files import RunFiles, finite, whole
-from paceline.report.series import eval_points, median, step_points
+from paceline.report.run_files import RunFiles, eval_points, finite, median, step_points, whole
 
 # Reasons with which a run leaves the loop that mean: it did what it was asked to.
 _DONE = frozenset({"finished", "target"})

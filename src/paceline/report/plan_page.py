@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from paceline.plan.answer import Answer
 from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
-from paceline.report.html_document import document, figures, section
+from paceline.report.chart import Chart, Line
+from paceline.report.html import document, figures, section
 from paceline.report.quantities import markup
-from paceline.report.svg_chart import Chart, Line
 from paceline.report.tables import Table
 
 PAGE_NAME = "plan.html"

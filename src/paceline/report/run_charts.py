@@ -10,18 +10,19 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+from paceline.report.chart import XY, Chart, Line, Marker
 from paceline.report.quantities import count, loss, number, percent, rate
-from paceline.report.run_files import RunFiles, finite
-from paceline.report.series import (
+from paceline.report.run_files import (
     Point,
+    RunFiles,
     eval_points,
+    finite,
     moving_median,
     smoothing_window,
     step_points,
     thin,
 )
-from paceline.report.straggler import ExposedWaits
-from paceline.report.svg_chart import XY, Chart, Line, Marker
+from paceline.report.tables import ExposedWaits
 
 # A loss that spans more than this is drawn on a logarithmic scale: else one spike flattens the rest.
 _LOG_SPAN = 100.0

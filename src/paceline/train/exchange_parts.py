@@ -25,7 +25,7 @@ from paceline.core.errors import CheckpointError, ConfigError
 from paceline.plan.expected import Expected
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.train.memory import memory_told
+from paceline.train.machine import memory_told
 from paceline.train.pinned_plan import PinnedPlan
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,9 @@ import torch
 from paceline.core.errors import PacelineError
 from paceline.core.events import (
     CheckpointEvent,
+    CorruptEvent,
     EvalEvent,
+    Event,
     NoteEvent,
     StartEvent,
     StepEvent,
@@ -24,16 +27,15 @@ from paceline.core.events import (
     TrustEvent,
 )
 from paceline.core.host_load import HostLoad
-from paceline.data.corrupt import allowed_corrupt
+from paceline.data.corrupt import CorruptSample, allowed_corrupt
 from paceline.data.create_loader import create_eval_loader
-from paceline.train.corrupt_tally import CorruptTally
 from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
-from paceline.train.input_notes import InputNotes
 from paceline.train.machine import hardware, versions
+from paceline.train.run_state import CorruptTally
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
-from paceline.train.weight_average import applied
+from paceline.train.weights import applied
 
 # Evaluation keeps no activations for a backward pass, so its batches may be larger than training's.
 _EVAL_BATCH, _EVAL_TIMES = 256, 4
@@ -313,3 +315,35 @@ class TrainingLoop:
             t.step.fault = error
             return
         t.emit(CheckpointEvent(progress.step, str(path), time.perf_counter() - started, best))
+
+
+# `InputNotes`: what a run tells about its input, each thing once.
+#
+# In: corrupt samples and loaders' remarks, as steps and evaluations meet them. Out: events.
+
+
+class InputNotes:
+    """`is_main`: this rank has the display."""
+
+    def __init__(self, emit: Callable[[Event], None], is_main: bool) -> None:
+        self._emit = emit
+        self._is_main = is_main
+        self._told: set[str] = set()
+        self._named: set[str] = set()
+
+    def corrupt(self, step: int, samples: Iterable[CorruptSample], split: str) -> None:
+        for sample in samples:
+            if sample.name not in self._named:
+                self._named.add(sample.name)
+                self._emit(CorruptEvent(step, sample.name, sample.reason, split))
+
+    def elsewhere(self, count: int) -> None:
+        """What other ranks met is named in their own records."""
+        if count > 0 and self._is_main:
+            self._emit(NoteEvent(f"{count} corrupt on other ranks; see metrics.rank*.jsonl"))
+
+    def remark(self, text: str, where: str = "") -> None:
+        """Every evaluation may remark the same."""
+        if text and where + text not in self._told:
+            self._told.add(where + text)
+            self._emit(NoteEvent(where + text))

@@ -5,8 +5,11 @@ In: settings and this rank's place. Out: the device to use, and tables for summa
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -15,7 +18,7 @@ import torch
 
 from paceline.config import RunConfig
 from paceline.core.cores import available_cores
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RunError
 from paceline.core.gpu_connections import ask_for_connections, connections
 from paceline.core.topology import Topology
 from paceline.version import __version__
@@ -104,3 +107,52 @@ def _cpu_name() -> str:
 
 def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+# Running out of memory: how to tell it from other errors.
+#
+# In: what a forward or backward pass raised, and words for the user. Out: the error that says
+# them, or None where it was something else.
+
+
+def memory_error(error: Exception, where: str, remedy: str) -> RunError | None:
+    """On GPU and CPU alike; the CPU allocator raises a plain RuntimeError."""
+    told = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if not told and "can't allocate memory" not in str(error):
+        return None
+    return RunError(f"out of memory {where}", remedy)
+
+
+@contextmanager
+def memory_told(where: str, remedy: str) -> Iterator[None]:
+    """Within this context running out of memory is the error that says so; others stay what they are."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        fault = memory_error(error, where, remedy)
+        if fault is None:
+            raise
+        raise fault from error
+
+
+# Randomness of the training step.
+#
+# In: (seed, step, micro-batch). Out: a seed for torch's generators. Dropout then depends on which
+# micro-batch of which step is computed, not on the rank that happens to compute it nor on
+# anything before it: a resumed run, and one on another number of ranks, draw the same numbers.
+
+
+def derive_seed(*parts: int | str) -> int:
+    """63 bits that depend on every part."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_micro_batch(seed: int, step: int, number: int) -> None:
+    """Seeds CPU and GPU generators for micro-batch `number` of `step`."""
+    torch.manual_seed(derive_seed(seed, step, number))
+
+
+def seed_initial_weights(seed: int) -> None:
+    """Seeds the generators for drawing the initial weights."""
+    torch.manual_seed(derive_seed(seed, "weights"))

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from paceline.comm.gradient_exchange import GradientExchange
 from paceline.data.normalize import Normalizer
-from paceline.precision.loss_scale import LossScale
-from paceline.precision.policy import Policy
+from paceline.precision.policy import LossScale, Policy
 from paceline.train.captured import Captured
 from paceline.train.mixing import mixed, other_labels
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.train.seeds import derive_seed
+from paceline.train.machine import derive_seed
 
 # What a row of the table has: the image's share outside of the box, and the box, where its share is 0.
 _COLUMNS = 5

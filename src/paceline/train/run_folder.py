@@ -17,8 +17,7 @@ from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.settings import flatten
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.core.whole_file import LEFTOVERS
-from paceline.train.atomic_file import write_atomically
-from paceline.train.checkpoint_shelf import CheckpointShelf
+from paceline.train.checkpoint import CheckpointShelf, write_atomically
 from paceline.train.run_lock import RunLock
 
 # What may differ between a run and its continuation without making it another run.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,21 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig, with_defaults
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, RunError
 from paceline.core.settings import flatten
 from paceline.data.batch_plan import BatchPlan
+from paceline.data.corrupt import CorruptSample, allowed_corrupt
 from paceline.data.settings import DataSettings
 from paceline.optim.lars import LARS
-from paceline.optim.master_state import MASTER
 from paceline.optim.settings import OptimSettings
+from paceline.optim.update_rows import MASTER
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.precision.loss_scale import LossScale
+from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.checkpoint import Checkpoint
-from paceline.train.full_weights import full_state, restore_masters
 from paceline.train.machine import versions
-from paceline.train.progress import Progress
 from paceline.train.run_folder import NEUTRAL_SETTINGS
-from paceline.train.weight_average import WeightAverage
+from paceline.train.weights import WeightAverage, full_state, restore_masters
 
 # A change of one of these makes it another run: the order of samples, the weights' shapes or the
 # meaning of the step count would not be the checkpoint's.
@@ -51,9 +50,9 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     for name in PINNED:
         _compare(path, name, there.get(name), here.get(name))
     by_shards = config.data.shuffle == "shards"
-    for field in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
-        name = f"data.{field}"
-        _compare(path, name, there.get(name, getattr(DataSettings, field)), here.get(name))
+    for key in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
+        name = f"data.{key}"
+        _compare(path, name, there.get(name, getattr(DataSettings, key)), here.get(name))
     name = "optim.orthogonal"  # whose momentum means what
     _compare(path, name, there.get(name, OptimSettings.orthogonal), here.get(name))
 
@@ -246,3 +245,82 @@ def _shown(classes: Sequence[str]) -> str:
 
 def _is_statistic(name: str) -> bool:
     return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
+
+
+# `Progress`: how far a run has come. Saved with every checkpoint, equal on all ranks.
+
+
+@dataclass
+class Progress:
+    """Counts of completed work. Times add up over all processes that worked on the run."""
+
+    step: int = 0
+    images: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    # Whether the latest step's training loss was finite.
+    loss_finite: bool = True
+    corrupt_samples: int = 0
+    corrupt: list[int] = field(default_factory=list)
+    corrupt_val_samples: int = 0
+    train_s: float = 0.0
+    step_s: float = 0.0
+    evaluated_step: int = -1
+    top1: float | None = None
+    top5: float | None = None
+    val_loss: float | None = None
+    best_top1: float = -1.0
+    best_step: int = -1
+    time_to_target_s: float | None = None
+    resumes: list[int] = field(default_factory=list)
+
+    def to_table(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any]) -> Progress:
+        return cls(**table)
+
+    @property
+    def images_per_s(self) -> float:
+        """Training throughput: evaluation and saving are not in it."""
+        return self.images / self.step_s if self.step_s > 0 else 0.0
+
+
+# `CorruptTally`: which training samples were found corrupt, by all ranks and over all resumes.
+#
+# In: what each rank's loader reports. Out: a set in the run's progress that is equal on all
+# ranks, and an error once it is larger than the share that the user allows. A loader knows only
+# what it met itself since its process began, and would count a sample again on every rank and
+# after every resume.
+
+
+class CorruptTally:
+    """Writes `progress.corrupt` (indices, rising) and its length, `progress.corrupt_samples`."""
+
+    def __init__(self, progress: Progress, samples: int, share: float, group: Group) -> None:
+        self._progress = progress
+        self._samples = samples
+        self._share = share
+        self._limit = allowed_corrupt(share, samples)
+        self._group = group
+
+    def add(self, here: Sequence[CorruptSample]) -> list[CorruptSample]:
+        """All ranks call it once one of them met corrupt samples; returns this rank's new ones."""
+        known = set(self._progress.corrupt)
+        found = torch.zeros(self._samples, dtype=torch.int32, device=self._group.device)
+        found[[sample.index for sample in here]] = 1
+        self._group.all_reduce_sum(found)
+        self._progress.corrupt = sorted(known | set(found.nonzero().flatten().tolist()))
+        self._progress.corrupt_samples = len(self._progress.corrupt)
+        return [sample for sample in here if sample.index not in known]
+
+    def check(self) -> None:
+        """Raises, on all ranks alike, once there are more than allowed."""
+        if self._progress.corrupt_samples > self._limit:
+            raise RunError(
+                f"{self._progress.corrupt_samples} corrupt of {self._samples} samples by step "
+                f"{self._progress.step}, more than data.max_corrupt_share = {self._share:g} "
+                f"allows ({self._limit})",
+                "mend the data (metrics*.jsonl names the samples), or raise the share",
+            )

@@ -25,14 +25,12 @@ from paceline.data.batch import CorruptSample
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader_protocol import TrainBatches
 from paceline.data.normalize import Normalizer
-from paceline.precision.loss_scale import LossScale
-from paceline.precision.policy import Policy
+from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.input_wait import InputWait
-from paceline.train.memory import memory_told
+from paceline.train.machine import memory_told, seed_micro_batch
 from paceline.train.micro_step import MicroStep
 from paceline.train.mixing import Mixing
-from paceline.train.seeds import seed_micro_batch
 from paceline.train.step_error import step_error
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values

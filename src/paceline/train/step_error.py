@@ -7,7 +7,7 @@ defect of ours and must keep its traceback.
 from __future__ import annotations
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.train.memory import memory_error
+from paceline.train.machine import memory_error
 
 
 def step_error(error: Exception, step: int, micro_batch: int) -> PacelineError | None:

@@ -18,13 +18,12 @@ from paceline.config import RunConfig
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader_protocol import TrainBatches
 from paceline.data.normalize import Normalizer
-from paceline.models.roles import parameter_groups
+from paceline.models.registry import parameter_groups
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import PlanFile
-from paceline.precision.loss_scale import LossScale
-from paceline.precision.policy import Policy, allow_tf32, choose_policy
+from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.dry_backward import DryBackward
 from paceline.train.exchange_parts import describe_exchange, plan_exchange
@@ -36,7 +35,7 @@ from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.triton_probe import triton_problem
 from paceline.train.update import Update
-from paceline.train.weight_average import WeightAverage, create_average
+from paceline.train.weights import WeightAverage, create_average
 
 
 @dataclass(frozen=True)

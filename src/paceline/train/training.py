@@ -27,23 +27,24 @@ from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
 from paceline.optim.schedule import LrSchedule
 from paceline.plan.plan_file import PlanFile
-from paceline.train.batch_sizes import BatchSizes, resolve_batch_sizes
-from paceline.train.checkpoint import Checkpoint
-from paceline.train.checkpoint_shelf import CheckpointShelf
-from paceline.train.inputs import RunInputs, agree_on_inputs, read_checkpoint
-from paceline.train.machine import choose_threads
-from paceline.train.memory import memory_told
+from paceline.train.checkpoint import Checkpoint, CheckpointShelf
+from paceline.train.inputs import (
+    BatchSizes,
+    RunInputs,
+    agree_on_inputs,
+    read_checkpoint,
+    resolve_batch_sizes,
+)
+from paceline.train.machine import choose_threads, memory_told, seed_initial_weights
 from paceline.train.pinned_plan import PinnedPlan
-from paceline.train.progress import Progress
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
 from paceline.train.run_lock import RunLock
-from paceline.train.run_state import RunState, changes
-from paceline.train.run_trace import RunTrace
-from paceline.train.seeds import seed_initial_weights
+from paceline.train.run_state import Progress, RunState, changes
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.weights_file import fingerprint
+from paceline.train.tracing import RunTrace
+from paceline.train.weights import fingerprint
 
 
 @dataclass

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from paceline.comm.gradient_exchange import SIGNALS, GradientExchange
 from paceline.optim.build import set_rate
 from paceline.optim.lars import LARS
-from paceline.precision.loss_scale import LossScale
+from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.captured import Captured
-from paceline.train.weight_average import WeightAverage
+from paceline.train.weights import WeightAverage
 
 # What follows the sums of the signals in the row.
 EXTRAS = ("overflow", "halted", "scale")

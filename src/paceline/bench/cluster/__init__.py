@@ -4,9 +4,9 @@ In: a number of hosts, ranks for each, a rate. Out: real processes that meet ove
 Nothing here imports torch; only what runs on the cluster does.
 """
 
-from paceline.bench.cluster.availability import why_unavailable
 from paceline.bench.cluster.emulated import EmulatedCluster
 from paceline.bench.cluster.job import ClusterJob, Ended
 from paceline.bench.cluster.link_probe import LinkSpeed
+from paceline.bench.cluster.network import why_unavailable
 
 __all__ = ["ClusterJob", "EmulatedCluster", "Ended", "LinkSpeed", "why_unavailable"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from paceline.bench.cluster.availability import why_unavailable
 from paceline.bench.cluster.emulated import EmulatedCluster
-from paceline.bench.cluster.rank_output import show
+from paceline.bench.cluster.job import show
+from paceline.bench.cluster.network import why_unavailable
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 
 

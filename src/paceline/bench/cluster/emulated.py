@@ -6,33 +6,125 @@ themselves; links that can be slowed, cut and mended. At the end, however it com
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Protocol, Self
 
-from paceline.bench.cluster import launchers, link_probe
-from paceline.bench.cluster.availability import missing_prerequisite
-from paceline.bench.cluster.host_link import (
+from paceline.bench.cluster import link_probe
+from paceline.bench.cluster.job import (
+    ClusterJob,
+    Start,
+    as_program,
+    host_environment,
+    plain_starts,
+    torchrun_starts,
+)
+from paceline.bench.cluster.link_probe import LinkSpeed
+from paceline.bench.cluster.network import (
     MAX_HOSTS,
     HostLink,
+    Namespace,
+    abandoned_namespaces,
     bits_per_s,
     host_address,
     make_switch,
+    missing_prerequisite,
+    new_tag,
+    owner_is_gone,
 )
-from paceline.bench.cluster.job import ClusterJob
-from paceline.bench.cluster.launchers import Start, host_environment
-from paceline.bench.cluster.link_probe import LinkSpeed
-from paceline.bench.cluster.live_clusters import live_clusters
-from paceline.bench.cluster.namespace import Namespace, abandoned_namespaces
-from paceline.bench.cluster.owner_tag import new_tag, owner_is_gone
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.signal_context import SignalContext
+
+# The clusters of this process, and their end with it.
+#
+# In: clusters as they open and close. Out: nothing; when the process exits or is asked to end
+# (SIGTERM, SIGINT, SIGHUP), all of them are torn down first. Then the signal goes on to whoever
+# would have heard it without us. A kill that cannot be heard leaves namespaces, which the next
+# `sweep` finds.
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+# Handlers of somebody else's making know what they do, and a signal that is ignored shall be.
+_REPLACED = (signal.SIG_DFL, signal.default_int_handler)
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class LiveClusters:
+    """One for the process; the first cluster that opens brings the handlers, the last takes them away."""
+
+    def __init__(self) -> None:
+        self._clusters: list[Closable] = []
+        self._signals: SignalContext | None = None
+        self._at_work = 0
+        self._waiting: int | None = None
+
+    def add(self, cluster: Closable) -> None:
+        self._clusters.append(cluster)
+        if self._signals is None and threading.current_thread() is threading.main_thread():
+            numbers = [number for number in _NUMBERS if signal.getsignal(number) in _REPLACED]
+            self._signals = SignalContext(numbers, self._hear)
+            self._signals.__enter__()
+
+    def discard(self, cluster: Closable) -> None:
+        if cluster in self._clusters:
+            self._clusters.remove(cluster)
+        if not self._clusters:
+            self._give_signals_back()
+
+    def __enter__(self) -> None:
+        """While namespaces are made or removed, a signal waits: half-done work cannot be undone."""
+        self._at_work += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._at_work -= 1
+        if self._waiting is not None and self._at_work == 0:
+            number, self._waiting = self._waiting, None
+            self._hear(number, None)
+
+    def close_all(self) -> None:
+        for cluster in list(reversed(self._clusters)):
+            with contextlib.suppress(LaunchError):
+                cluster.close()
+
+    def forget(self) -> None:
+        """In a fork: the clusters are its parent's."""
+        self._clusters.clear()
+        self._give_signals_back()
+        self._at_work, self._waiting = 0, None
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._at_work:
+            self._waiting = number
+            return
+        self.close_all()
+        self._give_signals_back()
+        os.kill(os.getpid(), number)
+
+    def _give_signals_back(self) -> None:
+        # Python gives handlers back in the main thread only, where they were set.
+        if self._signals and threading.current_thread() is threading.main_thread():
+            self._signals.__exit__(None, None, None)
+            self._signals = None
+
+
+live_clusters = LiveClusters()
+atexit.register(live_clusters.close_all)
+os.register_at_fork(after_in_child=live_clusters.forget)
+
 
 Rates = str | Sequence[str | None] | None
 _FIRST_PORT = 29500
@@ -151,7 +243,7 @@ class EmulatedCluster:
         script, `-m MODULE` or a program, each with its arguments.
         """
         counts, (port, logs) = self._counts(ranks), self._room()
-        starts = launchers.torchrun(command, counts, port, env or {}, logs)
+        starts = torchrun_starts(command, counts, port, env or {}, logs)
         return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
 
     def ranks(
@@ -166,7 +258,7 @@ class EmulatedCluster:
         Nobody ends the other ranks when one fails.
         """
         counts, (port, logs) = self._counts(ranks), self._room()
-        starts = launchers.plain(command, counts, port, env or {}, logs)
+        starts = plain_starts(command, counts, port, env or {}, logs)
         return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
 
     def start(
@@ -178,7 +270,7 @@ class EmulatedCluster:
     ) -> ClusterJob:
         """Starts one program on one host; it counts as the job's rank 0."""
         self._check(host)
-        program, own = launchers.as_program(command), host_environment(env or {})
+        program, own = as_program(command), host_environment(env or {})
         start = Start(host, program, own, self._room()[1], ("{stream}",))
         return self._keep(ClusterJob([start], self._hosts, cwd or Path.cwd()))
 

@@ -6,16 +6,106 @@ into files, so that a rank never waits for somebody to read.
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from paceline.bench.cluster.launchers import Start
-from paceline.bench.cluster.namespace import Namespace
+from paceline.bench.cluster.network import INTERFACE, Namespace, host_address
 from paceline.core.errors import LaunchError
+
+# The ways to start ranks on the hosts of a cluster.
+#
+# In: a command and the number of ranks on each host. Out: for each process to be started its
+# host, its command line and its environment. `torchrun` is the real thing: an agent on each host,
+# with a rendezvous over the network. `plain` starts each rank by itself with the variables set,
+# which is seconds cheaper.
+
+
+_FOREIGN = ("SLURM_", "OMPI_", "PMI_", "PRTE_", "TORCHELASTIC_", "PACELINE_", "PET_")
+_FOREIGN_NAMES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+    "MASTER_PORT",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """One process to be started, the folder for what it says, and where its ranks' output lies there.
+
+    `rank_files` has a pattern for each rank of the process, with `{stream}` for stdout or stderr.
+    """
+
+    host: int
+    command: list[str]
+    env: dict[str, str]
+    logs: Path
+    rank_files: tuple[str, ...]
+
+
+def host_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Ours without any launcher's traces, for a process on a host."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN)
+    }
+    # Without the name Gloo would ask the resolver for the host's own address.
+    env |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    # All hosts share this machine's cores.
+    env.setdefault("OMP_NUM_THREADS", "1")
+    return env | dict(extra)
+
+
+def as_program(command: Sequence[str]) -> list[str]:
+    """A script or `-m MODULE` is run by this Python; anything else is a program already."""
+    if command and (command[0] == "-m" or command[0].endswith(".py")):
+        return [sys.executable, *command]
+    return list(command)
+
+
+def torchrun_starts(
+    command: Sequence[str], ranks: Sequence[int], port: int, env: Mapping[str, str], logs: Path
+) -> list[Start]:
+    """An agent for each host; the first host's keeps the store."""
+    starts = []
+    for host, count in enumerate(ranks):
+        own = logs / f"host{host}"
+        options = {
+            "--nnodes": len(ranks), "--node-rank": host, "--nproc-per-node": count,
+            "--master-addr": host_address(0), "--master-port": port,
+            "--local-addr": host_address(host), "--redirects": 3, "--log-dir": own / "ranks",
+        }  # fmt: skip
+        flags = [str(part) for option in options.items() for part in option]
+        agent = [sys.executable, "-m", "torch.distributed.run", *flags, "--no-python"]
+        files = tuple(f"ranks/*/attempt_*/{n}/{{stream}}.log" for n in range(count))
+        program = [*agent, *as_program(command)]
+        starts.append(Start(host, program, host_environment(env), own, files))
+    return starts
+
+
+def plain_starts(
+    command: Sequence[str], ranks: Sequence[int], port: int, env: Mapping[str, str], logs: Path
+) -> list[Start]:
+    """Each rank with its place in its environment; nobody watches over them."""
+    starts: list[Start] = []
+    for host, count in enumerate(ranks):
+        for local_rank in range(count):
+            place = {
+                "RANK": len(starts), "WORLD_SIZE": sum(ranks), "LOCAL_RANK": local_rank,
+                "LOCAL_WORLD_SIZE": count, "GROUP_RANK": host,
+                "MASTER_ADDR": host_address(0), "MASTER_PORT": port,
+            }  # fmt: skip
+            own = host_environment({name: str(value) for name, value in place.items()} | dict(env))
+            folder = logs / f"rank{len(starts)}"
+            starts.append(Start(host, as_program(command), own, folder, ("{stream}",)))
+    return starts
+
 
 # In the environment of all that a job starts, to tell it from another job on the same host.
 _MARK = "EMULATED_CLUSTER_JOB"
@@ -153,3 +243,61 @@ class ClusterJob:
 
 def _read(file: Path | None) -> str:
     return file.read_text(errors="replace") if file and file.exists() else ""
+
+
+# Rank 0's output as it comes, and the one exit code of a job.
+#
+# In: a job under way on a cluster. Out: rank 0's standard output and error on ours; at the end
+# the last line of each other rank that failed, and the first exit code that is not 0. Where ranks
+# were started without agents, one that fails takes the others with it after a moment.
+
+
+_OUTPUT_POLL_S = 0.05
+# Ranks that were left behind find out by themselves, and say so, within this time; or never.
+_GRACE_S = 20.0
+
+
+def show(job: ClusterJob) -> int:
+    """Hands on rank 0's output until all have ended; returns the job's exit code."""
+    _stream(job)
+    return _conclude(job.ended())
+
+
+def _stream(job: ClusterJob) -> None:
+    shown = {"stdout": 0, "stderr": 0}
+    failed_at: float | None = None
+    while True:
+        running = job.running()  # asked first: what came until the end is shown, too
+        for stream, target in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            file = job.file(0, stream)
+            shown[stream] += _copy(file, shown[stream], target.buffer) if file else 0
+        if not running:
+            return
+        if failed_at is None and any(process.returncode for process in job.processes):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
+            job.kill()
+        time.sleep(_OUTPUT_POLL_S)
+
+
+def _copy(file: Path, start: int, target: BinaryIO) -> int:
+    with file.open("rb") as source:
+        source.seek(start)
+        data = source.read()
+    target.write(data)
+    target.flush()
+    return len(data)
+
+
+def _conclude(ended: Ended) -> int:
+    """Says which ranks failed, by the last line of each that is not shown already."""
+    if ended.ok:
+        return 0
+    last = [(text.strip().splitlines() or [""])[-1] for text in ended.err]
+    # Where all say the same, rank 0 has said it already.
+    lines = [f"rank {rank}: {line}\n" for rank, line in enumerate(last) if line and line != last[0]]
+    sys.stderr.writelines(lines)
+    if lines or not last[0]:
+        sys.stderr.write(f"paceline: error: the exit codes are {ended.codes}\n")
+    code = next(code for code in ended.codes if code)
+    return code if code > 0 else 128 - code

@@ -1,0 +1,223 @@
+"""`paceline bench ddp`: whole training steps on several ranks, ours against DistributedDataParallel.
+
+Every way trains the same network on synthetic images that lie on the device. DDP runs as its users run
+it: fp16 autocast with GradScaler (bf16 without), channels_last, cudnn.benchmark, fused SGD, gradients as
+bucket views; with and without its fp16 hook, `static_graph` and torch.compile. The ways take turns, a
+block of steps each, so that whatever else the machine does affects all alike. "compute only" is the same
+step on every rank at the same time without communication; what a way takes beyond it is its exposed
+communication.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.bench.ranks import RankGroup, interleaved
+from paceline.bench.step import StepRow, build_step
+from paceline.bench.timing import Times
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.topology import Topology
+from paceline.models.registry import create_model
+from paceline.models.settings import ModelSettings
+
+Way = Callable[[], None]
+WARM_UP = 3
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, graphs off": {"run.cuda_graphs": "off"},
+    "ours, no overlap": {"comm.overlap": "off"},
+    "ours, hybrid": {"comm.algorithm": "hybrid", "comm.eta_kib": 1024},
+}
+DDP: dict[str, tuple[str, ...]] = {
+    "ddp": (),
+    "ddp fp16 hook": ("hook",),
+    "ddp static": ("static",),
+    "ddp static fp16 hook": ("static", "hook"),
+    "ddp compiled": ("compile",),
+    "ddp compiled fp16 hook": ("compile", "hook"),
+}
+OURS_ALONE, DDP_ALONE = "ours, compute only", "ddp, compute only"
+NAMES = (*OURS, OURS_ALONE, *DDP, DDP_ALONE)
+
+
+@dataclass(frozen=True)
+class DdpJob:
+    """`block` steps make one sample; `batch_size` is that of one rank."""
+
+    model: str = "resnet50"
+    batch_size: int = 64
+    image_size: int = 224
+    classes: int = 1000
+    block: int = 10
+    iterations: int = 7
+    names: Sequence[str] = NAMES
+
+
+class DdpBench:
+    """All ways, built and warmed up one after the other."""
+
+    def __init__(self, ranks: RankGroup, job: DdpJob) -> None:
+        self._ranks, self._job = ranks, job
+        self.about: dict[str, str] = {}
+        self._closing: list[Callable[[], None]] = []
+        device = ranks.device
+        torch.backends.cudnn.benchmark = True
+        torch.manual_seed(ranks.rank)
+        shape = (job.batch_size, 3, job.image_size, job.image_size)
+        self._images = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+        self._labels = torch.randint(0, job.classes, (job.batch_size,), device=device)
+        self._alone = Group(Topology(), RunConfig().comm, device)
+        self._gloo: dist.ProcessGroup | None = None
+        if ranks.group.backend == "nccl":
+            self._gloo = dist.new_group(backend="gloo")
+        self._ways: dict[str, Way] = {}
+        for name in job.names:
+            self._ways[name] = self._built(name)
+            self._meet(f"{name} is built")
+            self._ways[name]()
+            ranks.synchronize()
+            self._meet(f"{name} is warm")
+
+    def _meet(self, phase: str) -> None:
+        """Over the store, not by a collective. Where ranks share a GPU under MPS, a rank that loads
+        kernels, allocates memory or tries convolutions waits for the collectives of the others."""
+        self._ranks.synchronize()
+        self._ranks.group.settle(phase)
+        if self._ranks.rank == 0:
+            sys.stderr.write(f"{phase}\n")
+
+    def _built(self, name: str) -> Way:
+        if name in OURS or name == OURS_ALONE:
+            return self._ours(name)
+        return self._ddp(name)
+
+    def _ours(self, name: str) -> Way:
+        job, group = self._job, self._alone if name == OURS_ALONE else self._ranks.group
+        group.begin_run(name)
+        row = StepRow(
+            name=name, kind="ours", model=job.model, batch_size=job.batch_size,
+            image_size=job.image_size, classes=job.classes, device=self._ranks.device.type,
+            steps=job.block * (job.iterations + WARM_UP + 2), warm_up=0,
+            switches=OURS.get(name, {}),
+        )  # fmt: skip
+        step, self.about[name] = build_step(row, group)
+        self._closing += [step.release, step.exchange.carrier.close]
+        number = 0
+
+        def run() -> None:
+            nonlocal number
+            for _ in range(job.block):
+                step.launch(number, 0.1)
+                number += 1
+                if step.under_way > step.lag:
+                    step.collect()
+            while step.under_way:
+                step.collect()
+
+        return run
+
+    def _ddp(self, name: str) -> Way:
+        job, ranks, switches = self._job, self._ranks, DDP.get(name, ())
+        torch.manual_seed(0)
+        net = create_model(
+            ModelSettings(name=job.model), num_classes=job.classes, image_size=job.image_size
+        )
+        net = net.to(ranks.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if "compile" in switches:
+            net = cast(nn.Module, torch.compile(net, dynamic=False))
+        self.about[name] = (
+            f"autocast {self._amp}, NHWC, fused SGD, {', '.join(switches) or 'plain'}"
+        )
+        if name == DDP_ALONE:
+            return self._stepping(net, net, job.block)
+        if self._gloo is not None:
+            # The same steps over Gloo first, so that all kernels are loaded and all memory is there
+            # before NCCL's kernels are under way.
+            twin = net if "compile" in switches else copy.deepcopy(net)
+            self._stepping(self._wrapped(twin, switches, self._gloo), twin, WARM_UP)()
+            del twin
+            self._meet(f"{name} has been tried over Gloo")
+        return self._stepping(self._wrapped(net, switches, None), net, job.block)
+
+    def _wrapped(
+        self, net: nn.Module, switches: Sequence[str], group: dist.ProcessGroup | None
+    ) -> nn.Module:
+        device = self._ranks.device
+        model = DistributedDataParallel(
+            net, device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=group, static_graph="static" in switches, gradient_as_bucket_view=True,
+        )  # fmt: skip
+        if "hook" in switches:
+            model.register_comm_hook(group or dist.group.WORLD, fp16_compress_hook)
+        return model
+
+    def _stepping(self, forward: nn.Module, net: nn.Module, steps: int) -> Way:
+        optimizer = torch.optim.SGD(
+            net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5,
+            fused=True if self._ranks.device.type == "cuda" else None,
+        )  # fmt: skip
+        scaler = torch.amp.GradScaler(self._ranks.device.type, enabled=self._amp == torch.float16)
+
+        def run() -> None:
+            for _ in range(steps):
+                optimizer.zero_grad(set_to_none=True)
+                with torch.autocast(self._ranks.device.type, self._amp):
+                    outputs = forward(self._images)
+                    loss = F.cross_entropy(outputs, self._labels, label_smoothing=0.1)
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.step(optimizer)
+                scaler.update()
+
+        return run
+
+    @property
+    def _amp(self) -> torch.dtype:
+        return torch.float16 if self._ranks.device.type == "cuda" else torch.bfloat16
+
+    def measure(self) -> list[dict[str, Any]]:
+        job, size = self._job, self._ranks.size
+        samples = interleaved(self._ranks, self._ways, iterations=job.iterations, warm_up=1)
+        rows = []
+        for name, seconds in samples.items():
+            taken = Times(tuple(s / job.block for s in seconds))
+            low, high = taken.spread
+            rows.append({
+                "way": name, "step_s": taken.median, "step_s_p10": low, "step_s_p90": high,
+                "images_per_s": size * job.batch_size / taken.median, "samples_s": taken.seconds,
+                "about": self.about[name],
+            })  # fmt: skip
+        return with_ratios(rows)
+
+    def close(self) -> None:
+        self._ways.clear()
+        gc.collect()
+        for close in self._closing:
+            close()
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds each way's exposed communication and its speed against the fastest DDP."""
+    step_s = {row["way"]: row["step_s"] for row in rows}
+    fastest = min((step_s[name] for name in DDP if name in step_s), default=None)
+    for row in rows:
+        alone = OURS_ALONE if row["way"] in OURS else DDP_ALONE
+        compiled = "compile" in DDP.get(row["way"], ())  # computes otherwise than "compute only"
+        exchanges = row["way"] not in (OURS_ALONE, DDP_ALONE)
+        if alone in step_s and exchanges and not compiled:
+            row["exposed_s"] = row["step_s"] - step_s[alone]
+        if fastest is not None:
+            row["speed_against_ddp"] = fastest / row["step_s"]
+    return rows

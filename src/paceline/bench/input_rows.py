@@ -1,0 +1,335 @@
+"""`InputRow`: one way to feed a training, measured for a while.
+
+In: a row: whose pipeline, how many workers, which images. Out: images/s that arrive as normalised tensors
+on the device. Batches that lay ready before the clock ran are not counted, and the clock stops after
+as many batches from every worker.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.data.batch_plan import BatchPlan
+from paceline.data.create_loader import create_train_loader
+from paceline.data.loader_protocol import TrainBatches
+from paceline.data.randomness import Int64
+from paceline.data.settings import DataSettings
+from paceline.data.sources.class_list import numbered_classes
+from paceline.data.sources.source import Source, Split, open_source
+
+Kind = Literal["ours", "processes", "dataloader", "webdataset"]
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """`settings` are ours: directory, sizes, decoder; a peer does the same with them by its own means."""
+
+    kind: Kind
+    workers: int
+    settings: DataSettings
+    split: Literal["train", "val"]
+    batch_size: int
+    device: str
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} × {self.workers}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute with on the device."""
+        return torch.float16 if self.device == "cuda" else torch.float32
+
+
+class InputStream(Protocol):
+    """Endless. `stored` batches at most lie ready when nobody has asked for one yet."""
+
+    stored: int
+
+    def __next__(self) -> torch.Tensor:
+        """Normalised images, samples × channels × height × width, on the row's device."""
+
+    def describe(self) -> str:
+        """How they are made: what was chosen, and what stood in for what was asked for."""
+
+    def remark(self) -> str:
+        """What came up on the way; empty where there is nothing."""
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Images/s of one round, and what ran."""
+
+    rate: float
+    described: str = ""
+    remark: str = ""
+
+
+def open_stream(row: InputRow) -> AbstractContextManager[InputStream]:
+    """Starts the row's workers; leaving the context ends them."""
+    from paceline.bench import input_ours, input_peers
+
+    openers = {
+        "ours": input_ours.open_threads,
+        "processes": input_ours.open_processes,
+        "dataloader": input_peers.open_dataloader,
+        "webdataset": input_peers.open_webdataset,
+    }
+    return openers[row.kind](row)
+
+
+def measure_row(row: InputRow, seconds: float) -> RowSample:
+    """For at least `seconds`, from a running start."""
+    with one_torch_thread(), open_stream(row) as stream:
+        for _ in range(stream.stored + row.workers):
+            next(stream)
+        _wait(row.device)
+        started, images, batches = time.perf_counter(), 0, 0
+        while True:
+            images += len(next(stream))
+            batches += 1
+            # Workers that take turns deliver in bunches: whole turns only.
+            if batches % row.workers == 0 and time.perf_counter() - started >= seconds:
+                _wait(row.device)
+                rate = images / (time.perf_counter() - started)
+                return RowSample(rate, stream.describe(), stream.remark())
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """As in a peer's worker; torch's threads would otherwise fight the pipeline's for the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forking where torch has threads; DataLoader forks all the same.
+            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+            # As many workers as the user asked for, though the cores be fewer: it is measured.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# The images of `paceline bench input`, repeated where they are few.
+#
+# In: the settings and a split. Out: a source of at least some thousand samples, so that an
+# epoch's or a pass's end is as rare as in a real data set.
+
+
+_LEAST = 20_000
+
+
+class Repeated:
+    """Sample i is the inner source's sample i modulo its length."""
+
+    def __init__(self, inner: Source, times: int) -> None:
+        self._inner = inner
+        self.labels: Int64 = np.tile(inner.labels, times)
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self._inner.classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, i: int) -> bytes | npt.NDArray[np.uint8]:
+        return self._inner.read(i % len(self._inner))
+
+    def name(self, i: int) -> str:
+        return self._inner.name(i % len(self._inner))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class RepeatedFiles(Repeated):
+    """Of a source that knows where its samples lie."""
+
+    def extent(self, i: int) -> Any:
+        return self._inner.extent(i % len(self._inner))  # type: ignore[attr-defined]
+
+
+def open_repeated(settings: DataSettings, split: Split) -> Source:
+    source = open_source(settings, split)
+    times = -(-_LEAST // len(source))
+    if times == 1:
+        return source
+    return (RepeatedFiles if hasattr(source, "extent") else Repeated)(source, times)
+
+
+# `paceline bench input`: which rows, measured in turn, and what they say side by side.
+#
+# In: our rows and the peers'. Out: images/s of each in every round and ratios of their medians.
+# Each round measures every row once, beginning with another one each time, so that whatever else
+# the machine does hits all of them alike; a ratio is the median of the rounds' ratios.
+
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RowRates:
+    """`rates` has a value a round. `described` and `remarks` say what ran, each text once."""
+
+    row: InputRow
+    rates: tuple[float, ...]
+    described: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+    def to_dict(self) -> dict[str, Any]:
+        row = self.row
+        return {
+            "name": row.name, "kind": row.kind, "workers": row.workers,
+            "directory": row.settings.dir, "images_per_s": self.median,
+            "lowest": min(self.rates), "highest": max(self.rates), "rounds": list(self.rates),
+            "input": "; ".join(self.described), "remarks": list(self.remarks),
+        }  # fmt: skip
+
+
+def measure_rows(
+    rows: Sequence[InputRow],
+    *,
+    rounds: int,
+    seconds: float,
+    tell: Tell,
+    measure: Callable[[InputRow, float], RowSample] = measure_row,
+) -> list[RowRates]:
+    """All rounds of all rows, interleaved; `tell` hears of each sample."""
+    samples: list[list[RowSample]] = [[] for _ in rows]
+    for turn in range(rounds):
+        for step in range(len(rows)):
+            place = (turn + step) % len(rows)
+            sample = measure(rows[place], seconds)
+            samples[place].append(sample)
+            tell(f"round {turn + 1}: {rows[place].name}: {sample.rate:,.0f} images/s")
+    return [_together(row, found) for row, found in zip(rows, samples, strict=True)]
+
+
+def _together(row: InputRow, samples: Sequence[RowSample]) -> RowRates:
+    described = dict.fromkeys(sample.described for sample in samples if sample.described)
+    remarks = dict.fromkeys(sample.remark for sample in samples if sample.remark)
+    rates = tuple(sample.rate for sample in samples)
+    return RowRates(row, rates, tuple(described), tuple(remarks))
+
+
+def ratios(results: Sequence[RowRates]) -> dict[str, float]:
+    """Our fastest row over the fastest of each kind of peer, by the median of the rounds' ratios."""
+    fastest: dict[str, RowRates] = {}
+    for result in results:
+        best = fastest.get(result.row.kind)
+        if best is None or result.median > best.median:
+            fastest[result.row.kind] = result
+    ours = fastest.pop("ours", None)
+    if ours is None:
+        return {}
+    return {
+        f"{ours.row.name} / {peer.row.name}": statistics.median(
+            mine / theirs for mine, theirs in zip(ours.rates, peer.rates, strict=True)
+        )
+        for peer in fastest.values()
+    }
+
+
+# Resident memory over a whole epoch, and the time of a seek, on an index as long as ImageNet's.
+#
+# In: a number of samples, whose decoding is stubbed: every read gives the same pixels. Out: the
+# process's resident memory along the epoch, and the seconds from nothing to the first batch of
+# its middle.
+
+
+_CLASSES = 1000
+_MARKS = 20
+
+
+class StubbedImages:
+    """Labels and places of `count` samples, as an index of shards holds them; one image for all."""
+
+    def __init__(self, count: int, image_size: int) -> None:
+        self.classes = numbered_classes(_CLASSES)
+        self.labels: Int64 = np.arange(count, dtype=np.int64) % _CLASSES
+        self._offsets: Int64 = np.arange(count, dtype=np.int64) * 110_592
+        self._pixels = np.zeros((image_size, image_size, 3), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, i: int) -> npt.NDArray[np.uint8]:
+        return self._pixels
+
+    def name(self, i: int) -> str:
+        return f"stub:{self._offsets[i]}"
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def measure_memory(
+    samples: int, *, batch_size: int, image_size: int, workers: int, tell: Tell
+) -> dict[str, Any]:
+    """One epoch of `samples`; memory in MiB, twenty times along the way."""
+    settings = DataSettings(
+        source="synthetic", image_size=image_size, eval_resize=0, augment="none", flip=False,
+        workers=workers, resident="off",
+    )  # fmt: skip
+    before_mib = resident_mib()
+    started = time.perf_counter()
+    source = StubbedImages(samples, image_size)
+    middle = BatchPlan(samples, 1, batch_size, batch_size, 1).total_steps // 2
+    with _loader(source, settings, batch_size, middle) as loader:
+        next(loader)
+        seek_s = time.perf_counter() - started
+    tell(f"seek to step {middle:,}: {seek_s:.2f} s")
+    marks: list[float] = []
+    done, began = 0, time.perf_counter()
+    with _loader(source, settings, batch_size, 0) as loader:
+        for batch in loader:
+            done += len(batch)
+            if done * _MARKS >= samples * (len(marks) + 1):
+                marks.append(resident_mib())
+                tell(f"{done:,} samples: {marks[-1]:,.0f} MiB resident")
+    seconds = time.perf_counter() - began
+    return {
+        "samples": samples, "batch_size": batch_size, "image_size": image_size, "workers": workers,
+        "seek_s": seek_s, "before_mib": before_mib, "resident_mib": marks,
+        "most_mib": max(marks), "grown_mib": marks[-1] - marks[len(marks) // 10],
+        "samples_per_s": done / seconds,
+    }  # fmt: skip
+
+
+def _loader(
+    source: StubbedImages, settings: DataSettings, batch_size: int, first_step: int
+) -> TrainBatches:
+    plan = BatchPlan(len(source), 1, batch_size, batch_size, 1)
+    return create_train_loader(
+        source, plan, settings, seed=0, rank=0, first_step=first_step, device=torch.device("cpu")
+    )
+
+
+def resident_mib() -> float:
+    """Of this process, now; Linux only."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

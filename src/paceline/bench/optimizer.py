@@ -1,0 +1,142 @@
+"""`paceline bench optimizer`: the time of one update, ours against what people use.
+
+In: a model's parameters with gradients. Out: device time of each way, everything of a mixed-precision
+update included: unscaling, finite check, fp32 masters, half-precision weights written back. Torch's
+fused SGD does less (fp32 weights, no norms) and stands for the cheapest update there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.bench.timing import device_times
+from paceline.models.registry import create_model, parameter_groups
+from paceline.models.settings import ModelSettings
+from paceline.optim.build import create_optimizer
+from paceline.optim.lars import LARS, SGD
+from paceline.optim.settings import OptimSettings
+from paceline.precision.policy import Policy, choose_policy
+from paceline.precision.settings import PrecisionSettings
+
+
+def measure_all(
+    model_name: str, device: torch.device, *, amp_dtype: str, repeats: int, warm_up: int
+) -> dict[str, Any]:
+    """All rows, with the bytes that an update must move and the time that a copy of as many takes."""
+    policy = choose_policy(PrecisionSettings(amp_dtype=amp_dtype), device)
+    rows, elements = [], 0
+    for name, make in _ways(device).items():
+        model, groups = _model(model_name, policy)
+        elements = sum(p.numel() for p in model.parameters())
+        work, note = make(model, groups, policy)
+        times = device_times(work, device, repeats=repeats, warm_up=warm_up)
+        low, high = times.spread
+        rows.append(
+            {"name": name, "ms": 1e3 * times.median, "ms_p10": 1e3 * low, "ms_p90": 1e3 * high,
+             "note": note}
+        )  # fmt: skip
+    half = 2 if policy.is_half else 4
+    # Norms read gradient and master; the update reads both and the momentum and writes all but the
+    # gradient, and the half weight.
+    moved = elements * (half + 4) + elements * (half + 4 + 4 + 4 + 4 + (2 if policy.is_half else 0))
+    floor = _copy_seconds(moved, device, repeats)
+    return {
+        "model": model_name, "device": str(device), "elements": elements, "dtype": policy.name,
+        "bytes": moved, "floor_ms": 1e3 * floor, "rows": rows,
+    }  # fmt: skip
+
+
+Way = Callable[[nn.Module, list[dict[str, Any]], Policy], tuple[Callable[[], object], str]]
+
+
+def _ways(device: torch.device) -> dict[str, Way]:
+    def lars(fused: bool | None) -> Way:
+        def make(
+            model: nn.Module, groups: list[dict[str, Any]], policy: Policy
+        ) -> tuple[Callable[[], object], str]:
+            for group in groups:
+                group["adapt"] = group["role"] == "weight"
+            optimizer = LARS(groups, 0.1, fused=fused)
+            optimizer.grad_scale = torch.tensor(1024.0, device=device)
+            return optimizer.step, f"LARS, {optimizer.path}, masters, finite check"
+
+        return make
+
+    def sgd(
+        model: nn.Module, groups: list[dict[str, Any]], policy: Policy
+    ) -> tuple[Callable[[], object], str]:
+        optimizer = SGD(groups, 0.1)
+        optimizer.grad_scale = torch.tensor(1024.0, device=device)
+        return optimizer.step, f"momentum SGD, {optimizer.path}, masters, finite check"
+
+    def muon(
+        model: nn.Module, groups: list[dict[str, Any]], policy: Policy
+    ) -> tuple[Callable[[], object], str]:
+        optimizer = create_optimizer(OptimSettings(name="muon", nesterov=True), groups, 0.1)
+        optimizer.grad_scale = torch.tensor(1024.0, device=device)
+        return optimizer.step, f"Muon on filters, {optimizer.path}, masters, finite check"
+
+    ways: dict[str, Way] = {"ours lars": lars(None), "ours sgd": sgd, "ours muon": muon}
+    if device.type == "cuda":
+        ways["ours lars, foreach"] = lars(False)
+    ways["torch fused sgd"] = _torch_sgd
+    ways["lars, a loop over tensors"] = _loop
+    return ways
+
+
+def _torch_sgd(
+    model: nn.Module, groups: list[dict[str, Any]], policy: Policy
+) -> tuple[Callable[[], object], str]:
+    parameters = []
+    for parameter in model.parameters():
+        wide = nn.Parameter(parameter.detach().float())
+        wide.grad = torch.randn_like(wide) * 1e-3
+        parameters.append(wide)
+    fused = True if policy.device.type == "cuda" else None
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=5e-5, fused=fused)
+    return optimizer.step, "fp32 weights and gradients, no LARS, no finite check"
+
+
+def _loop(
+    model: nn.Module, groups: list[dict[str, Any]], policy: Policy
+) -> tuple[Callable[[], object], str]:
+    """LARS as most libraries have it: tensor by tensor, norms and where() for each."""
+    parameters: list[Tensor] = []
+    for parameter in model.parameters():
+        wide = parameter.detach().float()
+        wide.grad = torch.randn_like(wide) * 1e-3
+        parameters.append(wide)
+    momenta = [torch.zeros_like(p) for p in parameters]
+
+    def step() -> None:
+        for parameter, momentum in zip(parameters, momenta, strict=True):
+            assert parameter.grad is not None
+            weight, gradient = parameter.norm(), parameter.grad.norm()
+            ratio = 0.001 * weight / (gradient + 5e-5 * weight)
+            ratio = torch.where((weight > 0) & (gradient > 0), ratio, torch.ones_like(ratio))
+            update = parameter.grad.add(parameter, alpha=5e-5).mul_(ratio)
+            momentum.mul_(0.9).add_(update)
+            parameter.add_(momentum, alpha=-0.1)
+
+    return step, "fp32 weights and gradients, no finite check; bound by its launches"
+
+
+def _model(name: str, policy: Policy) -> tuple[nn.Module, list[dict[str, Any]]]:
+    torch.manual_seed(0)
+    model = create_model(ModelSettings(name=name), num_classes=1000)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = policy.convert(model.to(policy.device))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model, parameter_groups(model, 5e-5)
+
+
+def _copy_seconds(moved: int, device: torch.device, repeats: int) -> float:
+    """How long a plain copy takes that reads and writes as many bytes together."""
+    source = torch.empty(max(moved // 2, 1), dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return device_times(lambda: target.copy_(source), device, repeats=repeats, warm_up=2).median

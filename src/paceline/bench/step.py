@@ -1,0 +1,215 @@
+"""One row of `paceline bench step`, measured in a process of its own.
+
+In: a `StepRow` as JSON on the command line. Out: one line of JSON: seconds of a step and images/s. A
+process of its own, because compilers, allocators and algorithm caches would carry over from row to
+row, and because a compiler that takes too long can be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from paceline.bench.timing import Times, steady_times
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import RunError
+from paceline.core.topology import Topology
+from paceline.data.batch import Batch, CorruptSample
+from paceline.data.batch_plan import BatchPlan
+from paceline.models.registry import create_model
+from paceline.train.step import TrainStep
+from paceline.train.step_parts import create_parts, create_step
+from paceline.train.stop_signals import StopSignals
+
+PREFIX = "paceline-bench-row "
+READY = "paceline-bench-ready"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """`kind` is ours or plain. For ours `switches` are settings `section.key`; for plain
+    `switches` has `dtype` (fp32, tf32, bf16, fp16) and `compile` (off, default, reduce-overhead,
+    max-autotune). `group`: as the one rank of a process group."""
+
+    name: str
+    kind: str
+    model: str
+    batch_size: int
+    image_size: int
+    classes: int
+    device: str
+    steps: int
+    warm_up: int
+    switches: dict[str, Any]
+    group: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepRow:
+        return cls(**json.loads(text))
+
+
+def measure(row: StepRow, ready: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Builds the step, warms it up, says `ready` and times it."""
+    import torch
+
+    from paceline.bench import step_table
+
+    started, start_s = time.perf_counter(), 0.0
+
+    def warm() -> None:
+        nonlocal start_s
+        start_s = time.perf_counter() - started
+        ready()
+
+    build = measure_ours if row.kind == "ours" else step_table.measure
+    times, words = build(row, warm)
+    low, high = times.spread
+    gib = torch.cuda.max_memory_allocated() / 2**30 if row.device == "cuda" else 0.0
+    return {
+        "name": row.name,
+        "step_s": times.median,
+        "step_s_p10": low,
+        "step_s_p90": high,
+        "steps": len(times.seconds),
+        "images_per_s": row.batch_size / times.median,
+        "memory_gib": round(gib, 2),
+        "start_s": round(start_s, 1),
+        "what": words,
+    }
+
+
+def _take_turns() -> None:
+    """Tells the parent that the row is warm, and waits for its turn."""
+    sys.stdout.write(READY + "\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    result = measure(StepRow.from_json(sys.argv[1]), _take_turns)
+    sys.stdout.write(PREFIX + json.dumps(result) + "\n")
+
+
+# Our training step on synthetic images that lie on the device already.
+#
+# In: a row with settings. Out: the time of the very `TrainStep` that training runs, with
+# everything in it: loss scaling, finite check, flat gradient buffers, LARS on masters, outcome
+# read back.
+
+
+_BATCHES = 4
+_DEFAULTS: dict[str, Any] = {
+    "optim.name": "lars",
+    "optim.lr": 0.5,
+    "optim.weight_decay": 5e-5,
+    "run.smoothing": 0.1,
+}
+
+
+class SyntheticBatches:
+    """A few batches of noise on the device, one after the other, for ever."""
+
+    corrupt: tuple[CorruptSample, ...] = ()
+
+    def __init__(self, row: StepRow, device: torch.device) -> None:
+        torch.manual_seed(0)
+        shape = (row.batch_size, row.image_size, row.image_size, 3)
+        self._batches = [
+            Batch(
+                torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
+                torch.randint(0, row.classes, (row.batch_size,), device=device),
+            )
+            for _ in range(_BATCHES)
+        ]
+        self._next = 0
+
+    def describe(self) -> str:
+        return "synthetic, on the device"
+
+    def remark(self) -> str:
+        return ""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        self._next += 1
+        return self._batches[self._next % _BATCHES]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> SyntheticBatches:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
+    """The step, and words for what was chosen."""
+    config = RunConfig().with_values(
+        {**_DEFAULTS, "model.name": row.model, "data.image_size": row.image_size,
+         "data.eval_resize": 0, **row.switches}
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = create_model(config.model, num_classes=row.classes, image_size=row.image_size)
+    if config.run.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parts = create_parts(
+        config, model.to(group.device), group, rate=0.1, micro_batch=row.batch_size,
+        accumulate=False,
+    )  # fmt: skip
+    steps = row.steps + 2 * row.warm_up + 8
+    batch = row.batch_size * group.world_size
+    plan = BatchPlan(batch, steps, batch, row.batch_size, group.world_size)
+    loader = SyntheticBatches(row, group.device)
+    step = create_step(config, parts, loader, plan, group, StopSignals())
+    return step, "; ".join(parts.describe().values())
+
+
+def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
+    device = torch.device(row.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    with Group(_topology(row), RunConfig().comm, device) as group:
+        step, words = build_step(row, group)
+        skipped = 0
+
+        def collect() -> None:
+            nonlocal skipped
+            outcome = step.collect()
+            skipped += outcome.skipped
+            if not math.isfinite(outcome.loss):
+                raise RunError(f"the loss is {outcome.loss} at step {outcome.number}")
+
+        times = steady_times(
+            lambda number: step.launch(number, 0.1), collect,
+            lag=step.lag, repeats=row.steps, warm_up=row.warm_up, ready=ready,
+        )  # fmt: skip
+    return times, f"{words}, backend {group.backend}, {skipped} steps skipped"
+
+
+def _topology(row: StepRow) -> Topology:
+    """A lone process, or a launcher's group of one rank, whose collectives really are called."""
+    if not row.group:
+        return Topology()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(own, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return Topology.from_env(os.environ)

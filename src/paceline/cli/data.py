@@ -1,0 +1,186 @@
+"""`paceline pack SRC DST`: any data set as tar shards, scaled and encoded once, not in every epoch."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.errors import ConfigError
+from paceline.core.untrusted import one_line
+
+if TYPE_CHECKING:
+    from paceline.data.packing.pack_manifest import PackedSplit
+
+_NAMED = 10
+
+
+def pack_data(
+    paths: list[str] = typer.Argument(
+        help="Data that --data-dir would take, and a directory that is new, empty, or a pack to go "
+        "on with. The embedded set (--source embedded) needs no SRC.",
+        metavar="[SRC] DST",
+    ),
+    source: str = typer.Option("auto", help="Kind of SRC, as data.source."),
+    split: str = typer.Option("all", help="all, train or val."),
+    short_side: int = typer.Option(0, help="Scale larger images to this short side; 0 keeps all."),
+    quality: int = typer.Option(90, help="Of JPEG and WebP images that are encoded anew."),
+    image_format: str = typer.Option("keep", "--format", help="keep, jpeg, png or webp."),
+    image_filter: str = typer.Option("bilinear", "--filter", help="bilinear, bicubic or lanczos."),
+    shard_mib: int = typer.Option(128, help="A shard ends once it is this large."),
+    shard_samples: int = typer.Option(0, help="A shard ends after this many samples; 0: no limit."),
+    shuffle: bool = typer.Option(True, help="Shuffle once, so that shards are class-mixed."),
+    seed: int = typer.Option(0, min=0, help="Of the shuffle."),
+    workers: int | None = typer.Option(None, min=0, help="Threads. Default: a core each."),
+    max_corrupt_share: float = typer.Option(0.01, help="Share of a split that may be left out."),
+) -> int:
+    """Pack a data set into tar shards."""
+    from paceline.cli.display import ProgressBars
+    from paceline.core.cores import available_cores
+    from paceline.data.packing.pack import pack
+    from paceline.data.packing.pack_options import PackOptions
+    from paceline.data.packing.pack_source import open_splits
+
+    options = PackOptions(
+        short_side=short_side,
+        quality=quality,
+        format=image_format,
+        filter=image_filter,
+        shard_mib=shard_mib,
+        shard_samples=shard_samples,
+        shuffle=shuffle,
+        seed=seed,
+        max_corrupt_share=max_corrupt_share,
+    )
+    began = time.monotonic()
+    data_dir, target = _source_and_target(paths, source)
+    sources = open_splits(data_dir, source, split, _echo)
+
+    def on_sample(name: str, done: int, corrupt: int) -> None:
+        bars.update(name, done, len(sources[name]), f"{corrupt} corrupt" if corrupt else "")
+
+    try:
+        with ProgressBars() as bars:
+            manifest = pack(
+                sources,
+                target,
+                options,
+                workers=available_cores() if workers is None else workers,
+                on_sample=on_sample,
+                tell=_echo,
+            )
+    except KeyboardInterrupt:
+        typer.echo("interrupted: finished shards are kept; the same command goes on", err=True)
+        return 130
+    finally:
+        for found in sources.values():
+            found.close()
+    for name in sources:
+        typer.echo(_told(name, manifest.splits[name]))
+    typer.echo(f"packed into {target} in {time.monotonic() - began:.1f} s")
+    return 0
+
+
+def _echo(text: str) -> None:
+    """Notes on data name its files and classes."""
+    typer.echo(one_line(text))
+
+
+def _source_and_target(paths: list[str], source: str) -> tuple[str, Path]:
+    made_up = source in ("embedded", "synthetic")
+    if len(paths) != (1 if made_up else 2):
+        wanted = "DST alone" if made_up else "SRC and DST"
+        raise ConfigError(
+            "SRC DST",
+            " ".join(paths),
+            f"--source {source} takes {wanted}",
+            "see paceline pack --help",
+        )
+    data_dir, target = "" if made_up else paths[0], Path(paths[-1]).expanduser()
+    if data_dir and target.resolve() == Path(data_dir).expanduser().resolve():
+        raise ConfigError("DST", str(target), "is the source itself", "choose a new directory")
+    return data_dir, target
+
+
+def _told(name: str, split: PackedSplit) -> str:
+    """What became of a split; names the first corrupt images."""
+    size = sum(shard.bytes for shard in split.shards)
+    lines = [
+        f"{name}: {split.packed} images in {len(split.shards)} shards, {size / 2**20:,.1f} MiB; "
+        f"{split.copied} copied as they were, {split.packed - split.copied} encoded anew"
+    ]
+    lines += [one_line(f"corrupt, left out: {s.name} ({s.reason})") for s in split.corrupt[:_NAMED]]
+    if len(split.corrupt) > _NAMED:
+        lines.append(f"corrupt, left out: {len(split.corrupt) - _NAMED} more, see pack.json")
+    return "\n".join(lines)
+
+
+# `paceline inspect DIR`: what a data set holds, and whether all of it is well.
+
+
+def inspect_data(
+    directory: str = typer.Argument("", help="A directory that --data-dir would take."),
+    source: str = typer.Option("auto", help="Kind of data, as data.source."),
+    split: str = typer.Option("all", help="all, train or val."),
+    sample: int = typer.Option(256, min=0, help="Images of each split to decode."),
+    everything: bool = typer.Option(False, "--all", help="Decode every image."),
+    checksums: bool = typer.Option(True, help="Compare the shards' SHA-256 with the manifest."),
+    sheet: Path | None = typer.Option(None, help="Write a contact sheet (PNG) to this file."),
+    sheet_images: int = typer.Option(100, min=1, max=1000, help="Thumbnails on the sheet."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    workers: int | None = typer.Option(None, min=0, help="Threads. Default: a core each."),
+) -> int:
+    """Count and check a data set; exit code 1 where something is wrong with it."""
+    from paceline.cli.display import ProgressBars
+    from paceline.core.cores import available_cores
+    from paceline.data.inspection.inspect_set import inspect_set
+
+    if sheet is not None and (not sheet.name or sheet.is_dir()):
+        shown = "" if str(sheet) == "." else str(sheet)
+        raise ConfigError("--sheet", shown, "is not a file", "give the name of a PNG file")
+    with ProgressBars() as bars:
+        report = inspect_set(
+            directory,
+            source,
+            split,
+            look_at=None if everything else sample,
+            checksums=checksums,
+            workers=available_cores() if workers is None else workers,
+            sheet=(sheet, sheet_images) if sheet is not None else None,
+            on_progress=bars.update,
+        )
+    if as_json:
+        typer.echo(json.dumps(report.table()))
+        return 1 if report.problems else 0
+    for name, facts in report.splits.items():
+        _print_table(name, facts.table())
+    for note in report.notes:
+        typer.echo(one_line(f"note: {note}"))
+    for problem in report.problems:
+        typer.echo(one_line(f"problem: {problem}"))
+    if not report.problems:
+        typer.echo("no problem found")
+    return 1 if report.problems else 0
+
+
+def _print_table(name: str, facts: dict[str, object]) -> None:
+    table = Table(title=name, show_header=False, title_justify="left")
+    for label, value in facts.items():
+        if label != "corrupt":
+            # Neither markup nor escape sequences: the name of a class may hold both.
+            table.add_row(label.replace("_", " "), Text(one_line(_text(value))))
+    Console().print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

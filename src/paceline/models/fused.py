@@ -1,0 +1,371 @@
+"""Batch norm together with the residual sum and the ReLU behind it, for autograd.
+
+In: a map in channels-last memory and its `nn.BatchNorm2d`. Out: what norm, sum and ReLU one after the
+other give, within rounding, at two thirds of the memory traffic. The module keeps parameters, statistics
+and keys; only the arithmetic is ours. Training mode only: evaluation uses torch's operators.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from paceline.models import kernels
+from paceline.models.resnet import norm_can_fuse
+
+
+def can_fuse(x: Tensor, norm: nn.BatchNorm2d) -> bool:
+    """Whether the fused kernels give what `norm(x)` would: training, running averages, NHWC memory, on a
+    GPU."""
+    return (
+        norm_can_fuse(norm)
+        and can_launch(x)
+        and x.dim() == 4
+        and x.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def norm_act(
+    x: Tensor,
+    norm: nn.BatchNorm2d,
+    residual: Tensor | None = None,
+    *,
+    relu: bool = True,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """relu(norm(x + bias) + residual).
+
+    A convolution's `bias` before batch norm moves the running mean and nothing else: the norm takes
+    it out again, and its gradient is zero. So it is neither added nor differentiated here.
+    """
+    check_rows(x)
+    out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, residual, norm, relu, False, bias
+    )
+    return out
+
+
+def norm_act_twice(
+    x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`norm_act` for an output with two uses, one name for each.
+
+    Their gradients then arrive one by one and are added inside the next kernel, instead of in a pass
+    of its own over the largest maps.
+    """
+    check_rows(x)
+    out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, residual, norm, True, True, None
+    )
+    return out
+
+
+def check_rows(x: Tensor) -> None:
+    """The same words as torch's own batch norm, which callers look for."""
+    if x.numel() == x.shape[1]:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {x.shape}"
+        )
+
+
+def can_launch(x: Tensor) -> bool:
+    """On a GPU, or where Triton's interpreter stands in for one."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def as_map(gradient: Tensor) -> Tensor:
+    """A gradient in the memory order that the kernels read."""
+    return gradient.contiguous(memory_format=torch.channels_last)
+
+
+class _NormAct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None,
+        norm: nn.BatchNorm2d, relu: bool, twice: bool, offset: Tensor | None,
+    ) -> Any:  # fmt: skip
+        saved = statistics(x, norm, offset)
+        shortcut = None if residual is None else as_map(residual)
+        y = apply(x, saved, shortcut, relu)
+        # Without a residual the ReLU's side follows from x; with one, only y still knows it.
+        ctx.save_for_backward(x, weight, saved, *([] if residual is None else [y]))
+        ctx.relu = relu
+        ctx.set_materialize_grads(False)
+        return (y, y.view_as(y)) if twice else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        x, weight, saved, *rest = ctx.saved_tensors
+        given = [as_map(g) for g in gradients if g is not None]
+        if not given:
+            return (None,) * 8
+        first, second = given[0], given[1] if len(given) > 1 else None
+        found, dz = backward_sums(
+            first, second, x, rest[0] if rest else None, saved, weight, ctx.relu
+        )
+        if dz is not None:
+            dx = backward_input(dz, None, x, saved, found, relu=False)
+        else:
+            dx = backward_input(first, second, x, saved, found, relu=ctx.relu)
+        return dx, found[0], found[1], dz, None, None, None, None
+
+
+# How the fused norm kernels are cut into programs, and their launches.
+#
+# In: a map in channels-last memory and its per-channel tensors. Out: results in new tensors. One
+# file knows tile shapes; the choice depends on sizes alone, so equal runs on equal devices round
+# alike.
+
+
+_JOIN_PARTS, _JOIN_CHANNELS = 64, 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Elements of one tile, programs to aim at, warps of a program; found by measurement on an H200.
+
+    Programs fill a GPU several times over; those that sum are fewer, so that the join stays short.
+    """
+
+    elements: int
+    programs: int
+    warps: int
+
+
+MOMENTS = Tile(2048, 1056, 4)
+APPLY = Tile(4096, 8448, 8)
+SUMS = Tile(1024, 1056, 4)
+INPUT = Tile(4096, 8448, 8)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`parts` programs of `span` rows each for every block of channels; tiles of `block_m` rows."""
+
+    rows: int
+    channels: int
+    block_m: int
+    block_c: int
+    parts: int
+    span: int
+    warps: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.parts, -(-self.channels // self.block_c)
+
+    @property
+    def join_grid(self) -> tuple[int]:
+        return (-(-self.channels // _JOIN_CHANNELS),)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def cut(rows: int, channels: int, tile: Tile) -> Cut:
+    """Tiles 64 channels wide, 128 bytes of half precision, where there are as many."""
+    block_c = min(power_of_two(channels), 64)
+    block_m = max(tile.elements // block_c, 1)
+    blocks_c = -(-channels // block_c)
+    wanted = max(tile.programs // blocks_c, 1)
+    tiles = -(-rows // block_m)
+    span = -(-tiles // min(wanted, tiles)) * block_m
+    return Cut(rows, channels, block_m, block_c, -(-rows // span), span, tile.warps)
+
+
+def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
+    """Mean, 1/σ, scale and shift as four rows; updates the running statistics as torch does, those of
+    x + `offset`."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    c = cut(rows, channels, MOMENTS)
+    parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
+    kernels.moments_kernel[c.grid](
+        x,
+        parts,
+        rows,
+        channels,
+        c.span,
+        BLOCK_M=c.block_m,
+        BLOCK_C=c.block_c,
+        num_warps=c.warps,
+    )
+    saved = x.new_empty((4, channels), dtype=torch.float32)
+    kernels.statistics_kernel[c.join_grid](
+        parts, norm.weight, norm.bias, norm.running_mean, norm.running_var,
+        norm.num_batches_tracked, saved, norm.bias if offset is None else offset,
+        rows, channels, c.span, c.parts, norm.momentum, norm.eps, OFFSET=offset is not None,
+        BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
+    )  # fmt: skip
+    return saved
+
+
+def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    """relu(scale · x + shift + residual)."""
+    y = torch.empty_like(x)
+    c = cut(x.numel() // x.shape[1], x.shape[1], APPLY)
+    kernels.apply_kernel[c.grid](
+        x, x if residual is None else residual, y, saved, c.rows, c.channels, c.span,
+        RESIDUAL=residual is not None, RELU=relu, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
+        num_warps=c.warps,
+    )  # fmt: skip
+    return y
+
+
+def join_sums(parts: Tensor, weight: Tensor, saved: Tensor, rows: int) -> Tensor:
+    """Second stage of the backward sums over `parts`, [2, parts, channels]. Five rows: gradients of γ
+    and β, and the three factors of `backward_input`."""
+    channels = parts.shape[2]
+    found = parts.new_empty((5, channels))
+    kernels.backward_factors_kernel[(-(-channels // _JOIN_CHANNELS),)](
+        parts, weight, saved, found, rows, channels, parts.shape[1],
+        BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
+    )  # fmt: skip
+    return found
+
+
+def backward_sums(
+    dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, weight: Tensor,
+    relu: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The rows of `join_sums`, and dz where the norm had a residual (`y` is given)."""
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    c = cut(rows, channels, SUMS)
+    parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
+    dz = None if y is None else torch.empty_like(x)
+    kernels.backward_sums_kernel[c.grid](
+        dy, dy if dy2 is None else dy2, x, x if y is None else y, x if dz is None else dz, saved,
+        parts, rows, channels, c.span, TWO=dy2 is not None, RESIDUAL=y is not None,
+        RELU=relu, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
+        num_warps=c.warps,
+    )  # fmt: skip
+    return join_sums(parts, weight, saved, rows), dz
+
+
+def backward_input(
+    dz: Tensor, dz2: Tensor | None, x: Tensor, saved: Tensor, found: Tensor, relu: bool
+) -> Tensor:
+    """The gradient of the map that was normalised."""
+    dx = torch.empty_like(x)
+    c = cut(x.numel() // x.shape[1], x.shape[1], INPUT)
+    kernels.backward_input_kernel[c.grid](
+        dz, dz if dz2 is None else dz2, x, dx, saved, found, c.rows, c.channels, c.span,
+        TWO=dz2 is not None, RELU=relu, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
+        num_warps=c.warps,
+    )  # fmt: skip
+    return dx
+
+
+# Batch norm, ReLU and a max-pool in one, for autograd.
+#
+# In: a convolution's output in channels-last memory. Out: the pooled map, twice (see
+# `norm_act_twice`): a first residual block uses it in both of its ways.
+
+
+# Elements of a tile, as in `norm_launch`.
+POOL, POOL_INPUT = 1024, 512
+POOL_SUMS = Tile(512, 2112, 4)
+
+
+def norm_act_pool(
+    x: Tensor, norm: nn.BatchNorm2d, *, padding: int = 1, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """max_pool2d(relu(norm(x + bias)), 3, 2, padding) for a padding of 0 or 1, one name for each of two
+    uses. `bias` is the convolution's: it moves nothing but the running mean (see `norm_act`)."""
+    check_rows(x)
+    assert padding in (0, 1), padding
+    out: tuple[Tensor, Tensor] = _NormActPool.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, norm, padding, bias
+    )
+    return out
+
+
+def _tiles(positions: int, channels: int, elements: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """A grid of one tile a program, and the tile."""
+    block_c = min(power_of_two(channels), 64)
+    block_m = max(elements // block_c, 1)
+    grid = (-(-positions // block_m), -(-channels // block_c))
+    return grid, {"BLOCK_M": block_m, "BLOCK_C": block_c}
+
+
+class _NormActPool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d, padding: int,
+        offset: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        saved = statistics(x, norm, offset)
+        images, channels, height, width = x.shape
+        out_height, out_width = ((side + 2 * padding - 3) // 2 + 1 for side in (height, width))
+        shape = (images, channels, out_height, out_width)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        winner = torch.empty_like(y, dtype=torch.uint8)
+        positions = images * out_height * out_width
+        grid, tile = _tiles(positions, channels, POOL)
+        kernels.pool_kernel[grid](
+            x,
+            y,
+            winner,
+            saved,
+            positions,
+            height,
+            width,
+            out_height,
+            out_width,
+            channels,
+            PAD=padding,
+            **tile,
+        )
+        ctx.save_for_backward(x, weight, saved, winner)
+        ctx.padding = padding
+        ctx.set_materialize_grads(False)
+        return y, y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        x, weight, saved, winner = ctx.saved_tensors
+        given = [as_map(g) for g in gradients if g is not None]
+        if not given:
+            return (None,) * 6
+        first, two = given[0], len(given) > 1
+        second = given[1] if two else first
+        images, channels, height, width = x.shape
+        out_height, out_width = winner.shape[2:]
+        sizes = (height, width, out_height, out_width, channels)
+        positions, rows = images * out_height * out_width, images * height * width
+        c = cut(positions, channels, POOL_SUMS)
+        parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
+        kernels.pool_sums_kernel[c.grid](
+            first, second, x, winner, saved, parts, positions, *sizes, c.span,
+            TWO=two, PAD=ctx.padding, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
+        )  # fmt: skip
+        found = join_sums(parts, weight, saved, rows)
+        dx = torch.empty_like(x)
+        more = 2 - ctx.padding
+        quads = images * ((height + more) // 2) * ((width + more) // 2)
+        grid, tile = _tiles(quads, channels, POOL_INPUT)
+        kernels.pool_input_kernel[grid](
+            first,
+            second,
+            x,
+            winner,
+            dx,
+            found,
+            quads,
+            *sizes,
+            TWO=two,
+            PAD=ctx.padding,
+            **tile,
+        )
+        return dx, found[0], found[1], None, None, None

@@ -1,0 +1,372 @@
+"""Triton kernels of batch norm with its neighbours, over NHWC memory seen as rows × channels.
+
+In: raw tensors and sizes; `fused_norm` and `fused_pool` wrap them for autograd. Out: written in place.
+
+Batch norm is bound by memory, so what counts is how often a map is read or written: forward reads it
+twice and writes it once, ReLU and the residual sum included; backward reads it and its gradient twice
+and writes once. Sums over rows take two stages, tiles into `parts` and `parts` into the result, both in
+a fixed order: no atomics, so repetitions are bit-identical. Variances come from sums about each part's
+first row, joined by Chan's formula, so a mean far from zero costs no digits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Mean and sum of squared deviations of `span` rows, for a block of channels; `parts` holds the
+    means of all parts, then the sums."""
+    part = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    base = x + first * channels + cols[None, :]
+    shift = tl.load(x + first * channels + cols, mask=col_ok, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    square = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    lines = tl.arange(0, BLOCK_M)[:, None]
+    for row in range(0, count, BLOCK_M):
+        ok = (row + lines < count) & col_ok[None, :]
+        value = tl.load(base + (row + lines) * channels, mask=ok, other=0.0).to(tl.float32)
+        value = tl.where(ok, value - shift[None, :], 0.0)
+        total += value
+        square += value * value
+    sums = tl.sum(total, 0)
+    squares = tl.sum(square, 0)
+    mean_at = parts + part * channels + cols
+    tl.store(mean_at, shift + sums / count, mask=col_ok)
+    second = tl.num_programs(0) * channels
+    tl.store(mean_at + second, squares - sums * sums / count, mask=col_ok)
+
+
+@triton.jit
+def statistics_kernel(
+    means, weight, bias, running_mean, running_var, tracked, saved, offset,
+    rows, channels, span, parts, momentum, eps,
+    OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Joins the parts. `saved` gets four rows: mean, 1/σ, scale, shift; y = scale · x + shift."""
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    lines = tl.arange(0, BLOCK_P)[:, None]
+    m2s = means + parts * channels
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + lines
+        ok = (part < parts) & col_ok[None, :]
+        share = tl.minimum(rows - part.to(tl.int64) * span, span).to(tl.float32) / rows
+        total += tl.load(means + part * channels + cols[None, :], mask=ok, other=0.0) * share
+    mean = tl.sum(total, 0)
+    spread = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + lines
+        ok = (part < parts) & col_ok[None, :]
+        size = tl.minimum(rows - part.to(tl.int64) * span, span).to(tl.float32)
+        away = tl.load(means + part * channels + cols[None, :], mask=ok, other=0.0) - mean[None, :]
+        inner = tl.load(m2s + part * channels + cols[None, :], mask=ok, other=0.0)
+        spread += tl.where(ok, inner + away * away * size, 0.0)
+    m2 = tl.sum(spread, 0)
+    inverse = 1.0 / tl.sqrt(m2 / rows + eps)
+    scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
+    shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale
+    tl.store(saved + cols, mean, mask=col_ok)
+    tl.store(saved + channels + cols, inverse, mask=col_ok)
+    tl.store(saved + 2 * channels + cols, scale, mask=col_ok)
+    tl.store(saved + 3 * channels + cols, shift, mask=col_ok)
+    old_mean = tl.load(running_mean + cols, mask=col_ok, other=0.0)
+    old_var = tl.load(running_var + cols, mask=col_ok, other=0.0)
+    if OFFSET:
+        mean += tl.load(offset + cols, mask=col_ok, other=0.0)
+    tl.store(running_mean + cols, old_mean + momentum * (mean - old_mean), mask=col_ok)
+    # Running variances are those of a sample, as torch keeps them.
+    tl.store(running_var + cols, old_var + momentum * (m2 / (rows - 1) - old_var), mask=col_ok)
+    if tl.program_id(0) == 0:
+        tl.store(tracked, tl.load(tracked) + 1)
+
+
+@triton.jit
+def apply_kernel(
+    x, residual, y, saved, rows, channels, span,
+    RESIDUAL: tl.constexpr, RELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y = relu(scale · x + shift + residual)."""
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    lines = tl.arange(0, BLOCK_M)[:, None]
+    first = tl.program_id(0).to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    base = first * channels + cols[None, :]
+    for row in range(0, count, BLOCK_M):
+        ok = (row + lines < count) & col_ok[None, :]
+        at = base + (row + lines) * channels
+        value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) * scale + shift
+        if RESIDUAL:
+            value += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+        if RELU:
+            value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def backward_sums_kernel(
+    dy, dy2, x, y, dz, saved, parts, rows, channels, span,
+    TWO: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Per part Σ dz and Σ dz · (x − mean), where dz is the gradient before the ReLU.
+
+    With a residual, dz is also the residual's gradient and is written; without, the second pass
+    computes it again. `TWO`: the output was used twice, and the gradients of both uses come unadded.
+    """
+    part = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    mean = tl.load(saved + cols, mask=col_ok, other=0.0)[None, :]
+    scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    base = first * channels + cols[None, :]
+    lines = tl.arange(0, BLOCK_M)[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    product = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    for row in range(0, count, BLOCK_M):
+        ok = (row + lines < count) & col_ok[None, :]
+        at = base + (row + lines) * channels
+        grad = tl.load(dy + at, mask=ok, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(dy2 + at, mask=ok, other=0.0).to(tl.float32)
+        if RELU:
+            if RESIDUAL:
+                lit = tl.load(y + at, mask=ok, other=0.0).to(tl.float32) > 0.0
+            else:
+                lit = value * scale + shift > 0.0
+            grad = tl.where(lit, grad, 0.0)
+        if RESIDUAL:
+            tl.store(dz + at, grad.to(dz.dtype.element_ty), mask=ok)
+        total += grad
+        product += tl.where(ok, grad * (value - mean), 0.0)
+    sum_at = parts + part * channels + cols
+    tl.store(sum_at, tl.sum(total, 0), mask=col_ok)
+    tl.store(sum_at + tl.num_programs(0) * channels, tl.sum(product, 0), mask=col_ok)
+
+
+@triton.jit
+def backward_factors_kernel(
+    sums, weight, saved, found, rows, channels, parts,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Five rows: gradients of γ and β, and the factors with which dx = a · dz + b · x + c."""
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    lines = tl.arange(0, BLOCK_P)[:, None]
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    product = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        ok = (start + lines < parts) & col_ok[None, :]
+        at = (start + lines) * channels + cols[None, :]
+        total += tl.load(sums + at, mask=ok, other=0.0)
+        product += tl.load(sums + parts * channels + at, mask=ok, other=0.0)
+    mean = tl.load(saved + cols, mask=col_ok, other=0.0)
+    inverse = tl.load(saved + channels + cols, mask=col_ok, other=0.0)
+    dshift = tl.sum(total, 0)
+    dscale = tl.sum(product, 0) * inverse
+    a = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
+    b = -a * inverse * dscale / rows
+    tl.store(found + cols, dscale, mask=col_ok)
+    tl.store(found + channels + cols, dshift, mask=col_ok)
+    tl.store(found + 2 * channels + cols, a, mask=col_ok)
+    tl.store(found + 3 * channels + cols, b, mask=col_ok)
+    tl.store(found + 4 * channels + cols, -a * dshift / rows - b * mean, mask=col_ok)
+
+
+@triton.jit
+def backward_input_kernel(
+    dz, dz2, x, dx, saved, found, rows, channels, span,
+    TWO: tl.constexpr, RELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx = a · dz + b · x + c; with `RELU`, dz is still the gradient behind it."""
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    b = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    c = tl.load(found + 4 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    lines = tl.arange(0, BLOCK_M)[:, None]
+    first = tl.program_id(0).to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    base = first * channels + cols[None, :]
+    for row in range(0, count, BLOCK_M):
+        ok = (row + lines < count) & col_ok[None, :]
+        at = base + (row + lines) * channels
+        grad = tl.load(dz + at, mask=ok, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(dz2 + at, mask=ok, other=0.0).to(tl.float32)
+        if RELU:
+            grad = tl.where(value * scale + shift > 0.0, grad, 0.0)
+        tl.store(dx + at, (a * grad + b * value + c).to(dx.dtype.element_ty), mask=ok)
+
+
+# Triton kernels of batch norm, ReLU and a 3 × 3 max-pool of stride 2 in one.
+#
+# In: a convolution's output, NHWC. Out: the pooled map. The normalised map in full size, behind a
+# ResNet's stem the largest of the whole net, never exists: forward keeps for each pooled value
+# which of its nine neighbours won (`NONE` where the ReLU left 0), and backward looks the gradient
+# up from there. Places are counted in 32 bits, because 64-bit division would take longer than the
+# memory; elements in 64.
+
+
+NONE = tl.constexpr(255)
+
+
+@triton.jit
+def pool_kernel(
+    x, y, winner, saved, positions, height, width, out_height, out_width, channels,
+    PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M pooled positions of all images, BLOCK_C channels."""
+    at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    across = at % out_width
+    down = (at // out_width) % out_height
+    image = at // (out_width * out_height)
+    best = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    which = tl.full((BLOCK_M, BLOCK_C), NONE, tl.int32)
+    inside = at < positions
+    for tap in tl.static_range(9):
+        row = 2 * down - PAD + tap // 3
+        col = 2 * across - PAD + tap % 3
+        here = inside & (row >= 0) & (row < height) & (col >= 0) & (col < width)
+        place = ((image * height + row) * width + col).to(tl.int64) * channels
+        ok = here[:, None] & col_ok[None, :]
+        value = tl.load(x + place[:, None] + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        value = value * scale + shift
+        # NaN wins and stays, as in torch, so that an overflow is seen downstream.
+        wins = ok & ((value > best) | (value != value))
+        best = tl.where(wins, value, best)
+        which = tl.where(wins, tap, which)
+    out = at[:, None].to(tl.int64) * channels + cols[None, :]
+    ok = inside[:, None] & col_ok[None, :]
+    tl.store(y + out, best.to(y.dtype.element_ty), mask=ok)
+    tl.store(winner + out, which.to(tl.uint8), mask=ok)
+
+
+@triton.jit
+def pool_sums_kernel(
+    dy, dy2, x, winner, saved, parts,
+    positions, height, width, out_height, out_width, channels, span,
+    TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Per part Σ dz and Σ dz · (x − mean): only winners have a gradient, so pooled rows suffice."""
+    part = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    mean = tl.load(saved + cols, mask=col_ok, other=0.0)[None, :]
+    first = part * span
+    count = tl.minimum(positions - first, span)
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    product = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    for start in range(0, count, BLOCK_M):
+        row_ok = start + tl.arange(0, BLOCK_M) < count
+        at = first + start + tl.arange(0, BLOCK_M)
+        ok = row_ok[:, None] & col_ok[None, :]
+        place = at[:, None].to(tl.int64) * channels + cols[None, :]
+        tap = tl.load(winner + place, mask=ok, other=NONE).to(tl.int32)
+        lit = ok & (tap != NONE)
+        grad = tl.load(dy + place, mask=lit, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(dy2 + place, mask=lit, other=0.0).to(tl.float32)
+        across = at % out_width
+        down = (at // out_width) % out_height
+        image = at // (out_width * out_height)
+        row = 2 * down[:, None] - PAD + tap // 3
+        col = 2 * across[:, None] - PAD + tap % 3
+        source = (image[:, None] * height + row) * width + col
+        source = source.to(tl.int64) * channels + cols[None, :]
+        value = tl.load(x + source, mask=lit, other=0.0).to(tl.float32)
+        total += grad
+        product += tl.where(lit, grad * (value - mean), 0.0)
+    sum_at = parts + part * channels + cols
+    tl.store(sum_at, tl.sum(total, 0), mask=col_ok)
+    tl.store(sum_at + tl.num_programs(0) * channels, tl.sum(product, 0), mask=col_ok)
+
+
+@triton.jit
+def pool_input_kernel(
+    dy, dy2, x, winner, dx, found, quads, height, width, out_height, out_width, channels,
+    TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx = a · dz + b · x + c over the full map, four places at a time.
+
+    With a padding of 1 the places (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1, j + 1)
+    and in no other, so each window is read once for four places. Without, places and windows are
+    those of one less.
+    """
+    at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    b = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    c = tl.load(found + 4 * channels + cols, mask=col_ok, other=0.0)[None, :]
+    quads_across, quads_down = (width + 2 - PAD) // 2, (height + 2 - PAD) // 2
+    j = at % quads_across
+    i = (at // quads_across) % quads_down
+    image = at // (quads_across * quads_down)
+    inside = at < quads
+    g00 = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    g01, g10, g11 = g00, g00, g00
+    for window in tl.static_range(4):
+        out_row = i - 1 + PAD + window // 2
+        out_col = j - 1 + PAD + window % 2
+        here = inside & (out_row >= 0) & (out_row < out_height)
+        here = here & (out_col >= 0) & (out_col < out_width)
+        place = (image * out_height + out_row) * out_width + out_col
+        place = place[:, None].to(tl.int64) * channels + cols[None, :]
+        ok = here[:, None] & col_ok[None, :]
+        tap = tl.load(winner + place, mask=ok, other=NONE).to(tl.int32)
+        grad = tl.load(dy + place, mask=ok, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(dy2 + place, mask=ok, other=0.0).to(tl.float32)
+        # Taps count rows of three from the window's first place.
+        if window == 0:
+            g00 += tl.where(tap == 4, grad, 0.0)
+            g01 += tl.where(tap == 5, grad, 0.0)
+            g10 += tl.where(tap == 7, grad, 0.0)
+            g11 += tl.where(tap == 8, grad, 0.0)
+        elif window == 1:
+            g01 += tl.where(tap == 3, grad, 0.0)
+            g11 += tl.where(tap == 6, grad, 0.0)
+        elif window == 2:
+            g10 += tl.where(tap == 1, grad, 0.0)
+            g11 += tl.where(tap == 2, grad, 0.0)
+        else:
+            g11 += tl.where(tap == 0, grad, 0.0)
+    for corner in tl.static_range(4):
+        row = 2 * i - 1 + PAD + corner // 2
+        col = 2 * j - 1 + PAD + corner % 2
+        here = inside & (row >= 0) & (row < height) & (col >= 0) & (col < width)
+        place = (image * height + row) * width + col
+        place = place[:, None].to(tl.int64) * channels + cols[None, :]
+        ok = here[:, None] & col_ok[None, :]
+        if corner == 0:
+            grad = g00
+        elif corner == 1:
+            grad = g01
+        elif corner == 2:
+            grad = g10
+        else:
+            grad = g11
+        value = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
+        tl.store(dx + place, (a * grad + b * value + c).to(dx.dtype.element_ty), mask=ok)

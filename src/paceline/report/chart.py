@@ -1,0 +1,315 @@
+"""A line chart as inline SVG: axes, grid, lines, dots, markers, legend, and values on hover.
+
+In: a `Chart`. Out: one `<svg>` element. Colours come from the page's CSS variables, so the chart
+follows light and dark; it needs no script and loads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.report.quantities import markup, number, shown
+
+WIDTH, HEIGHT = 520, 290
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 34, 42
+PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+# A line of fewer points gets a dot on each; a denser one is read through the hover strips.
+_MAX_DOTS = 60
+_STRIPS = 75
+
+XY = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series. `colour` counts the page's series colours from 1; `faint` lies in the back.
+
+    One without a name is drawn, and told of neither in the legend nor on hover.
+    """
+
+    name: str
+    points: Sequence[XY]
+    colour: int = 1
+    faint: bool = False
+    dashed: bool = False
+
+    @property
+    def look(self) -> str:
+        """Its classes in the page's style."""
+        shades = " faint" * self.faint + " dashed" * self.dashed
+        return f"line c{self.colour}{shades}"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A moment on the x axis: `resume` as a dashed rule, `skip` as a notch at the foot."""
+
+    x: float
+    text: str
+    kind: str = "resume"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw. `x_range` keeps charts of one run aligned with one another.
+
+    `legend` off: the page names the lines elsewhere.
+    """
+
+    title: str
+    x_label: str
+    lines: Sequence[Line]
+    x_range: XY | None = None
+    log: bool = False
+    from_zero: bool = False
+    markers: Sequence[Marker] = ()
+    show_value: Callable[[float], str] = field(default=number)
+    note: str = ""
+    legend: bool = True
+
+
+def line_chart(chart: Chart) -> str:
+    """The chart as SVG; without any point, a frame that says so."""
+    xs = [x for line in chart.lines for x, _ in line.points]
+    ys = [y for line in chart.lines for _, y in line.points]
+    x_axis = Axis.fit(chart.x_range or xs, tight=True, target_ticks=6)
+    y_axis = Axis.fit(ys, log=chart.log, from_zero=chart.from_zero, target_ticks=4)
+    body = []
+    if ys:
+        body += _frame(chart, x_axis, y_axis)
+        body += _strips(chart, x_axis)
+        body += _markers(chart, x_axis)
+        for line in sorted(chart.lines, key=lambda line: not line.faint):
+            body += _line(chart, line, x_axis, y_axis)
+        if chart.legend:
+            body += _legend(chart)
+    else:
+        body.append(
+            f'<path class="axis" d="M{LEFT} {TOP + PLOT_HEIGHT}h{PLOT_WIDTH}"/>'
+            f'<text class="empty" x="{LEFT + PLOT_WIDTH / 2:g}" y="{TOP + PLOT_HEIGHT / 2:g}" '
+            'text-anchor="middle">nothing recorded</text>'
+        )
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{markup(_spoken(chart))}">' + "".join(body) + "</svg>"
+    )
+
+
+def place(x: float, y: float, x_axis: Axis, y_axis: Axis) -> XY:
+    """The position of a value in the SVG's own units, y downwards."""
+    return LEFT + x_axis.share(x) * PLOT_WIDTH, TOP + (1 - y_axis.share(y)) * PLOT_HEIGHT
+
+
+def _spoken(chart: Chart) -> str:
+    """The chart in words: each line's first and last value."""
+    parts = [
+        f"{shown(line.name)} from {chart.show_value(line.points[0][1])} "
+        f"to {chart.show_value(line.points[-1][1])}"
+        for line in chart.lines
+        if line.points and not line.faint
+    ]
+    return f"{chart.title} by {chart.x_label}: " + ("; ".join(parts) or "nothing recorded")
+
+
+def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
+    right, foot = LEFT + PLOT_WIDTH, TOP + PLOT_HEIGHT
+    parts = []
+    for tick, label in zip(y_axis.ticks, y_axis.labels(), strict=True):
+        y = TOP + (1 - y_axis.share(tick)) * PLOT_HEIGHT
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for tick, label in zip(x_axis.ticks, x_axis.labels(), strict=True):
+        x = LEFT + x_axis.share(tick) * PLOT_WIDTH
+        parts.append(f'<path class="axis" d="M{x:.1f} {foot}v4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{foot + 17}" text-anchor="middle">{label}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT} {foot}H{right}"/>')
+    parts.append(
+        f'<text x="{right}" y="{foot + 35}" text-anchor="end">{markup(chart.x_label)}</text>'
+    )
+    return parts
+
+
+def _markers(chart: Chart, x_axis: Axis) -> list[str]:
+    foot = TOP + PLOT_HEIGHT
+    parts = []
+    for marker in chart.markers:
+        x = LEFT + x_axis.share(marker.x) * PLOT_WIDTH
+        path = f"M{x:.1f} {TOP}V{foot}" if marker.kind == "resume" else f"M{x:.1f} {foot}v-9"
+        parts.append(
+            f'<path class="{marker.kind}" d="{path}"><title>{markup(shown(marker.text))}</title>'
+            "</path>"
+        )
+    return parts
+
+
+def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
+    if not line.points:
+        return []
+    places = [place(x, y, x_axis, y_axis) for x, y in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    parts = [f'<polyline class="{line.look}" points="{path}"/>']
+    if line.faint or len(places) > _MAX_DOTS:
+        return parts
+    for (x, y), (x_value, y_value) in zip(places, line.points, strict=True):
+        text = f"{chart.x_label} {number(x_value)}: {line.name} {chart.show_value(y_value)}"
+        parts.append(
+            f'<circle class="c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
+            f"<title>{markup(text)}</title></circle>"
+        )
+    return parts
+
+
+def _strips(chart: Chart, x_axis: Axis) -> list[str]:
+    """Invisible columns over the plot, each with the values that lie in it as its title."""
+    found: dict[int, tuple[float, dict[str, str]]] = {}
+    for line in filter(lambda line: line.name, chart.lines):
+        for x, y in line.points:
+            strip = min(_STRIPS - 1, max(0, int(x_axis.share(x) * _STRIPS)))
+            _, values = found.setdefault(strip, (x, {}))
+            values[line.name] = chart.show_value(y)
+    width = PLOT_WIDTH / _STRIPS
+    parts = []
+    for strip, (x, values) in sorted(found.items()):
+        text = "\n".join(
+            [f"{chart.x_label} {number(x)}", *(f"{name} {value}" for name, value in values.items())]
+        )
+        parts.append(
+            f'<rect class="strip" x="{LEFT + strip * width:.1f}" y="{TOP}" width="{width:.1f}" '
+            f'height="{PLOT_HEIGHT}"><title>{markup(text)}</title></rect>'
+        )
+    return parts
+
+
+def _legend(chart: Chart) -> list[str]:
+    """Name and last value of each line, from left to right above the plot."""
+    parts, x = [], float(LEFT)
+    for line in chart.lines:
+        if not line.points or not line.name:
+            continue
+        last = "" if line.faint else f" {chart.show_value(line.points[-1][1])}"
+        parts.append(f'<path class="{line.look}" d="M{x:.1f} 14h14"/>')
+        parts.append(
+            f'<text class="legend" x="{x + 19:.1f}" y="18">{markup(line.name)}'
+            f'<tspan class="last">{markup(last)}</tspan></text>'
+        )
+        # No text can be measured here: 6.6 units a letter is on the wide side of the font used.
+        x += 19 + 6.6 * (len(line.name) + len(last)) + 16
+    return parts
+
+
+# `Axis`: where a value lies between the ends of a chart, and which values are marked.
+#
+# In: the values to show. Out: ends, ticks at round values with their labels, and each value's
+# share of the way from one end to the other.
+
+
+_MULTIPLES = (1.0, 2.0, 5.0, 10.0)
+# Values nearer than this to one another, by their size, or to nought, would need endless labels.
+_SAME = 1e-4
+_NOUGHT = 1e-100
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale from `low` to `high`, linear or logarithmic."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    @classmethod
+    def fit(
+        cls,
+        values: Iterable[float],
+        *,
+        tight: bool = False,
+        from_zero: bool = False,
+        log: bool = False,
+        target_ticks: int = 5,
+    ) -> Axis:
+        """The axis that holds `values`; it ends on ticks, or where the values do if `tight`."""
+        known = list(values) or [0.0, 1.0]
+        low, high = min(known), max(known)
+        if log and low > 0:
+            return cls._logarithmic(low, high)
+        if from_zero:
+            low, high = min(0.0, low), max(0.0, high)
+        size = max(abs(low), abs(high))
+        if high - low <= size * _SAME or size < _NOUGHT:
+            room = 0.1 * size if size >= _NOUGHT else 1.0
+            low, high = (low - room if size >= _NOUGHT else low), high + room
+        spacing = nice_spacing(low, high, target_ticks)
+        if not tight:
+            low = math.floor(low / spacing + 1e-9) * spacing
+            high = math.ceil(high / spacing - 1e-9) * spacing
+        return cls(low, high, tuple(multiples(low, high, spacing)))
+
+    @classmethod
+    def _logarithmic(cls, low: float, high: float) -> Axis:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        last = max(last, first + 1)
+        every = -(-(last - first) // 6)
+        ticks = tuple(10.0**power for power in range(first, last + 1, every))
+        return cls(10.0**first, 10.0**last, ticks, log=True)
+
+    def share(self, value: float) -> float:
+        """0 at the low end, 1 at the high end."""
+        if self.log:
+            span = math.log10(self.high / self.low)
+            return math.log10(max(value, self.low) / self.low) / span
+        return (value - self.low) / (self.high - self.low)
+
+    def labels(self) -> list[str]:
+        """The ticks as text, all with the same number of decimals."""
+        if self.log:
+            return [f"{tick:g}" if 1e-3 <= tick < 1e4 else _scientific(tick) for tick in self.ticks]
+        return tick_labels(self.ticks)
+
+
+def nice_spacing(low: float, high: float, target_ticks: int = 5) -> float:
+    """The distance of 1, 2 or 5 times a power of ten nearest to `target_ticks` intervals."""
+    rough = (high - low) / target_ticks
+    scale = 10.0 ** math.floor(math.log10(rough))
+    return min((scale * factor for factor in _MULTIPLES), key=lambda s: abs(math.log(s / rough)))
+
+
+def multiples(low: float, high: float, spacing: float) -> list[float]:
+    """Multiples of `spacing` from `low` to `high`, without the dust of repeated addition."""
+    decimals = max(0, 2 - math.floor(math.log10(spacing)))
+    first = math.ceil(low / spacing - 1e-9)
+    last = math.floor(high / spacing + 1e-9)
+    # `+ 0.0` turns a negative nought into a plain one.
+    return [round(place * spacing, decimals) + 0.0 for place in range(first, last + 1)]
+
+
+def tick_labels(ticks: Iterable[float]) -> list[str]:
+    """`0, 20000, 40000` → `0, 20k, 40k`; `0, 0.5, 1` → `0.0, 0.5, 1.0`."""
+    values = list(ticks)
+    largest = max((abs(value) for value in values), default=0.0)
+    if 0 < largest < 1e-3 or largest >= 1e12:
+        return next(
+            labels
+            for digits in range(2, 18)
+            if len(set(labels := [_scientific(value, digits) for value in values])) == len(values)
+        )
+    divisor, unit = next(
+        ((size, sign) for size, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= size),
+        (1.0, ""),
+    )
+    if unit == "k":
+        divisor = 1e3
+    scaled = [value / divisor for value in values]
+    decimals = next(
+        (n for n in range(8) if all(abs(round(v, n) - v) < 1e-9 * max(1, abs(v)) for v in scaled)),
+        8,
+    )
+    return ["0" if value == 0 and unit else f"{value:,.{decimals}f}{unit}" for value in scaled]
+
+
+def _scientific(value: float, digits: int = 2) -> str:
+    """`0.00025` → `2.5e-4`."""
+    mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+    return "0" if value == 0 else f"{float(mantissa):.{digits + 1}g}e{int(exponent)}"
