@@ -1,0 +1,72 @@
+"""The layout that DESIGN.md promises: folders import one way, and a small module has a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import paceline
+
+ROOT = Path(paceline.__file__).parent
+# Modules under 60 lines with a single importer. Each has a reason to stand alone.
+SMALL = {
+    "core/lazy_exports.py": "used by the __init__ of every package",
+}
+
+
+def imports() -> dict[str, set[str]]:
+    """Module path → the module paths that it imports, at the top and inside functions."""
+    paths = {
+        ".".join(("paceline", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p
+        for p in ROOT.rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for path in paths.values():
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline"):
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    names.add(full if full in paths else str(node.module))
+            elif isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names if alias.name in paths}
+        here = path.relative_to(ROOT).as_posix()
+        found[here] = {paths[n].relative_to(ROOT).as_posix() for n in names if n in paths} - {here}
+    return found
+
+
+def test_no_two_folders_import_each_other() -> None:
+    folders: dict[str, set[str]] = defaultdict(set)
+    for module, others in imports().items():
+        for other in others:
+            folders[str(Path(module).parent)].add(str(Path(other).parent))
+    two_way = {
+        tuple(sorted((a, b))) for a, bs in folders.items() for b in bs if a != b and a in folders[b]
+    }
+    # A package's own __init__ re-exports names of its sub-packages.
+    assert {pair for pair in two_way if not _is_export(*pair)} == set()
+
+
+def _is_export(outer: str, inner: str) -> bool:
+    if not inner.startswith(f"{outer}/"):
+        return False
+    users = [m for m, others in imports().items() if str(Path(m).parent) == outer
+             and any(str(Path(o).parent) == inner for o in others)]  # fmt: skip
+    return users == [f"{outer}/__init__.py"]
+
+
+def test_a_small_module_with_one_importer_has_a_reason() -> None:
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module, others in imports().items():
+        for other in others:
+            importers[other].add(module)
+    small = {
+        module
+        for module in imports()
+        if len(importers[module]) == 1
+        and not module.endswith(("__init__.py", "__main__.py"))
+        and len((ROOT / module).read_text().splitlines()) < 60
+    }
+    assert small <= set(SMALL), f"merge into the importer, or give a reason: {small - set(SMALL)}"
+    assert len(SMALL) <= 5
