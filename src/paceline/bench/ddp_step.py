@@ -6,6 +6,10 @@ bucket views; with and without its fp16 hook, `static_graph` and torch.compile. 
 block of steps each, so that whatever else the machine does affects all alike. "compute only" is the same
 step on every rank at the same time without communication; what a way takes beyond it is its exposed
 communication.
+
+Where ranks share a GPU, DDP's batch norms run on torch's own kernels (`norm`). cuDNN's kernels for
+channels_last run only once all of their blocks are on the GPU at the same time; a collective of another
+rank that waits there for this one holds the place of some, and both wait forever.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,7 +61,8 @@ NAMES = (*OURS, OURS_ALONE, *DDP, DDP_ALONE)
 
 @dataclass(frozen=True)
 class DdpJob:
-    """`block` steps make one sample; `batch_size` is that of one rank."""
+    """`block` steps make one sample; `batch_size` is that of one rank. `norm`: whose batch-norm kernels
+    DDP uses where it is not compiled."""
 
     model: str = "resnet50"
     batch_size: int = 64
@@ -66,6 +71,26 @@ class DdpJob:
     block: int = 10
     iterations: int = 7
     names: Sequence[str] = NAMES
+    norm: str = "cudnn"
+
+
+class TorchNorm(nn.BatchNorm2d):
+    """Batch norm by torch's own kernels, forward and backward."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        enabled = torch.backends.cudnn.enabled
+        torch.backends.cudnn.enabled = False
+        try:
+            return super().forward(images)
+        finally:
+            torch.backends.cudnn.enabled = enabled
+
+
+def use_torch_norms(net: nn.Module) -> None:
+    """Parameters, statistics and keys stay as they are."""
+    for module in net.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = TorchNorm
 
 
 class DdpBench:
@@ -138,17 +163,18 @@ class DdpBench:
             ModelSettings(name=job.model), num_classes=job.classes, image_size=job.image_size
         )
         net = net.to(ranks.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if "compile" in switches:
-            net = cast(nn.Module, torch.compile(net, dynamic=False))
+        if job.norm == "torch" and "compile" not in switches:
+            use_torch_norms(net)
+        norm = "compiled" if "compile" in switches else job.norm
         self.about[name] = (
-            f"autocast {self._amp}, NHWC, fused SGD, {', '.join(switches) or 'plain'}"
+            f"autocast {self._amp}, NHWC, fused SGD, norms {norm}, {', '.join(switches) or 'plain'}"
         )
         if name == DDP_ALONE:
             return self._stepping(net, net, job.block)
         if self._gloo is not None:
             # The same steps over Gloo first, so that all kernels are loaded and all memory is there
             # before NCCL's kernels are under way.
-            twin = net if "compile" in switches else copy.deepcopy(net)
+            twin = copy.deepcopy(net)
             self._stepping(self._wrapped(twin, switches, self._gloo), twin, WARM_UP)()
             del twin
             self._meet(f"{name} has been tried over Gloo")
@@ -164,6 +190,9 @@ class DdpBench:
         )  # fmt: skip
         if "hook" in switches:
             model.register_comm_hook(group or dist.group.WORLD, fp16_compress_hook)
+        if "compile" in switches:
+            # Around DDP: the backward graph is then split where buckets end, and communication overlaps.
+            return cast(nn.Module, torch.compile(model, dynamic=False))
         return model
 
     def _stepping(self, forward: nn.Module, net: nn.Module, steps: int) -> Way:
