@@ -77,7 +77,7 @@ def test_a_trace_has_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_resumes(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = train(run, "--epochs", "4")
+    words = train(run, "--epochs", "8")
     job = start((2,), words, tmp_path / "first")
     wait_for_steps(job, run / "metrics.jsonl", 40)
     for process in job.processes:
