@@ -7,14 +7,12 @@ block of steps each, so that whatever else the machine does affects all alike. "
 step on every rank at the same time without communication; what a way takes beyond it is its exposed
 communication.
 
-Where ranks share a GPU, DDP's batch norms run on torch's own kernels (`norm`). cuDNN's kernels for
-channels_last run only once all of their blocks are on the GPU at the same time; a collective of another
-rank that waits there for this one holds the place of some, and both wait forever.
+Where ranks share a GPU, DDP's batch norms run on torch's own kernels, without which it hangs (`norm`; see
+`models/torch_norm.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,9 +36,9 @@ from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
+from paceline.models.torch_norm import use_torch_norms
 
 Way = Callable[[], None]
-WARM_UP = 3
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, graphs off": {"run.cuda_graphs": "off"},
@@ -74,25 +72,6 @@ class DdpJob:
     norm: str = "cudnn"
 
 
-class TorchNorm(nn.BatchNorm2d):
-    """Batch norm by torch's own kernels, forward and backward."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        enabled = torch.backends.cudnn.enabled
-        torch.backends.cudnn.enabled = False
-        try:
-            return super().forward(images)
-        finally:
-            torch.backends.cudnn.enabled = enabled
-
-
-def use_torch_norms(net: nn.Module) -> None:
-    """Parameters, statistics and keys stay as they are."""
-    for module in net.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = TorchNorm
-
-
 class DdpBench:
     """All ways, built and warmed up one after the other."""
 
@@ -107,9 +86,6 @@ class DdpBench:
         self._images = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
         self._labels = torch.randint(0, job.classes, (job.batch_size,), device=device)
         self._alone = Group(Topology(), RunConfig().comm, device)
-        self._gloo: dist.ProcessGroup | None = None
-        if ranks.group.backend == "nccl":
-            self._gloo = dist.new_group(backend="gloo")
         self._ways: dict[str, Way] = {}
         for name in job.names:
             self._ways[name] = self._built(name)
@@ -119,8 +95,7 @@ class DdpBench:
             self._meet(f"{name} is warm")
 
     def _meet(self, phase: str) -> None:
-        """Over the store, not by a collective. Where ranks share a GPU under MPS, a rank that loads
-        kernels, allocates memory or tries convolutions waits for the collectives of the others."""
+        """Over the store, not by a collective: a rank may compile for minutes."""
         self._ranks.synchronize()
         self._ranks.group.settle(phase)
         if self._ranks.rank == 0:
@@ -137,8 +112,8 @@ class DdpBench:
         row = StepRow(
             name=name, kind="ours", model=job.model, batch_size=job.batch_size,
             image_size=job.image_size, classes=job.classes, device=self._ranks.device.type,
-            steps=job.block * (job.iterations + WARM_UP + 2), warm_up=0,
-            switches=OURS.get(name, {}),
+            steps=job.block * (job.iterations + 2), warm_up=0,
+            switches={"comm.share_gpus": self._ranks.share_gpus, **OURS.get(name, {})},
         )  # fmt: skip
         step, self.about[name] = our_step.build(row, group)
         self._closing += [step.release, step.exchange.carrier.close]
@@ -170,32 +145,23 @@ class DdpBench:
             f"autocast {self._amp}, NHWC, fused SGD, norms {norm}, {', '.join(switches) or 'plain'}"
         )
         if name == DDP_ALONE:
-            return self._stepping(net, net, job.block)
-        if self._gloo is not None:
-            # The same steps over Gloo first, so that all kernels are loaded and all memory is there
-            # before NCCL's kernels are under way.
-            twin = copy.deepcopy(net)
-            self._stepping(self._wrapped(twin, switches, self._gloo), twin, WARM_UP)()
-            del twin
-            self._meet(f"{name} has been tried over Gloo")
-        return self._stepping(self._wrapped(net, switches, None), net, job.block)
+            return self._stepping(net, net)
+        return self._stepping(self._wrapped(net, switches), net)
 
-    def _wrapped(
-        self, net: nn.Module, switches: Sequence[str], group: dist.ProcessGroup | None
-    ) -> nn.Module:
+    def _wrapped(self, net: nn.Module, switches: Sequence[str]) -> nn.Module:
         device = self._ranks.device
         model = DistributedDataParallel(
             net, device_ids=[device.index] if device.type == "cuda" else None,
-            process_group=group, static_graph="static" in switches, gradient_as_bucket_view=True,
+            static_graph="static" in switches, gradient_as_bucket_view=True,
         )  # fmt: skip
         if "hook" in switches:
-            model.register_comm_hook(group or dist.group.WORLD, fp16_compress_hook)
+            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
         if "compile" in switches:
             # Around DDP: the backward graph is then split where buckets end, and communication overlaps.
             return cast(nn.Module, torch.compile(model, dynamic=False))
         return model
 
-    def _stepping(self, forward: nn.Module, net: nn.Module, steps: int) -> Way:
+    def _stepping(self, forward: nn.Module, net: nn.Module) -> Way:
         optimizer = torch.optim.SGD(
             net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5,
             fused=True if self._ranks.device.type == "cuda" else None,
@@ -203,7 +169,7 @@ class DdpBench:
         scaler = torch.amp.GradScaler(self._ranks.device.type, enabled=self._amp == torch.float16)
 
         def run() -> None:
-            for _ in range(steps):
+            for _ in range(self._job.block):
                 optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(self._ranks.device.type, self._amp):
                     outputs = forward(self._images)
