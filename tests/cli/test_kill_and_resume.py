@@ -193,6 +193,26 @@ def test_a_rank_that_dies_takes_the_other_along_within_seconds(tmp_path: Path) -
     assert run_two([*arguments, "--resume", "auto"], tmp_path)[0].code == 0
 
 
+def _fail_the_device() -> None:
+    _sleep(2)
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_killed_rank_that_broke_a_shared_gpu_is_named(tmp_path: Path, shared: bool) -> None:
+    """Under MPS the others may only see that their device failed."""
+    arguments = small(
+        "--output", "run", "-b", "8", "--set", f"comm.share_gpus={str(shared).lower()}"
+    )
+    actions = [
+        partial(faults.at_micro_batch, 5, 0, _fail_the_device),
+        partial(faults.at_micro_batch, 5, 1, KILL),
+    ]
+    survivor, _ = run_two(arguments, tmp_path, actions, timeout_s=15)
+    assert "rank 0: cpu failed (an illegal memory access" in survivor.error_line()
+    assert ("rank 1 gives no sign of life" in survivor.error_line()) == shared
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on_with_the_same_batches(
     tmp_path: Path, whole_of_two: Path, before: int, after: int

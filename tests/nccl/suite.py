@@ -164,8 +164,7 @@ class Suite:
 
     def run(self, number: int, case: Case) -> list[str]:
         """What is wrong, on any rank."""
-        # The reference first: it loads the kernels and takes the memory. Under MPS a rank that does so
-        # later waits for the collectives of the others, which wait for it.
+        # The reference first: it compiles the kernels, which takes ranks a different time each.
         self._make_reference(case)
         self.group.begin_run(f"case {number}")
         found, skipped, step = trained(case, self.group, self.group.world_size, self.group.rank)

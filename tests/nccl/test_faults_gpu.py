@@ -46,6 +46,8 @@ def faulted(fault: str, rank: int, run: Path, logs: Path) -> SharedGpuJob:
         job.wait(0.5 if fault == "stop" else TIMEOUT_S + GRACE_S)
     finally:
         job.kill()
+    if fault not in ("exception", "illegal"):
+        assert culprit.returncode == -signal.SIGKILL, f"no fault happened: {job.log(rank)[-3000:]}"
     return job
 
 

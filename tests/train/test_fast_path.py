@@ -10,6 +10,7 @@ from torch import nn
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, RunError
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
+from paceline.models.torch_norm import TorchNorm, use_torch_norms
 from paceline.train.fast_path import FastPath, choose_fast_path
 from small_runs import run_small
 
@@ -50,6 +51,26 @@ def plain() -> nn.Module:
 
 def parts(model: nn.Module) -> set[bool]:
     return {part.fused for part in model.modules() if hasattr(part, "fused")}
+
+
+def test_no_batch_norm_by_cudnn_where_ranks_share_a_gpu() -> None:
+    for device, shared, expected in ((GPU, True, True), (GPU, False, False), (CPU, True, False)):
+        model = SmallResNet()
+        keys = list(model.state_dict())
+        path = choose_fast_path(RunSettings(), model, device, "", shared_gpu=shared)
+        norms = {type(m) for m in model.modules() if isinstance(m, nn.BatchNorm2d)}
+        assert norms == {TorchNorm if expected else nn.BatchNorm2d}
+        assert ("shared GPU" in path.describe()) == expected
+        assert list(model.state_dict()) == keys
+
+
+def test_a_norm_without_cudnn_computes_the_same_and_leaves_the_switch_as_it_was() -> None:
+    plain_norm, norm = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+    assert use_torch_norms(norm) == 1
+    x = torch.randn(3, 4, 5, 5)
+    assert norm(x).equal(plain_norm(x))
+    assert norm.running_var.equal(plain_norm.running_var)
+    assert torch.backends.cudnn.enabled
 
 
 def test_a_cpu_gets_none_of_it() -> None:

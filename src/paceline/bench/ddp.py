@@ -6,11 +6,13 @@ bucket views; with and without its fp16 hook, `static_graph` and torch.compile. 
 block of steps each, so that whatever else the machine does affects all alike. "compute only" is the same
 step on every rank at the same time without communication; what a way takes beyond it is its exposed
 communication.
+
+Where ranks share a GPU, DDP's batch norms run on torch's own kernels, without which it hangs (`norm`; see
+`models/torch_norm.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -32,9 +34,9 @@ from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
+from paceline.models.torch_norm import use_torch_norms
 
 Way = Callable[[], None]
-WARM_UP = 3
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, graphs off": {"run.cuda_graphs": "off"},
@@ -55,7 +57,8 @@ NAMES = (*OURS, OURS_ALONE, *DDP, DDP_ALONE)
 
 @dataclass(frozen=True)
 class DdpJob:
-    """`block` steps make one sample; `batch_size` is that of one rank."""
+    """`block` steps make one sample; `batch_size` is that of one rank. `norm`: whose batch-norm kernels
+    DDP uses where it is not compiled."""
 
     model: str = "resnet50"
     batch_size: int = 64
@@ -64,6 +67,7 @@ class DdpJob:
     block: int = 10
     iterations: int = 7
     names: Sequence[str] = NAMES
+    norm: str = "cudnn"
 
 
 class DdpBench:
@@ -80,9 +84,6 @@ class DdpBench:
         self._images = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
         self._labels = torch.randint(0, job.classes, (job.batch_size,), device=device)
         self._alone = Group(Topology(), RunConfig().comm, device)
-        self._gloo: dist.ProcessGroup | None = None
-        if ranks.group.backend == "nccl":
-            self._gloo = dist.new_group(backend="gloo")
         self._ways: dict[str, Way] = {}
         for name in job.names:
             self._ways[name] = self._built(name)
@@ -92,8 +93,7 @@ class DdpBench:
             self._meet(f"{name} is warm")
 
     def _meet(self, phase: str) -> None:
-        """Over the store, not by a collective. Where ranks share a GPU under MPS, a rank that loads
-        kernels, allocates memory or tries convolutions waits for the collectives of the others."""
+        """Over the store, not by a collective: a rank may compile for minutes."""
         self._ranks.synchronize()
         self._ranks.group.settle(phase)
         if self._ranks.rank == 0:
@@ -110,8 +110,8 @@ class DdpBench:
         row = StepRow(
             name=name, kind="ours", model=job.model, batch_size=job.batch_size,
             image_size=job.image_size, classes=job.classes, device=self._ranks.device.type,
-            steps=job.block * (job.iterations + WARM_UP + 2), warm_up=0,
-            switches=OURS.get(name, {}),
+            steps=job.block * (job.iterations + 2), warm_up=0,
+            switches={"comm.share_gpus": self._ranks.share_gpus, **OURS.get(name, {})},
         )  # fmt: skip
         step, self.about[name] = build_step(row, group)
         self._closing += [step.release, step.exchange.carrier.close]
@@ -136,35 +136,30 @@ class DdpBench:
             ModelSettings(name=job.model), num_classes=job.classes, image_size=job.image_size
         )
         net = net.to(ranks.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if "compile" in switches:
-            net = cast(nn.Module, torch.compile(net, dynamic=False))
+        if job.norm == "torch" and "compile" not in switches:
+            use_torch_norms(net)
+        norm = "compiled" if "compile" in switches else job.norm
         self.about[name] = (
-            f"autocast {self._amp}, NHWC, fused SGD, {', '.join(switches) or 'plain'}"
+            f"autocast {self._amp}, NHWC, fused SGD, norms {norm}, {', '.join(switches) or 'plain'}"
         )
         if name == DDP_ALONE:
-            return self._stepping(net, net, job.block)
-        if self._gloo is not None:
-            # The same steps over Gloo first, so that all kernels are loaded and all memory is there
-            # before NCCL's kernels are under way.
-            twin = net if "compile" in switches else copy.deepcopy(net)
-            self._stepping(self._wrapped(twin, switches, self._gloo), twin, WARM_UP)()
-            del twin
-            self._meet(f"{name} has been tried over Gloo")
-        return self._stepping(self._wrapped(net, switches, None), net, job.block)
+            return self._stepping(net, net)
+        return self._stepping(self._wrapped(net, switches), net)
 
-    def _wrapped(
-        self, net: nn.Module, switches: Sequence[str], group: dist.ProcessGroup | None
-    ) -> nn.Module:
+    def _wrapped(self, net: nn.Module, switches: Sequence[str]) -> nn.Module:
         device = self._ranks.device
         model = DistributedDataParallel(
             net, device_ids=[device.index] if device.type == "cuda" else None,
-            process_group=group, static_graph="static" in switches, gradient_as_bucket_view=True,
+            static_graph="static" in switches, gradient_as_bucket_view=True,
         )  # fmt: skip
         if "hook" in switches:
-            model.register_comm_hook(group or dist.group.WORLD, fp16_compress_hook)
+            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+        if "compile" in switches:
+            # Around DDP: the backward graph is then split where buckets end, and communication overlaps.
+            return cast(nn.Module, torch.compile(model, dynamic=False))
         return model
 
-    def _stepping(self, forward: nn.Module, net: nn.Module, steps: int) -> Way:
+    def _stepping(self, forward: nn.Module, net: nn.Module) -> Way:
         optimizer = torch.optim.SGD(
             net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5,
             fused=True if self._ranks.device.type == "cuda" else None,
@@ -172,7 +167,7 @@ class DdpBench:
         scaler = torch.amp.GradScaler(self._ranks.device.type, enabled=self._amp == torch.float16)
 
         def run() -> None:
-            for _ in range(steps):
+            for _ in range(self._job.block):
                 optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(self._ranks.device.type, self._amp):
                     outputs = forward(self._images)

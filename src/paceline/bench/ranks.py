@@ -46,6 +46,7 @@ class RankGroup:
             }
         )  # fmt: skip
         self.device = choose_device(config, topology)
+        self.share_gpus = share_gpus
         self._group_size, self._timeout_s = group_size, timeout_s
         shared = {"program": "bench", "backend": backend, "device": device}
         self.group = Group(topology, config.comm, self.device, shared=shared)

@@ -206,6 +206,9 @@ def ddp(
     ways: list[str] = typer.Option([], "--way", help="Only this way; may be repeated."),
     block: int = typer.Option(10, help="Steps of one sample."),
     iterations: int = typer.Option(7, help="Samples of each; the median counts."),
+    norm: str = typer.Option(
+        "auto", help="DDP's batch-norm kernels: cudnn or torch; auto: torch where GPUs are shared."
+    ),
     device: str = DEVICE,
     backend: str = BACKEND,
     share_gpus: bool = SHARE_GPUS,
@@ -221,6 +224,8 @@ def ddp(
     for flag, count in (("--batch-size", batch_size), ("--block", block)):
         if count < 1:
             raise ConfigError(flag, count, "must be at least 1")
+    if norm not in ("auto", "cudnn", "torch"):
+        raise ConfigError("--norm", norm, "unknown", "use auto, cudnn or torch")
     code = run_placed(placement)
     if code is not None:
         return code
@@ -228,6 +233,8 @@ def ddp(
     from paceline.bench.ddp import NAMES, DdpBench, DdpJob
     from paceline.bench.ranks import RankGroup
 
+    if norm == "auto":
+        norm = "torch" if share_gpus else "cudnn"
     for name in ways:
         if name not in NAMES:
             raise ConfigError("--way", name, "unknown", nearest(name, NAMES))
@@ -239,6 +246,7 @@ def ddp(
         block,
         iterations,
         tuple(dict.fromkeys(ways)) or NAMES,
+        norm,
     )
     with RankGroup(backend=backend, device=device, share_gpus=share_gpus) as joined:
         measuring = DdpBench(joined, job)

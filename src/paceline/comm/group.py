@@ -55,6 +55,7 @@ class Group:
         the job have in common, by which another job at the same port is told apart."""
         self.topology = topology
         self.device = device
+        self._share_gpus = settings.share_gpus
         # An observer of the exchange; the watchdog reads it.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
@@ -335,6 +336,11 @@ class Group:
             if suspect and self._agreement is not None:
                 return self._agreement.first_suspect(suspect)
         return ""
+
+    def lost_client(self) -> str:
+        """After this rank's device failed: which rank is gone, where ranks share a GPU; else empty. Under
+        MPS a client that is killed can break the GPU for all others."""
+        return self._silent() if self._share_gpus else ""
 
     def _silent(self) -> str:
         """Who is gone, as another rank has found, or by the heartbeats that have stopped; empty where

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError
 from paceline.models.resnet import PADDED_CHANNELS, ResidualBlock, fuse_norms
+from paceline.models.torch_norm import use_torch_norms
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -42,9 +43,15 @@ class FastPath:
 
 
 def choose_fast_path(
-    settings: RunSettings, model: nn.Module, device: torch.device, triton_problem: str
+    settings: RunSettings,
+    model: nn.Module,
+    device: torch.device,
+    triton_problem: str,
+    *,
+    shared_gpu: bool = False,
 ) -> FastPath:
-    """Settles the switches and prepares `model` for them. `triton_problem`: why kernels cannot run."""
+    """Settles the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
+    `shared_gpu`: other ranks use the same GPU, beside whose collectives cuDNN's batch norm hangs."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         # Shapes hardly ever change in training: the search for the fastest algorithm pays at once.
@@ -60,6 +67,8 @@ def choose_fast_path(
     # The fused stem takes images with a fourth channel of zeros, which GPUs convolve faster than three.
     channels = PADDED_CHANNELS if fused and getattr(model, "pads_images", False) else None
     remark = f" (Triton: {triton_problem})" if on_gpu and triton_problem else ""
+    if on_gpu and shared_gpu and use_torch_norms(model):
+        remark += ", no batch norm by cuDNN (shared GPU)"
     forward = compiled(model, how)
     return FastPath(forward, settings.channels_last, fused, how, graphs, remark, channels)
 

@@ -85,8 +85,10 @@ def create_parts(
         remedy = "muon wants one kind of device and as many threads everywhere; or use lars"
         group.settle("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
     batch_norm = BatchNormState(model)
+    shared = config.comm.share_gpus and group.world_size > 1
     fast = group.settled(
-        "speed", lambda: choose_fast_path(config.run, model, group.device, problem)
+        "speed",
+        lambda: choose_fast_path(config.run, model, group.device, problem, shared_gpu=shared),
     )
     normalize = Normalizer(
         config.data.mean, config.data.std, config.data.channels, policy.dtype,
