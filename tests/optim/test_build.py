@@ -130,7 +130,7 @@ def test_muon_leaves_out_a_group_that_would_be_empty() -> None:
 def test_the_path_and_the_ablation_are_passed_on(
     name: str, chosen: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.optim.build.triton_is_usable", lambda device: "")
+    monkeypatch.setattr("paceline.optim.build.triton_unavailable", lambda device: "")
     assert (
         create_optimizer(OptimSettings(name=name, fused=chosen), two_groups(), 1.0).fused is fused
     )

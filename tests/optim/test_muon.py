@@ -16,7 +16,7 @@ from optim.muon_reference import DECAY, ETA, Reference
 from optim.protocol_checks import check_bad_gradient, check_switch
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim import LARS, Muon, lars_foreach, lars_fused
-from paceline.optim.update_rows import Gates
+from paceline.optim.state import Gates
 
 SHAPES = [(6, 5, 3, 3), (7, 11), (12, 3), (40,), (5,)]
 MATRICES = 3
@@ -260,7 +260,7 @@ def test_a_capture_without_preparation_gets_a_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RunError, match="would freeze the learning rate"):
         optimizer.step()
     optimizer._engine = lars_fused.FusedStep()
-    with pytest.raises(RunError, match="not prepared; call prepare"):
+    with pytest.raises(RunError, match="call prepare"):
         optimizer.step()
 
 
@@ -270,7 +270,7 @@ def test_a_recording_keeps_the_table_that_it_reads(monkeypatch: pytest.MonkeyPat
     optimizer.step()
     assert isinstance(optimizer, Muon)
     monkeypatch.setattr("paceline.optim.muon.capturing", lambda device: True)
-    optimizer._directed(optimizer._rows(), Gates())
+    optimizer._transform(optimizer._rows(), Gates())
     recorded = weakref.ref(optimizer._own)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
     optimizer.upload()

@@ -11,7 +11,7 @@ from optim.lars_reference import assert_near, bits_equal, everything
 from optim.recorded import recorded
 from optim.test_lars_gpu import fill
 from paceline.optim import Muon
-from paceline.optim.muon import orthogonalised
+from paceline.optim.muon import orthogonalize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,8 +53,8 @@ def test_kernels_equal_foreach(kind: torch.dtype) -> None:
 
 def test_half_products_come_near_those_of_the_cpu() -> None:
     tensors = [torch.randn(shape) for shape in WEIGHTS]
-    found = orthogonalised([tensor.cuda() for tensor in tensors])
-    for ours, theirs in zip(found, orthogonalised(tensors), strict=True):
+    found = orthogonalize([tensor.cuda() for tensor in tensors])
+    for ours, theirs in zip(found, orthogonalize(tensors), strict=True):
         assert float((ours.cpu() - theirs).norm() / theirs.norm()) < 0.05
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from optim.lars_reference import assert_near, bits_equal, fill_gradients
 from optim.muon_reference import DECAY, ETA, Reference
 from paceline.optim import Muon
-from paceline.optim.update_rows import same_strides
+from paceline.optim.state import same_strides
 
-# Shapes recur within groups and across them: these are orthogonalised together.
+# Shapes recur within groups and across them: these are orthogonalize together.
 FILTER, OTHER = (6, 5, 3, 3), (7, 11)
 GROUPS = [
     ([OTHER, FILTER, OTHER], {"momentum": 0.9, "weight_decay": DECAY}),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.optim.muon import is_matrix, orthogonalised
-from paceline.optim.update_rows import same_strides
+from paceline.optim.muon import is_matrix, orthogonalize
+from paceline.optim.state import same_strides
 
 SHAPES = [(16, 8, 3, 3), (64, 16, 1, 1), (10, 48), (48, 10), (7, 7), (6, 4, 5), (2, 2)]
 
@@ -17,7 +17,7 @@ def drawn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_singular_values_become_about_equal_and_the_norm_stays(shape: tuple[int, ...]) -> None:
     tensor = drawn(shape)
-    (found,) = orthogonalised([tensor])
+    (found,) = orthogonalize([tensor])
     assert found.shape == tensor.shape
     torch.testing.assert_close(found.norm(), tensor.norm())
     values = torch.linalg.svdvals(found.flatten(1).double())
@@ -33,31 +33,31 @@ def test_bases_stay_and_only_the_values_change() -> None:
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     expected = (u * values) @ v
     expected *= s.norm() / expected.norm()
-    (found,) = orthogonalised([tensor])
+    (found,) = orthogonalize([tensor])
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_many_at_once_are_as_one_at_a_time() -> None:
     tensors = [drawn(shape, seed) for seed, shape in enumerate([*SHAPES, *SHAPES])]
-    for together, tensor in zip(orthogonalised(tensors), tensors, strict=True):
-        torch.testing.assert_close(together, orthogonalised([tensor])[0], rtol=1e-4, atol=1e-5)
+    for together, tensor in zip(orthogonalize(tensors), tensors, strict=True):
+        torch.testing.assert_close(together, orthogonalize([tensor])[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(16, 8, 3, 3), (16, 8, 1, 1), (16, 1, 3, 3)])
 def test_the_memory_format_changes_strides_only(shape: tuple[int, ...]) -> None:
     plain = drawn(shape)
     last = plain.contiguous(memory_format=torch.channels_last)
-    (found,) = orthogonalised([last])
-    (expected,) = orthogonalised([plain])
+    (found,) = orthogonalize([last])
+    (expected,) = orthogonalize([plain])
     assert same_strides(found, last)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_half_gradient_far_below_1_is_no_matter() -> None:
     tensor = drawn((12, 20)).mul(1e-3)
-    (small,) = orthogonalised([tensor.half()])
+    (small,) = orthogonalize([tensor.half()])
     assert small.dtype == torch.float32
-    torch.testing.assert_close(small, orthogonalised([tensor.half().float()])[0])
+    torch.testing.assert_close(small, orthogonalize([tensor.half().float()])[0])
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-12, 1e-18, 1e-22, 1e-24, 1e-27, 1e-30, 1e-38])
@@ -65,12 +65,12 @@ def test_tiny_gradients_stay_tiny_and_finite(size: float) -> None:
     """Their squares leave fp32's range, so that the norm is too small, or 0."""
     tensor = drawn((16, 48)) * size
     first = torch.outer(drawn((16,)), drawn((48,), 1)) * size  # of rank 1: one large singular value
-    for made, wanted in zip(orthogonalised([tensor, first]), (tensor, first), strict=True):
+    for made, wanted in zip(orthogonalize([tensor, first]), (tensor, first), strict=True):
         assert torch.isfinite(made).all()
         assert made.norm() <= 1.01 * wanted.double().norm()
     if size >= 1e-12:
-        (found,) = orthogonalised([tensor])
-        (expected,) = orthogonalised([tensor / size])
+        (found,) = orthogonalize([tensor])
+        (expected,) = orthogonalize([tensor / size])
         torch.testing.assert_close(found / size, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -78,7 +78,7 @@ def test_nothing_stays_nothing_and_what_is_not_finite_shows() -> None:
     bad = [drawn((4, 6)) for _ in range(3)]
     for tensor, value in zip(bad, (float("nan"), float("inf"), 3e38), strict=True):
         tensor[:, 2] = value  # the last is finite, but not its square
-    zero, *found, good = orthogonalised([torch.zeros(4, 6), *bad, drawn((4, 6))])
+    zero, *found, good = orthogonalize([torch.zeros(4, 6), *bad, drawn((4, 6))])
     assert torch.equal(zero, torch.zeros(4, 6))
     for tensor in found:
         assert not torch.isfinite(tensor).all()
@@ -90,17 +90,17 @@ def test_nothing_stays_nothing_and_what_is_not_finite_shows() -> None:
 def test_a_flag_makes_zeros_of_its_tensor_and_of_no_other(which: int, value: float) -> None:
     shapes = [(4, 6), (6, 4), (4, 6), (3, 3, 2, 2), (6, 4), (4, 6)]
     tensors = [drawn(shape, seed) for seed, shape in enumerate(shapes)]
-    expected = orthogonalised(tensors)
+    expected = orthogonalize(tensors)
     expected[which] = torch.zeros(shapes[which])
     tensors[which].fill_(value)
     flags = [torch.tensor(place == which) for place in range(len(shapes))]
-    for found, wanted in zip(orthogonalised(tensors, flags), expected, strict=True):
+    for found, wanted in zip(orthogonalize(tensors, flags), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_flags_are_as_many_as_tensors() -> None:
     with pytest.raises(ValueError, match="2 flags for 1 tensors"):
-        orthogonalised([drawn((4, 6))], [torch.tensor(False)] * 2)
+        orthogonalize([drawn((4, 6))], [torch.tensor(False)] * 2)
 
 
 @pytest.mark.parametrize(

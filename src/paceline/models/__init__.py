@@ -1,4 +1,4 @@
-"""Networks: how they are built, loaded and exported, and which of their parameters decay."""
+"""Networks: creation by name, fused forms, parameter groups, pretrained weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,36 @@ from typing import TYPE_CHECKING
 from paceline.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from paceline.models.registry import create_model, parameter_groups
-    from paceline.models.settings import ModelSettings
+    from paceline.models.alexnet import AlexNet
+    from paceline.models.pretrained import load_pretrained
+    from paceline.models.registry import create_model, named_roles, parameter_groups
+    from paceline.models.resnet import SmallResNet, fuse_norms
+    from paceline.models.settings import MODEL_NAMES, ModelSettings, check_model_name
 
-__all__ = ["ModelSettings", "create_model", "parameter_groups"]
+__all__ = [
+    "MODEL_NAMES",
+    "AlexNet",
+    "ModelSettings",
+    "SmallResNet",
+    "check_model_name",
+    "create_model",
+    "fuse_norms",
+    "load_pretrained",
+    "named_roles",
+    "parameter_groups",
+]
 __getattr__, __dir__ = lazy_exports(
     __name__,
-    {"create_model": "registry", "parameter_groups": "registry", "ModelSettings": "settings"},
+    {
+        "MODEL_NAMES": "settings",
+        "AlexNet": "alexnet",
+        "ModelSettings": "settings",
+        "SmallResNet": "resnet",
+        "check_model_name": "settings",
+        "create_model": "registry",
+        "fuse_norms": "resnet",
+        "load_pretrained": "pretrained",
+        "named_roles": "registry",
+        "parameter_groups": "registry",
+    },
 )

@@ -1,38 +1,35 @@
-"""AlexNet three times: torchvision's, the same with batch norm, and the original of 2012.
+"""AlexNet in three forms: torchvision's, the same with batch norm, and the original of 2012.
 
-In: images (N, in_channels, H, W), H and W at least `MIN_PIXELS`. Out: logits (N, num_classes).
-`AlexNet` has torchvision's layers and keys (Krizhevsky 2014, one column of "One weird trick"), with
-batch norms put in by name where asked; `AlexNet2012` is Krizhevsky et al. 2012, with its two
-groups and its local response normalisation.
+`AlexNet` has torchvision's layers and keys (Krizhevsky 2014, one column of "One weird trick") and
+optional batch norms; `AlexNet2012` is Krizhevsky et al. 2012 with two groups and local response
+normalization.
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Collection
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.resnet import norm_can_fuse
+from paceline.models.resnet import can_launch, norm_can_fuse
 
-# Below this edge the last of the three pools has no window left.
+# Smaller images leave no window for the last of the three pools.
 MIN_PIXELS = 63
 POOLED_PIXELS = 6
 HIDDEN_FEATURES = 4096
 
-# One after each convolution, named by the convolution's number in `features`, and one after pool5.
+# A batch norm after each convolution, named by its number in `features`, and one after pool5.
 CONVOLUTIONS = (0, 3, 6, 8, 10)
 NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 
 
 class AlexNet(nn.Module):
-    """torchvision's AlexNet; `norms` names the batch norms to add, out of `NORM_NAMES`.
+    """torchvision's AlexNet; `norms` lists the batch norms to add, out of `NORM_NAMES`.
 
-    A batch norm stands under its own name inside `features`, so that the convolutions keep
-    torchvision's numbers. The convolutions keep their bias for the same reason: weights of a plain
-    AlexNet load here, and the weights of these convolutions load there.
+    Batch norms have their own names inside `features`, and convolutions keep number and bias, so that
+    weights of a plain AlexNet load into this one and vice versa.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class AlexNet(nn.Module):
         super().__init__()
         assert set(norms) <= set(NORM_NAMES), norms
         if set(NORM_NAMES[:-1]) <= set(norms):
-            self.fused = False  # there is a fused form, and `fuse_norms` can switch it on
+            self.fused = False  # has a fused form, see `fuse_norms`
         plain: list[nn.Module] = [
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -86,7 +83,7 @@ class AlexNet(nn.Module):
 
     @property
     def added_norm_prefixes(self) -> tuple[str, ...]:
-        """The key prefixes of the batch norms that a file of torchvision's AlexNet cannot have."""
+        """Key prefixes of batch norms that a torchvision file does not have."""
         return tuple(f"features.{name}." for name in NORM_NAMES if hasattr(self.features, name))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,12 +95,12 @@ class AlexNet(nn.Module):
         return (
             getattr(self, "fused", False)
             and self.training
-            and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+            and can_launch(x)
             and all(norm_can_fuse(module) for module in self.features)
         )
 
     def fused_features(self, x: Tensor) -> Tensor:
-        """`features` with our kernels: norm, ReLU and pool behind a convolution are one."""
+        """`features` with norm, ReLU and pool after each convolution in one kernel."""
         from paceline.models.fused import as_map, norm_act, norm_act_pool
 
         for number in CONVOLUTIONS:
@@ -112,10 +109,9 @@ class AlexNet(nn.Module):
             assert isinstance(convolution, nn.Conv2d)
             assert isinstance(norm, nn.BatchNorm2d)
             bias = convolution.bias
-            maps = F.conv2d(
-                x, convolution.weight, None, convolution.stride, convolution.padding
-            )  # fmt: skip
-            maps = as_map(maps)
+            maps = as_map(
+                F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
+            )
             if isinstance(self.features.get_submodule(str(number + 2)), nn.MaxPool2d):
                 x, _ = norm_act_pool(maps, norm, padding=0, bias=bias)
             else:
@@ -125,9 +121,9 @@ class AlexNet(nn.Module):
 
 
 class LocalResponseNorm(nn.Module):
-    """b = a / (k + alpha * sum of a² over n neighbouring channels)^beta, with the paper's values.
+    """b = a / (k + alpha * sum of a² over n neighboring channels)^beta, with the paper's values.
 
-    Computed in float32: squares leave float16's range from 256 on.
+    Computed in float32: squares of values above 256 overflow float16.
     """
 
     neighbours = 5
@@ -136,7 +132,7 @@ class LocalResponseNorm(nn.Module):
     beta = 0.75
 
     def forward(self, x: Tensor) -> Tensor:
-        # Torch takes the mean of the squares, the paper their sum.
+        # torch uses the mean of the squares, the paper their sum.
         alpha = self.alpha * self.neighbours
         wide = F.local_response_norm(x.float(), self.neighbours, alpha, self.beta, self.k)
         return wide.to(x.dtype)
@@ -145,8 +141,8 @@ class LocalResponseNorm(nn.Module):
 class AlexNet2012(nn.Module):
     """The original: 96/256/384/384/256 channels, two groups in conv2, conv4 and conv5.
 
-    The paper says 224 pixels, which fits its 55x55 maps only with a padding of 2; 227 pixels give
-    6x6 at the end as well.
+    The paper's 224 pixels give its 55x55 maps only with a padding of 2; 227 pixels end in 6x6 maps as
+    well.
     """
 
     def __init__(
@@ -183,16 +179,16 @@ class AlexNet2012(nn.Module):
         self._init_as_published()
 
     def _init_as_published(self) -> None:
-        """Normal weights of deviation 0.01. A bias of 1 in conv2, 4, 5 and the hidden layers puts
-        their inputs on the living side of the ReLU at the start; the others start at 0."""
-        first, *rest = (m for m in self.modules() if isinstance(m, nn.Conv2d | nn.Linear))
-        for layer in (first, *rest):
-            is_lit = layer is not self.classifier[-1] and (
-                isinstance(layer, nn.Linear) or layer.groups == 2
-            )
+        """Weights from N(0, 0.01²); biases 1 in conv2, 4, 5 and the hidden layers, which makes the
+        inputs of their ReLUs positive at the start, and 0 elsewhere."""
+        for layer in self.modules():
+            if not isinstance(layer, nn.Conv2d | nn.Linear):
+                continue
+            hidden = isinstance(layer, nn.Linear) and layer is not self.classifier[-1]
+            grouped = isinstance(layer, nn.Conv2d) and layer.groups == 2
             nn.init.normal_(layer.weight, std=0.01)
             assert layer.bias is not None
-            nn.init.constant_(layer.bias, 1.0 if is_lit else 0.0)
+            nn.init.constant_(layer.bias, 1.0 if hidden or grouped else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))

@@ -1,13 +1,14 @@
-"""Batch norm together with the residual sum and the ReLU behind it, for autograd.
+"""Batch norm fused with the residual sum, ReLU and max-pool that follow it, as autograd functions.
 
-In: a map in channels-last memory and its `nn.BatchNorm2d`. Out: what norm, sum and ReLU one after the
-other give, within rounding, at two thirds of the memory traffic. The module keeps parameters, statistics
-and keys; only the arithmetic is ours. Training mode only: evaluation uses torch's operators.
+Results equal those of the separate operators within rounding, at two thirds of the memory traffic.
+Inputs are maps in channels-last memory with their `nn.BatchNorm2d`, which keeps parameters,
+statistics and keys. Training mode only: evaluation uses torch's operators.
+
+Tile shapes depend on sizes alone, so equal runs on equal devices round alike.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,73 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from paceline.models import kernels
-from paceline.models.resnet import norm_can_fuse
+from paceline.models.resnet import can_launch, norm_can_fuse
+
+# Parts and channels per program of the kernels that join partial sums.
+_JOIN_PARTS, _JOIN_CHANNELS = 64, 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Elements per tile, target number of programs, warps per program; measured on an H200.
+
+    Programs fill a GPU several times over; kernels that sum use fewer, so that joining the parts is
+    short.
+    """
+
+    elements: int
+    programs: int
+    warps: int
+
+
+MOMENTS = Tile(2048, 1056, 4)
+APPLY = Tile(4096, 8448, 8)
+SUMS = Tile(1024, 1056, 4)
+INPUT = Tile(4096, 8448, 8)
+POOL_SUMS = Tile(512, 2112, 4)
+# Elements per tile of kernels with one tile per program.
+POOL, POOL_INPUT = 1024, 512
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A grid of `parts` programs of `span` rows each for every block of channels."""
+
+    rows: int
+    channels: int
+    block_m: int
+    block_c: int
+    parts: int
+    span: int
+    warps: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.parts, -(-self.channels // self.block_c)
+
+    @property
+    def join_grid(self) -> tuple[int]:
+        return (-(-self.channels // _JOIN_CHANNELS),)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def cut(rows: int, channels: int, tile: Tile) -> Cut:
+    """Tiles are up to 64 channels wide, which is 128 bytes of half precision."""
+    block_c = min(power_of_two(channels), 64)
+    block_m = max(tile.elements // block_c, 1)
+    blocks_c = -(-channels // block_c)
+    wanted = max(tile.programs // blocks_c, 1)
+    tiles = -(-rows // block_m)
+    span = -(-tiles // min(wanted, tiles)) * block_m
+    return Cut(rows, channels, block_m, block_c, -(-rows // span), span, tile.warps)
 
 
 def can_fuse(x: Tensor, norm: nn.BatchNorm2d) -> bool:
-    """Whether the fused kernels give what `norm(x)` would: training, running averages, NHWC memory, on a
-    GPU."""
+    """Whether the fused kernels can compute `norm(x)`: see `norm_can_fuse`; NHWC memory, on a GPU."""
     return (
         norm_can_fuse(norm)
         and can_launch(x)
@@ -40,8 +102,8 @@ def norm_act(
 ) -> Tensor:
     """relu(norm(x + bias) + residual).
 
-    A convolution's `bias` before batch norm moves the running mean and nothing else: the norm takes
-    it out again, and its gradient is zero. So it is neither added nor differentiated here.
+    The `bias` of a convolution before batch norm affects the running mean only: the norm removes it
+    again, and its gradient is zero. It is therefore neither added nor differentiated here.
     """
     check_rows(x)
     out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -53,10 +115,10 @@ def norm_act(
 def norm_act_twice(
     x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`norm_act` for an output with two uses, one name for each.
+    """`norm_act` for an output with two uses, returned twice.
 
-    Their gradients then arrive one by one and are added inside the next kernel, instead of in a pass
-    of its own over the largest maps.
+    Autograd then passes the gradients of both uses separately, and the backward kernel adds them
+    instead of an extra pass over the largest maps.
     """
     check_rows(x)
     out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -66,20 +128,15 @@ def norm_act_twice(
 
 
 def check_rows(x: Tensor) -> None:
-    """The same words as torch's own batch norm, which callers look for."""
+    """Raises the error of torch's batch norm, which callers may look for."""
     if x.numel() == x.shape[1]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
 
 
-def can_launch(x: Tensor) -> bool:
-    """On a GPU, or where Triton's interpreter stands in for one."""
-    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def as_map(gradient: Tensor) -> Tensor:
-    """A gradient in the memory order that the kernels read."""
+    """`gradient` in channels-last memory, which the kernels read."""
     return gradient.contiguous(memory_format=torch.channels_last)
 
 
@@ -92,7 +149,7 @@ class _NormAct(torch.autograd.Function):
         saved = statistics(x, norm, offset)
         shortcut = None if residual is None else as_map(residual)
         y = apply(x, saved, shortcut, relu)
-        # Without a residual the ReLU's side follows from x; with one, only y still knows it.
+        # Without a residual the sign at the ReLU follows from x; with one, only from y.
         ctx.save_for_backward(x, weight, saved, *([] if residual is None else [y]))
         ctx.relu = relu
         ctx.set_materialize_grads(False)
@@ -116,74 +173,9 @@ class _NormAct(torch.autograd.Function):
         return dx, found[0], found[1], dz, None, None, None, None
 
 
-# How the fused norm kernels are cut into programs, and their launches.
-#
-# In: a map in channels-last memory and its per-channel tensors. Out: results in new tensors. One
-# file knows tile shapes; the choice depends on sizes alone, so equal runs on equal devices round
-# alike.
-
-
-_JOIN_PARTS, _JOIN_CHANNELS = 64, 16
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Elements of one tile, programs to aim at, warps of a program; found by measurement on an H200.
-
-    Programs fill a GPU several times over; those that sum are fewer, so that the join stays short.
-    """
-
-    elements: int
-    programs: int
-    warps: int
-
-
-MOMENTS = Tile(2048, 1056, 4)
-APPLY = Tile(4096, 8448, 8)
-SUMS = Tile(1024, 1056, 4)
-INPUT = Tile(4096, 8448, 8)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """`parts` programs of `span` rows each for every block of channels; tiles of `block_m` rows."""
-
-    rows: int
-    channels: int
-    block_m: int
-    block_c: int
-    parts: int
-    span: int
-    warps: int
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.parts, -(-self.channels // self.block_c)
-
-    @property
-    def join_grid(self) -> tuple[int]:
-        return (-(-self.channels // _JOIN_CHANNELS),)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def cut(rows: int, channels: int, tile: Tile) -> Cut:
-    """Tiles 64 channels wide, 128 bytes of half precision, where there are as many."""
-    block_c = min(power_of_two(channels), 64)
-    block_m = max(tile.elements // block_c, 1)
-    blocks_c = -(-channels // block_c)
-    wanted = max(tile.programs // blocks_c, 1)
-    tiles = -(-rows // block_m)
-    span = -(-tiles // min(wanted, tiles)) * block_m
-    return Cut(rows, channels, block_m, block_c, -(-rows // span), span, tile.warps)
-
-
 def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
-    """Mean, 1/σ, scale and shift as four rows; updates the running statistics as torch does, those of
-    x + `offset`."""
+    """Mean, 1/σ, scale and shift as four rows. Updates the running statistics, as torch does, with
+    those of x + `offset`."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
@@ -191,15 +183,9 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) ->
     c = cut(rows, channels, MOMENTS)
     parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
     kernels.moments_kernel[c.grid](
-        x,
-        parts,
-        rows,
-        channels,
-        c.span,
-        BLOCK_M=c.block_m,
-        BLOCK_C=c.block_c,
-        num_warps=c.warps,
-    )
+        x, parts, rows, channels, c.span,
+        BLOCK_M=c.block_m, BLOCK_C=c.block_c, num_warps=c.warps,
+    )  # fmt: skip
     saved = x.new_empty((4, channels), dtype=torch.float32)
     kernels.statistics_kernel[c.join_grid](
         parts, norm.weight, norm.bias, norm.running_mean, norm.running_var,
@@ -223,8 +209,8 @@ def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tens
 
 
 def join_sums(parts: Tensor, weight: Tensor, saved: Tensor, rows: int) -> Tensor:
-    """Second stage of the backward sums over `parts`, [2, parts, channels]. Five rows: gradients of γ
-    and β, and the three factors of `backward_input`."""
+    """Joins partial sums [2, parts, channels] into five rows: gradients of γ and β, and the three
+    factors of `backward_input`."""
     channels = parts.shape[2]
     found = parts.new_empty((5, channels))
     kernels.backward_factors_kernel[(-(-channels // _JOIN_CHANNELS),)](
@@ -255,7 +241,7 @@ def backward_sums(
 def backward_input(
     dz: Tensor, dz2: Tensor | None, x: Tensor, saved: Tensor, found: Tensor, relu: bool
 ) -> Tensor:
-    """The gradient of the map that was normalised."""
+    """The gradient of the norm's input."""
     dx = torch.empty_like(x)
     c = cut(x.numel() // x.shape[1], x.shape[1], INPUT)
     kernels.backward_input_kernel[c.grid](
@@ -266,22 +252,11 @@ def backward_input(
     return dx
 
 
-# Batch norm, ReLU and a max-pool in one, for autograd.
-#
-# In: a convolution's output in channels-last memory. Out: the pooled map, twice (see
-# `norm_act_twice`): a first residual block uses it in both of its ways.
-
-
-# Elements of a tile, as in `norm_launch`.
-POOL, POOL_INPUT = 1024, 512
-POOL_SUMS = Tile(512, 2112, 4)
-
-
 def norm_act_pool(
     x: Tensor, norm: nn.BatchNorm2d, *, padding: int = 1, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """max_pool2d(relu(norm(x + bias)), 3, 2, padding) for a padding of 0 or 1, one name for each of two
-    uses. `bias` is the convolution's: it moves nothing but the running mean (see `norm_act`)."""
+    """max_pool2d(relu(norm(x + bias)), 3, 2, padding) for a padding of 0 or 1, returned twice (see
+    `norm_act_twice`). `bias` affects the running mean only (see `norm_act`)."""
     check_rows(x)
     assert padding in (0, 1), padding
     out: tuple[Tensor, Tensor] = _NormActPool.apply(  # type: ignore[no-untyped-call]
@@ -291,7 +266,7 @@ def norm_act_pool(
 
 
 def _tiles(positions: int, channels: int, elements: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """A grid of one tile a program, and the tile."""
+    """A grid of one tile per program, and the tile."""
     block_c = min(power_of_two(channels), 64)
     block_m = max(elements // block_c, 1)
     grid = (-(-positions // block_m), -(-channels // block_c))
@@ -313,19 +288,9 @@ class _NormActPool(torch.autograd.Function):
         positions = images * out_height * out_width
         grid, tile = _tiles(positions, channels, POOL)
         kernels.pool_kernel[grid](
-            x,
-            y,
-            winner,
-            saved,
-            positions,
-            height,
-            width,
-            out_height,
-            out_width,
-            channels,
-            PAD=padding,
-            **tile,
-        )
+            x, y, winner, saved, positions, height, width, out_height, out_width, channels,
+            PAD=padding, **tile,
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, saved, winner)
         ctx.padding = padding
         ctx.set_materialize_grads(False)
@@ -356,16 +321,7 @@ class _NormActPool(torch.autograd.Function):
         quads = images * ((height + more) // 2) * ((width + more) // 2)
         grid, tile = _tiles(quads, channels, POOL_INPUT)
         kernels.pool_input_kernel[grid](
-            first,
-            second,
-            x,
-            winner,
-            dx,
-            found,
-            quads,
-            *sizes,
-            TWO=two,
-            PAD=ctx.padding,
-            **tile,
-        )
+            first, second, x, winner, dx, found, quads, *sizes,
+            TWO=two, PAD=ctx.padding, **tile,
+        )  # fmt: skip
         return dx, found[0], found[1], None, None, None

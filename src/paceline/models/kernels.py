@@ -1,12 +1,16 @@
-"""Triton kernels of batch norm with its neighbours, over NHWC memory seen as rows × channels.
+"""Triton kernels of batch norm with ReLU, residual sum and max-pool, over NHWC memory as rows ×
+channels.
 
-In: raw tensors and sizes; `fused_norm` and `fused_pool` wrap them for autograd. Out: written in place.
+Batch norm is memory-bound, so its cost is the number of passes over a map: forward reads it twice and
+writes it once, ReLU and residual sum included; backward reads it and its gradient twice and writes
+once. Sums over rows take two stages, tiles into `parts` and `parts` into the result, both in a fixed
+order without atomics, so repetitions are bit-identical. Variances are sums about each part's first
+row, joined by Chan's formula, which keeps their precision where the mean is far from zero.
 
-Batch norm is bound by memory, so what counts is how often a map is read or written: forward reads it
-twice and writes it once, ReLU and the residual sum included; backward reads it and its gradient twice
-and writes once. Sums over rows take two stages, tiles into `parts` and `parts` into the result, both in
-a fixed order: no atomics, so repetitions are bit-identical. Variances come from sums about each part's
-first row, joined by Chan's formula, so a mean far from zero costs no digits.
+The pooling kernels never store the normalized map in full size, which is the largest map of a ResNet:
+forward keeps the winner among the nine inputs of each pooled value (`NONE` where the ReLU gave 0),
+and backward looks the gradient up there. Positions are counted in 32 bits, because 64-bit division
+would take longer than the memory accesses; elements in 64.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NONE = tl.constexpr(255)
+
 
 @triton.jit
 def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Mean and sum of squared deviations of `span` rows, for a block of channels; `parts` holds the
+    """Mean and sum of squared deviations of `span` rows for a block of channels. `parts` holds the
     means of all parts, then the sums."""
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -49,7 +55,7 @@ def statistics_kernel(
     rows, channels, span, parts, momentum, eps,
     OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts. `saved` gets four rows: mean, 1/σ, scale, shift; y = scale · x + shift."""
+    """Joins the parts into the four rows of `saved`: mean, 1/σ, scale, shift; y = scale · x + shift."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -82,7 +88,7 @@ def statistics_kernel(
     if OFFSET:
         mean += tl.load(offset + cols, mask=col_ok, other=0.0)
     tl.store(running_mean + cols, old_mean + momentum * (mean - old_mean), mask=col_ok)
-    # Running variances are those of a sample, as torch keeps them.
+    # torch keeps the unbiased variance.
     tl.store(running_var + cols, old_var + momentum * (m2 / (rows - 1) - old_var), mask=col_ok)
     if tl.program_id(0) == 0:
         tl.store(tracked, tl.load(tracked) + 1)
@@ -121,8 +127,8 @@ def backward_sums_kernel(
 ):  # fmt: skip
     """Per part Σ dz and Σ dz · (x − mean), where dz is the gradient before the ReLU.
 
-    With a residual, dz is also the residual's gradient and is written; without, the second pass
-    computes it again. `TWO`: the output was used twice, and the gradients of both uses come unadded.
+    With a residual, dz is also the residual's gradient and is written; without one, the second pass
+    computes it again. `TWO`: the output has two uses, whose gradients are added here.
     """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -192,7 +198,7 @@ def backward_input_kernel(
     dz, dz2, x, dx, saved, found, rows, channels, span,
     TWO: tl.constexpr, RELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = a · dz + b · x + c; with `RELU`, dz is still the gradient behind it."""
+    """dx = a · dz + b · x + c; with `RELU`, dz is the gradient after the ReLU."""
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
@@ -214,18 +220,6 @@ def backward_input_kernel(
         if RELU:
             grad = tl.where(value * scale + shift > 0.0, grad, 0.0)
         tl.store(dx + at, (a * grad + b * value + c).to(dx.dtype.element_ty), mask=ok)
-
-
-# Triton kernels of batch norm, ReLU and a 3 × 3 max-pool of stride 2 in one.
-#
-# In: a convolution's output, NHWC. Out: the pooled map. The normalised map in full size, behind a
-# ResNet's stem the largest of the whole net, never exists: forward keeps for each pooled value
-# which of its nine neighbours won (`NONE` where the ReLU left 0), and backward looks the gradient
-# up from there. Places are counted in 32 bits, because 64-bit division would take longer than the
-# memory; elements in 64.
-
-
-NONE = tl.constexpr(255)
 
 
 @triton.jit
@@ -253,7 +247,7 @@ def pool_kernel(
         ok = here[:, None] & col_ok[None, :]
         value = tl.load(x + place[:, None] + cols[None, :], mask=ok, other=0.0).to(tl.float32)
         value = value * scale + shift
-        # NaN wins and stays, as in torch, so that an overflow is seen downstream.
+        # NaN propagates, as in torch, so that an overflow is detected.
         wins = ok & ((value > best) | (value != value))
         best = tl.where(wins, value, best)
         which = tl.where(wins, tap, which)
@@ -269,7 +263,7 @@ def pool_sums_kernel(
     positions, height, width, out_height, out_width, channels, span,
     TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Per part Σ dz and Σ dz · (x − mean): only winners have a gradient, so pooled rows suffice."""
+    """Per part Σ dz and Σ dz · (x − mean), over pooled rows: only winners have a gradient."""
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
@@ -308,11 +302,11 @@ def pool_input_kernel(
     dy, dy2, x, winner, dx, found, quads, height, width, out_height, out_width, channels,
     TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = a · dz + b · x + c over the full map, four places at a time.
+    """dx = a · dz + b · x + c over the full map, four positions at a time.
 
-    With a padding of 1 the places (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1, j + 1)
-    and in no other, so each window is read once for four places. Without, places and windows are
-    those of one less.
+    With a padding of 1 the positions (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1,
+    j + 1) only, so each window is read once for four positions. Without padding, positions and
+    windows are one less.
     """
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -339,7 +333,7 @@ def pool_input_kernel(
         grad = tl.load(dy + place, mask=ok, other=0.0).to(tl.float32)
         if TWO:
             grad += tl.load(dy2 + place, mask=ok, other=0.0).to(tl.float32)
-        # Taps count rows of three from the window's first place.
+        # Taps number the window's 3 × 3 positions row by row.
         if window == 0:
             g00 += tl.where(tap == 4, grad, 0.0)
             g01 += tl.where(tap == 5, grad, 0.0)

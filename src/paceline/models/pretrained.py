@@ -1,8 +1,7 @@
-"""Weights from a file into a model: torchvision's, timm's, or our own.
+"""Loads weights of torchvision, timm or Paceline from a safetensors or `torch.save` file into a model.
 
-In: a model and a file, either safetensors or what `torch.save` writes. Out: the model with the file's
-weights, and notes for the user. All keys and shapes are compared first; where they do not fit,
-CheckpointError names them and the model stays as it was.
+All keys and shapes are compared first; on a mismatch CheckpointError names them and the model is
+unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from paceline.core.errors import CheckpointError
 from paceline.models.alexnet import AlexNet
 
-# Where trainers put the weights inside a checkpoint that holds more than weights.
+# Keys under which checkpoints of other programs hold the weights.
 _WRAPPERS = ("state_dict", "model", "model_state", "weights")
 _SHOWN_KEYS = 3
 
@@ -28,16 +27,16 @@ StateDict = dict[str, Tensor]
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:
-    """Loads `path` into `model` and returns notes to print; the model must not be wrapped yet.
+    """Loads `path` into `model`, which must not be wrapped yet, and returns notes for the user.
 
-    A head for another number of classes keeps its fresh values, with a note. Absent
-    `num_batches_tracked` is tolerated, as is a plain AlexNet's file for one with batch norm.
-    Anything else that is missing, unexpected or of another shape raises CheckpointError.
+    A head for another number of classes keeps its initial values, with a note. Missing
+    `num_batches_tracked` and a plain AlexNet's file for one with batch norm are accepted. Anything
+    else that is missing, unexpected or of another shape raises CheckpointError.
     """
     stored = read_weights(path)
     own: StateDict = dict(model.state_dict())
     notes: list[str] = []
-    kept = _other_head(model, own, stored, notes)
+    kept = _replaced_head(model, own, stored, notes)
     absent_norms = _absent_norms(model, own, stored, notes)
 
     missing = [
@@ -71,39 +70,40 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
 
 
 def read_weights(path: Path) -> StateDict:
-    """The tensors of a file by key, unwrapped, without the prefixes of DDP and torch.compile."""
+    """The tensors of a file by key, without wrappers and without the prefixes of DDP and
+    torch.compile."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is not a file", "give the path of a .pth, .pt or .safetensors file"
         )
     try:
         content = _read(path)
-    except Exception as problem:  # damaged bytes make unpickling raise anything
+    except Exception as problem:  # unpickling damaged bytes can raise anything
         raise CheckpointError(
-            f"{path} cannot be read as weights: {_damage(path, problem)}",
-            "fetch it again, or save it anew as a plain state dict or as safetensors",
+            f"{path} cannot be read as weights: {_reason(path, problem)}",
+            "download it again, or save it as a plain state dict or as safetensors",
         ) from problem
     return _strip_prefixes(_unwrap(content, path))
 
 
-def _damage(path: Path, problem: Exception) -> str:
-    """Why a file could not be read. Torch's own text is long and advises to trust the file."""
+def _reason(path: Path, problem: Exception) -> str:
+    """torch's own message is long and advises to trust the file."""
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(problem))
     if foreign:
-        return f"besides tensors it holds objects of {foreign[1]}"
+        return f"it contains objects of {foreign[1]} besides tensors"
     if isinstance(problem, MemoryError):
-        return "it asks for more memory than there is"
+        return "it needs more memory than is available"
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
-    return "it is empty" if path.stat().st_size == 0 else "it is damaged, or no file of weights"
+    return "it is empty" if path.stat().st_size == 0 else "it is damaged or not a weights file"
 
 
 def _read(path: Path) -> object:
     if path.suffix == ".safetensors":
         return load_file(path, device="cpu")
-    # Reference trainers keep their command line in the checkpoint; a Namespace runs no code.
+    # torchvision's reference scripts store their argparse Namespace, which is safe to load.
     with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-        # Torch's own code for files from before version 1.6 uses what it deprecates.
+        # Loading files from before torch 1.6 emits deprecation warnings.
         warnings.simplefilter("ignore")
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -111,10 +111,10 @@ def _read(path: Path) -> object:
 def _unwrap(content: object, path: Path) -> StateDict:
     if isinstance(content, Mapping):
         if content.get("format") == "paceline-checkpoint":
-            # Its batch-norm statistics are those of each rank; export averages them.
+            # It holds batch-norm statistics of every rank, which export averages.
             raise CheckpointError(
                 f"{path} is a checkpoint of a run, not weights",
-                "take the run's weights.safetensors, or make it with paceline export",
+                "use the run's weights.safetensors, or create it with paceline export",
             )
         for wrapper in _WRAPPERS:
             if isinstance(content.get(wrapper), Mapping):
@@ -130,24 +130,22 @@ def _unwrap(content: object, path: Path) -> StateDict:
 
 
 def _strip_prefixes(weights: StateDict) -> StateDict:
-    # torch.compile can wrap any part of a model, so its mark is found anywhere in a key.
+    # torch.compile can wrap any submodule, so its prefix occurs anywhere in a key.
     weights = {key.replace("_orig_mod.", ""): value for key, value in weights.items()}
     while all(key.startswith("module.") for key in weights):
         weights = {key.removeprefix("module."): value for key, value in weights.items()}
     return weights
 
 
-def _other_head(
+def _replaced_head(
     model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
 ) -> frozenset[str]:
-    """Keys of the head, where the file's is for another number of classes; else none."""
+    """Keys of the last linear layer if the file's has another number of classes; else none."""
     heads = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    keys = (
-        [key for kind in ("weight", "bias") if (key := f"{heads[-1]}.{kind}") in own]
-        if heads
-        else []
-    )
-    if not keys or any(key not in stored or stored[key].ndim == 0 for key in keys):
+    if not heads:
+        return frozenset()
+    keys = [key for kind in ("weight", "bias") if (key := f"{heads[-1]}.{kind}") in own]
+    if any(key not in stored or stored[key].ndim == 0 for key in keys):
         return frozenset()
     model_classes = {len(own[key]) for key in keys}
     file_classes = {len(stored[key]) for key in keys}
@@ -155,8 +153,8 @@ def _other_head(
     if not same_features or len(file_classes) > 1 or file_classes == model_classes:
         return frozenset()
     notes.append(
-        f"the head {heads[-1]} starts fresh: the file's has {file_classes.pop()} classes, "
-        f"this model's {model_classes.pop()}"
+        f"the head {heads[-1]} keeps its initial values: the file has {file_classes.pop()} classes, "
+        f"this model {model_classes.pop()}"
     )
     return frozenset(keys)
 
@@ -164,15 +162,17 @@ def _other_head(
 def _absent_norms(
     model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
 ) -> frozenset[str]:
-    """Keys of AlexNet's added batch norms, where the file, a plain AlexNet's, has none of them.
+    """Keys of AlexNet's added batch norms if the file, of a plain AlexNet, has none of them.
 
-    A fresh batch norm passes its input on unchanged in evaluation, so the function is the file's.
+    A new batch norm is the identity in evaluation, so the model computes the file's function.
     """
     prefixes = model.added_norm_prefixes if isinstance(model, AlexNet) else ()
     keys = frozenset(key for key in own if key.startswith(prefixes)) if prefixes else frozenset()
     if not keys or not keys.isdisjoint(stored):
         return frozenset()
-    notes.append(f"the file is a plain AlexNet's: {len(prefixes)} batch norms start fresh")
+    notes.append(
+        f"the file is of a plain AlexNet: {len(prefixes)} batch norms keep their initial values"
+    )
     return keys
 
 

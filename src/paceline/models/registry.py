@@ -1,8 +1,4 @@
-"""`create_model`: from a name to a network.
-
-In: checked settings, and what the data says: classes, channels, edge of the images in pixels.
-Out: a freshly initialised `nn.Module` on the current device, drawn from torch's global generator.
-"""
+"""Networks by name, and the roles of their parameters: which ones decay."""
 
 from __future__ import annotations
 
@@ -16,14 +12,19 @@ from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet, AlexNet2012
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
 from paceline.models.settings import ModelSettings, check_model_name
 
+WEIGHT = "weight"
+BIAS_NORM = "bias_norm"
+# `_NormBase` is the base of every BatchNorm, SyncBatchNorm and InstanceNorm.
+_NORM_TYPES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
 
 def create_model(
     settings: ModelSettings, *, num_classes: int, in_channels: int = 3, image_size: int = 224
 ) -> nn.Module:
-    """Builds the model that `settings.name` names.
+    """A new model on the current device, initialized from torch's global generator.
 
-    `num_classes` is what the caller settled on; `settings.num_classes` is its wish and not read
-    here. Raises ConfigError where the name is unknown or the images are too small for the model.
+    `num_classes` overrides `settings.num_classes`. Raises ConfigError if the name is unknown or the
+    images are too small for the model.
     """
     name = settings.name
     check_model_name(name)
@@ -61,44 +62,27 @@ def _create_alexnet(
             num_classes=num_classes, in_channels=in_channels, dropout=settings.dropout
         )
     assert settings.name in ("alexnet", "alexnet_bn"), settings.name
+    norms: tuple[str, ...] = ()
+    if settings.name == "alexnet_bn":
+        norms = NORM_NAMES if settings.pool5_norm else NORM_NAMES[:-1]
     return AlexNet(
         num_classes=num_classes,
         in_channels=in_channels,
         dropout=settings.dropout,
-        norms=_norms(settings) if settings.name == "alexnet_bn" else (),
+        norms=norms,
     )
 
 
-def _norms(settings: ModelSettings) -> tuple[str, ...]:
-    return tuple(name for name in NORM_NAMES if settings.pool5_norm or name != "bn_pool5")
-
-
-# What part each parameter plays, and the optimizer groups that follow from it.
-#
-# In: any `nn.Module`. Out: parameter groups that torch's optimizers take. Weight decay pulls
-# towards zero, which regularises the weights of convolutions and linear layers; biases and the
-# scales and shifts of normalisation gain nothing from it, and at large batches it costs them
-# accuracy.
-
-
-WEIGHT = "weight"
-BIAS_NORM = "bias_norm"
-
-# `_NormBase` is the root of every BatchNorm, SyncBatchNorm and InstanceNorm.
-_NORM_TYPES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-
-
 def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
-    """Each parameter once, in the order of the model: its first name, itself, its role.
+    """First name, parameter and role of each parameter, in the order of the model.
 
-    A parameter shared by two modules is a weight if one of them uses it as a weight: what a
-    convolution multiplies with must decay even where a norm borrows it.
+    A parameter shared by several modules is a weight if one of them uses it as a weight.
     """
     found: dict[int, tuple[str, nn.Parameter, str]] = {}
     for path, module in model.named_modules():
         is_norm = isinstance(module, _NORM_TYPES)
         for own_name, parameter in module.named_parameters(recurse=False):
-            # Attention says "in_proj_bias", recurrent layers "bias_hh_l0".
+            # Attention layers have "in_proj_bias", recurrent layers "bias_hh_l0".
             is_bias = own_name.startswith("bias") or own_name.endswith("_bias")
             role = BIAS_NORM if is_norm or is_bias else WEIGHT
             name = f"{path}.{own_name}" if path else own_name
@@ -110,14 +94,15 @@ def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
 
 
 def named_roles(model: nn.Module) -> dict[str, str]:
-    """Parameter name → `weight` or `bias_norm`, frozen parameters included, shared ones once."""
+    """Parameter name → `weight` or `bias_norm`. Includes frozen parameters, shared ones once."""
     return {name: role for name, _, role in _owned(model).values()}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """At most two groups: `weight` with `weight_decay`, then `bias_norm` with none.
+    """At most two optimizer groups: `weight` with `weight_decay`, then `bias_norm` with none.
 
-    Frozen parameters are left out, and so is a group that would be empty.
+    Weight decay regularizes the weights of convolutions and linear layers; on biases and normalization
+    parameters it costs accuracy at large batches. Frozen parameters and empty groups are left out.
     """
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": weight_decay, "role": WEIGHT},

@@ -1,22 +1,28 @@
-"""ResNet-18/34/50/101/152, version 1.5, under torchvision's state-dict keys.
+"""ResNet-18/34/50/101/152, version 1.5, with torchvision's state-dict keys, and a small residual net.
 
-In: images (N, in_channels, H, W). Out: logits (N, num_classes). Version 1.5 strides in the 3x3
-convolution of a bottleneck, not in the 1x1 before it. He et al. 2015, "Deep Residual Learning for
-Image Recognition"; zero gamma at the end of each branch from Goyal et al. 2017.
+Version 1.5 puts the stride into the 3x3 convolution of a bottleneck instead of the 1x1 before it. He
+et al. 2015, "Deep Residual Learning for Image Recognition"; zero gamma at the end of each branch from
+Goyal et al. 2017. Blocks have a plain form, torch's operators on any device and under torch.compile,
+and a fused form, our Triton kernels in training mode on a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Whether a batch norm is of the form that the fused kernels compute. Needs no Triton to tell.
+# A feature map, or the same map twice: for the branch and for the shortcut (see `norm_act_twice`).
+Uses = Tensor | tuple[Tensor, Tensor]
+STAGE_CHANNELS = (64, 128, 256, 512)
+PADDED_CHANNELS = 4
 
 
 def norm_can_fuse(module: nn.Module) -> bool:
-    """Training mode with running averages of fixed momentum, and γ and β; other modules do not matter."""
+    """Whether a batch norm has the form that the fused kernels compute: training mode, running
+    averages of fixed momentum, γ and β. True for other modules. Does not import Triton."""
     if not isinstance(module, nn.BatchNorm2d):
         return True
     return (
@@ -27,15 +33,9 @@ def norm_can_fuse(module: nn.Module) -> bool:
     )
 
 
-# `ResidualBlock`: what the blocks of all residual nets share, in plain and in fused form.
-#
-# In: a map, or the same map under a name for each of its two uses. Out: the same. Plain form is
-# torch's own operators, on any device and under torch.compile; `fused` takes our kernels in
-# training mode.
-
-
-# One map, or one map under two names: for the branch and for the shortcut.
-Uses = Tensor | tuple[Tensor, Tensor]
+def can_launch(x: Tensor) -> bool:
+    """Whether Triton kernels can run on `x`: on a GPU, or in Triton's interpreter."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
 
 
 def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """The shortcut of a block that changes size; None where the input passes as it is."""
+    """The shortcut of a block that changes size; None for an identity shortcut."""
     if stride == 1 and in_channels == out_channels:
         return None
     return nn.Sequential(
@@ -52,7 +52,7 @@ def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequentia
 
 
 class ResidualBlock(nn.Module):
-    """`fused` is set by `fuse_norms`, on every block of a model or on none."""
+    """Base of all blocks. `fuse_norms` sets `fused` on every block of a model or on none."""
 
     fused = False
     relu: nn.ReLU
@@ -82,7 +82,7 @@ class ResidualBlock(nn.Module):
         return out
 
     def join(self, x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor) -> Uses:
-        """The branch's last norm, the sum and the last ReLU."""
+        """Last norm of the branch, sum with the shortcut, last ReLU."""
         if self.fused:
             from paceline.models.fused import can_fuse, norm_act_twice
 
@@ -107,15 +107,11 @@ def fused_stem(x: Tensor, norm: nn.BatchNorm2d, *, pooled: bool) -> Uses:
 
 
 def fuse_norms(model: nn.Module, fused: bool = True) -> int:
-    """Switches every part of `model` that has a fused form; returns how many there are."""
+    """Switches every module of `model` that has a fused form; returns their number."""
     parts = [module for module in model.modules() if hasattr(module, "fused")]
     for module in parts:
         setattr(module, "fused", fused)  # noqa: B010  (mypy takes any attribute for a tensor)
     return len(parts)
-
-
-STAGE_CHANNELS = (64, 128, 256, 512)
-PADDED_CHANNELS = 4
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
@@ -197,11 +193,8 @@ def build_stage(
 
 
 def init_residual(model: nn.Module, *, zero_init_gamma: bool) -> None:
-    """He's normal over fan-out for convolutions; gamma = 1 except, if asked, at each branch's end.
-
-    With gamma = 0 there every block starts as its shortcut, so that a deep net starts as a shallow
-    one: it bears the large learning rates of large batches from the first step.
-    """
+    """Kaiming normal over fan-out for convolutions. With `zero_init_gamma` the last γ of each branch
+    is 0, so every block starts as its shortcut and large learning rates work from the first step."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -210,7 +203,7 @@ def init_residual(model: nn.Module, *, zero_init_gamma: bool) -> None:
 
 
 class ResNet(nn.Module):
-    """A residual net. The stems `imagenet` and `small` differ in conv1's shape, not in the keys."""
+    """The stems `imagenet` and `small` differ in the shape of conv1, not in the state-dict keys."""
 
     fused = False
     pads_images: bool
@@ -250,11 +243,12 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         maps, _ = split_uses(self.layer4(self.layer3(self.layer2(self.layer1(self.stem(x))))))
-        return self.head(maps)
+        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
+        return logits
 
     def stem(self, x: Tensor) -> Uses:
-        """First convolution to first block. In the fused form images may have a fourth channel of
-        zeros, which GPUs read faster than three."""
+        """All layers before the first block. In the fused form images may have a fourth channel of
+        zeros, because convolutions on GPUs are faster with four channels than with three."""
         if self.fused and self.pads_images and x.shape[1] == PADDED_CHANNELS:
             weight = F.pad(self.conv1.weight, (0, 0, 0, 0, 0, 1))
             x = F.conv2d(x, weight, None, self.conv1.stride, self.conv1.padding)
@@ -265,43 +259,28 @@ class ResNet(nn.Module):
             return maps
         return fused_stem(x, self.bn1, pooled=isinstance(self.maxpool, nn.MaxPool2d))
 
-    def head(self, maps: Tensor) -> Tensor:
-        """Average over each map, then the linear layer."""
-        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
-        return logits
-
-
-# `SmallResNet`: a residual net for images of 28 or 32 pixels that trains quickly on two CPU
-# cores.
-#
-# In: images (N, in_channels, H, W). Out: logits (N, num_classes). 599,290 parameters for one
-# channel and ten classes. The shape is what measurement on two cores left over: convolutions cost
-# most where the maps are large, so only a stem of 16 channels sees the full image, every stage
-# halves the maps, and the second block stands where it is cheapest and helps most, in the last
-# stage.
-
-
-STEM_CHANNELS = 16
-SMALL_STAGE_CHANNELS = (32, 64, 128)
-STAGE_DEPTHS = (1, 1, 2)
-
 
 class SmallResNet(nn.Module):
-    """A 3x3 stem at full size, three stages of basic blocks, global average pool, linear head."""
+    """A residual net for images of 28 or 32 pixels that trains quickly on two CPU cores.
+
+    599,290 parameters for one channel and ten classes. The shape was found by measurement:
+    convolutions cost most on large maps, so only a stem of 16 channels sees the full image, every
+    stage halves the maps, and the only second block is in the last stage, where it is cheapest and
+    helps most.
+    """
 
     def __init__(
         self, *, num_classes: int = 10, in_channels: int = 1, zero_init_gamma: bool = True
     ) -> None:
         super().__init__()
-        self.conv1 = conv3x3(in_channels, STEM_CHANNELS)
-        self.bn1 = nn.BatchNorm2d(STEM_CHANNELS)
+        self.conv1 = conv3x3(in_channels, 16)
+        self.bn1 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU(inplace=True)
-        first, second, third = SMALL_STAGE_CHANNELS
-        self.layer1 = build_stage(BasicBlock, STEM_CHANNELS, first, STAGE_DEPTHS[0], stride=2)
-        self.layer2 = build_stage(BasicBlock, first, second, STAGE_DEPTHS[1], stride=2)
-        self.layer3 = build_stage(BasicBlock, second, third, STAGE_DEPTHS[2], stride=2)
+        self.layer1 = build_stage(BasicBlock, 16, 32, depth=1, stride=2)
+        self.layer2 = build_stage(BasicBlock, 32, 64, depth=1, stride=2)
+        self.layer3 = build_stage(BasicBlock, 64, 128, depth=2, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(third, num_classes)
+        self.fc = nn.Linear(128, num_classes)
         init_residual(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""`ModelSettings`: which network, and how it starts. Torch-free, so that `--help` stays quick.
-
-In: the values of the section `[model]`. Out: checked settings, and `MODEL_NAMES`, the names that
-`create_model` builds; a wrong name fails here, before torch is imported.
-"""
+"""Settings of the network: the section `[model]` of a recipe. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, nearest
 
-# The stems that each model can have; `auto` is allowed for all of them.
+# Stems of each model, besides `auto`.
 _RESNET_STEMS = ("imagenet", "small")
 _STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
     "resnet18": _RESNET_STEMS,
@@ -27,7 +23,7 @@ _STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
 MODEL_NAMES: tuple[str, ...] = tuple(_STEMS_OF_MODEL)
 STEM_NAMES: tuple[str, ...] = ("auto", *_RESNET_STEMS)
 
-# Images of at most this edge lose too much in a 7x7/2 convolution and a pool at the very start.
+# Images up to this size lose too much in a 7x7/2 convolution followed by a pool.
 SMALL_STEM_MAX_PIXELS = 64
 
 
@@ -36,10 +32,10 @@ class ModelSettings:
     """Which network, and how it starts.
 
     `name` is one of resnet18, resnet34, resnet50, resnet101, resnet152, resnet_tiny, alexnet,
-    alexnet2012 and alexnet_bn. `num_classes`, unset, is the data's. `stem` is imagenet, small, or auto:
-    small for images of at most 64 pixels. `zero_init_gamma` starts the last γ of each residual branch
-    at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets). `pool5_norm` = false
-    leaves the batch norm after pool5 out of alexnet_bn, for the ablation.
+    alexnet2012 and alexnet_bn. `num_classes`, unset, is the data's. `stem` is imagenet, small, or
+    auto: small for images of at most 64 pixels. `zero_init_gamma` starts the last γ of each residual
+    branch at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets).
+    `pool5_norm` = false leaves the batch norm after pool5 out of alexnet_bn, for the ablation.
     """
 
     name: str = "resnet50"
@@ -81,13 +77,13 @@ class ModelSettings:
             )
 
     def stem_for(self, image_size: int) -> str:
-        """The stem that a residual net gets: as set, or by the edge of the images in pixels."""
+        """The stem of a residual net for images of `image_size` pixels."""
         if self.stem != "auto":
             return self.stem
         return "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"
 
 
 def check_model_name(name: str) -> None:
-    """Raises ConfigError, with the nearest known name, where `name` is no model."""
+    """Raises ConfigError, with the nearest known name, if there is no such model."""
     if name not in _STEMS_OF_MODEL:
         raise ConfigError("model.name", name, "is not a model", nearest(name, MODEL_NAMES))

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers on fp32 master weights, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,34 @@ from typing import TYPE_CHECKING
 from paceline.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from paceline.optim.build import create_optimizer, set_rate
     from paceline.optim.lars import LARS, SGD
-    from paceline.optim.muon import Muon
+    from paceline.optim.muon import Muon, is_matrix, orthogonalize
+    from paceline.optim.schedule import LrSchedule
     from paceline.optim.settings import OptimSettings
 
-__all__ = ["LARS", "SGD", "Muon", "OptimSettings"]
+__all__ = [
+    "LARS",
+    "SGD",
+    "LrSchedule",
+    "Muon",
+    "OptimSettings",
+    "create_optimizer",
+    "is_matrix",
+    "orthogonalize",
+    "set_rate",
+]
 __getattr__, __dir__ = lazy_exports(
-    __name__, {"LARS": "lars", "SGD": "lars", "Muon": "muon", "OptimSettings": "settings"}
+    __name__,
+    {
+        "LARS": "lars",
+        "SGD": "lars",
+        "LrSchedule": "schedule",
+        "Muon": "muon",
+        "OptimSettings": "settings",
+        "create_optimizer": "build",
+        "is_matrix": "muon",
+        "orthogonalize": "muon",
+        "set_rate": "build",
+    },
 )

@@ -1,7 +1,7 @@
-"""LARS: layer-wise adaptive rates (You et al. 2017), in mixed precision.
+"""LARS, layer-wise adaptive rate scaling (You et al. 2017), and momentum SGD, in mixed precision.
 
-In: parameters in fp32, fp16 or bf16 with gradients in any of these. Out: `LARS`, a torch Optimizer that
-updates fp32 masters in fp32, writes the half parameters back, and needs no host synchronisation.
+Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights, writes
+half-precision parameters back, and needs no host synchronization.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.optim import lars_foreach, update_rows
-from paceline.optim.lars_fused import FusedStep, triton_is_usable
-from paceline.optim.update_rows import (
+from paceline.optim import lars_foreach
+from paceline.optim.lars_fused import FusedStep, triton_unavailable
+from paceline.optim.state import (
     FORMATS,
+    MASTER,
+    MOMENTUM,
     Gates,
     Hyper,
     HyperTable,
@@ -26,6 +28,8 @@ from paceline.optim.update_rows import (
     Row,
     StagedGradients,
     capturing,
+    create_state,
+    restore_state,
 )
 
 
@@ -35,13 +39,14 @@ class LARS(Optimizer):
     `trust_coefficient` is η, `weight_decay` β. λ is 1 where a norm is 0 and in groups with
     `adapt=False`. `lr_in_momentum=False` keeps the rate out of v: v ← m·v + λ(g + βw); w ← w − lr·v.
     `clip` makes λ min(λ/lr, 1), so that the local rate never exceeds lr. Groups may override each of
-    these. `fused` is None (Triton on CUDA where it is installed), True or False; `path` tells what it
-    came to. `in_half` is an ablation: no masters, all arithmetic in the parameter's own format.
+    these. `fused` is None (Triton on CUDA where it is installed), True or False; `path` is the
+    resulting choice. `in_half` is an ablation: no masters, all arithmetic in the parameter's own
+    format.
 
-    Switches on the device, all optional: `grad_scale` divides the gradients; `found_inf` or `hold`
-    other than 0 makes the step change nothing; `active`, one value a parameter in group order, leaves
-    parameters with 0 alone and their gradients unchecked. After a step `overflow` is 1 if a gradient
-    (or its squared norm) was not finite in fp32; then nothing was changed.
+    Optional switches on the device: `grad_scale` divides the gradients; a non-zero `found_inf` or
+    `hold` makes the step change nothing; `active`, one value per parameter in group order, excludes
+    parameters with 0 from update and finite check. After a step `overflow` is 1 if a gradient (or its
+    squared norm) was not finite in fp32; then nothing was changed.
 
     Example:
         optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
@@ -49,7 +54,7 @@ class LARS(Optimizer):
         optimizer.step()
     """
 
-    _step_supports_amp_scaling = True  # torch's GradScaler then leaves scale and skip to step()
+    _step_supports_amp_scaling = True  # torch's GradScaler leaves unscaling and skipping to step()
     grad_scale: Tensor | None  # no default: GradScaler multiplies whatever getattr() finds
     found_inf: Tensor | None
     hold: Tensor | None = None
@@ -72,7 +77,7 @@ class LARS(Optimizer):
         in_half: bool = False,
     ) -> None:
         if in_half and fused:
-            raise ValueError("in_half = True: has no fused kernels; leave fused unset")
+            raise ValueError("in_half = True: there are no fused kernels for it; leave fused unset")
         self.fused, self.in_half = fused, in_half
         self._set_up()
         defaults = {
@@ -98,7 +103,7 @@ class LARS(Optimizer):
         self.overflow = torch.zeros(())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, also between steps; refuses values and tensors that cannot be used."""
+        """Adds a group, also between steps."""
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         Hyper.of(group).check()
@@ -113,35 +118,31 @@ class LARS(Optimizer):
                 )
         self.param_groups.append(group)
 
-    # --- before a step -----------------------------------------------------------------------------
-
     @property
     def path(self) -> str:
-        """`triton` or `foreach`: what carries out the steps."""
+        """The implementation of the step: `triton` or `foreach`."""
         device = self._device()
         if self.fused is None:
-            usable = not self.in_half and device.type == "cuda" and triton_is_usable(device) == ""
+            usable = not self.in_half and device.type == "cuda" and triton_unavailable(device) == ""
             return "triton" if usable else "foreach"
-        if self.fused and (problem := triton_is_usable(device)):
+        if self.fused and (problem := triton_unavailable(device)):
             raise PacelineError(f"fused = True: {problem}", "use fused=False, or fused=None")
         return "triton" if self.fused else "foreach"
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Creates the state of every parameter; where gradients exist, also tables and kernels.
-
-        Call it before a CUDA graph is captured. The kernels are compiled by a step that is held.
-        """
+        """Creates the state of every parameter and, where gradients exist, compiles the kernels by a
+        step that changes nothing. Call it before a CUDA graph is captured."""
         outcome = self._ready()
         rows = self._rows()
         if rows and self._engine is not None:
             self.upload()
             assert self._table is not None
             held = replace(self._gates(outcome), hold=torch.ones_like(outcome.overflow))
-            self._engine.run(self._directed(rows, held), self._table.values, held, outcome)
+            self._engine.run(self._transform(rows, held), self._table.values, held, outcome)
 
     def upload(self) -> None:
-        """Sends the groups' values to the device, if one changed, without waiting.
+        """Copies the groups' hyper-parameters to the device asynchronously, if one changed.
 
         `step` calls it, except while a CUDA graph is captured: call it before each replay.
         """
@@ -153,17 +154,17 @@ class LARS(Optimizer):
         devices = {p.device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
             names = ", ".join(sorted(str(device) for device in devices))
-            raise PacelineError(f"parameters lie on {names}", "use one optimizer a device")
+            raise PacelineError(f"parameters lie on {names}", "use one optimizer per device")
         return devices.pop() if devices else torch.device("cpu")
 
     @torch.no_grad()
     def _ready(self) -> Outcome:
-        """State and results for the groups there are now; made once, and again after add_param_group."""
+        """Creates state and results for the current groups: once, and again after add_param_group."""
         if self._outcome is not None and self._ready_for == len(self.param_groups):
             return self._outcome
         device, fused = self._device(), self.path == "triton"
         for p in self._parameters():
-            update_rows.create(p, self.state[p], self.in_half)
+            create_state(p, self.state[p], self.in_half)
         if self._outcome is None or self._outcome.bad.numel() != len(self._parameters()):
             self._outcome = Outcome(len(self._parameters()), device)
             self.overflow = self._outcome.overflow
@@ -177,13 +178,11 @@ class LARS(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    # --- the step ----------------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """One update. Parameters without a gradient are left alone: no decay, no momentum."""
+        """One update. Parameters without a gradient stay unchanged: no decay, no momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -198,30 +197,30 @@ class LARS(Optimizer):
             self.upload()
         elif self._engine is None:
             raise RunError(
-                "the foreach path would freeze the learning rate in a CUDA graph",
+                "the foreach implementation would freeze the learning rate in a CUDA graph",
                 "install triton, or step outside of the graph",
             )
-        rows = self._directed(rows, gates)
+        rows = self._transform(rows, gates)
         if self._engine is not None and self._table is not None:
             self._engine.run(rows, self._table.values, gates, outcome)
         else:
             hypers = [self._hyper(group) for group in self.param_groups]
             lars_foreach.run(rows, hypers, gates, outcome, self.in_half)
-        self._settle(rows, gates, outcome)
+        self._finish(rows, gates, outcome)
         return loss
 
-    # What Muon does otherwise.
+    # Overridden by Muon.
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """The values with which a group is updated."""
+        """The hyper-parameters with which a group is updated."""
         return Hyper.of(group)
 
-    def _directed(self, rows: list[Row], gates: Gates) -> list[Row]:
-        """The rows as the update takes them; nothing that lasts changes here."""
+    def _transform(self, rows: list[Row], gates: Gates) -> list[Row]:
+        """The rows that the update uses; changes no state."""
         return rows
 
-    def _settle(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """After the update, which may have been skipped."""
+    def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        """Called after the update, also where a gate skipped it."""
 
     def _gates(self, outcome: Outcome) -> Gates:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -237,51 +236,49 @@ class LARS(Optimizer):
                 if p.grad is None or p.numel() == 0:
                     continue
                 state = self.state[p]
-                master = state.get(update_rows.MASTER, p)
+                master = state.get(MASTER, p)
                 gradient = self._staged.of(index, number, p, p.grad)
-                rows.append(Row(index, number, p, gradient, master, state[update_rows.MOMENTUM]))
+                rows.append(Row(index, number, p, gradient, master, state[MOMENTUM]))
         return rows
 
-    # --- after a step ------------------------------------------------------------------------------
-
     def masters(self) -> list[Tensor]:
-        """Each parameter's fp32 master, in group order; the parameter itself where it is fp32."""
+        """The fp32 master of each parameter in group order; the parameter itself where it is fp32."""
         self._ready()
-        return [self.state[p].get(update_rows.MASTER, p) for p in self._parameters()]
+        return [self.state[p].get(MASTER, p) for p in self._parameters()]
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Copies the parameters into their masters: call it after weights were loaded into the model."""
+        """Copies the parameters into their masters: call it after weights were loaded into the
+        model."""
         for master, parameter in zip(self.masters(), self._parameters(), strict=True):
             if master is not parameter:
                 master.copy_(parameter)
 
     def trust_ratios(self) -> list[float]:
-        """λ of the last step by parameter; 1 where none applies. Waits for the device."""
+        """λ of each parameter in the last step; 1 without adaptation. Synchronizes with the device."""
         return [float(ratio) for ratio in self._ready().ratios.tolist()]
 
     @property
     def bad(self) -> Tensor:
-        """After a step, on the device: 1 for each parameter whose gradient was not finite."""
+        """Flags on the device: 1 for each parameter whose gradient was not finite in the last step."""
         return self._ready().bad
 
     def nonfinite(self) -> list[int]:
-        """Indices of the parameters that made the last step overflow. Waits for the device."""
+        """Indices of parameters with non-finite gradients in the last step. Synchronizes."""
         return [i for i, bad in enumerate(self._ready().bad.tolist()) if bad]
 
-    # --- copies and checkpoints --------------------------------------------------------------------
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Exact in every format; loads into the memory that the state has already."""
+        """Keeps fp32 state exact, which torch would cast to the parameters' formats (1.0001 becomes
+        1.0 in fp16), and loads into existing memory."""
         old, seen = dict(self.state), dict[str, Any]()
 
         def remember(_: Optimizer, saved: dict[str, Any]) -> None:
             seen.update(saved)
 
         def restore(_: Optimizer) -> None:
-            update_rows.restore(self.param_groups, seen, old, self.state, self.in_half)
+            restore_state(self.param_groups, seen, old, self.state, self.in_half)
 
-        # The last hook before, to see what the user's hooks made of it; the first one after.
+        # Runs after the user's pre-hooks, which may change the state dict, and before their post-hooks.
         before = self.register_load_state_dict_pre_hook(remember)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
@@ -299,20 +296,14 @@ class LARS(Optimizer):
         for group in self.param_groups:  # a state dict of torch's SGD lacks our own keys
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        # A load keeps the memory that captured graphs read; only an unpickled object starts anew.
+        # Loading keeps the memory that captured graphs read; only an unpickled object starts afresh.
         if "_outcome" not in self.__dict__:
             self._set_up()
         self._ready_for = -1
 
 
-# Momentum SGD in the mixed-precision engine of LARS.
-#
-# In: parameters in fp32, fp16 or bf16. Out: `SGD`, LARS with every ratio at 1 and the rate
-# outside the momentum, which is torch's own rule.
-
-
 class SGD(LARS):
-    """v ← m·v + (g + βw); w ← w − lr·v. Masters, state and the device-side protocol are LARS's."""
+    """v ← m·v + (g + βw); w ← w − lr·v: torch's rule, with the masters and device switches of LARS."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""A step of LARS in torch's own list operations: the CPU, a GPU without Triton, the fp16 ablation.
+"""A LARS step in torch's list operations, for CPUs, GPUs without Triton, and the `in_half` ablation.
 
-In: rows, the groups' values, the switches. Out: masters, momenta and parameters updated in place, or
-left bit-identical; ratios and flags in `Outcome`. Nothing is read back from a GPU.
+Updates masters, momenta and parameters in place, or leaves them bit-identical. Does not synchronize
+with a GPU.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.optim.update_rows import Gates, Hyper, Outcome, Row
+from paceline.optim.state import Gates, Hyper, Outcome, Row
 
-# Elements that one fp32 sum of squares covers. Of all inputs tried equal elements have the largest
-# relative error: 5.4e-7 with 512, 1.0e-6 with 1,024. The time is the same.
+# Elements per fp32 sum of squares. The largest relative error measured, with equal elements, is 5.4e-7
+# for 512 and 1.0e-6 for 1,024; the time is the same.
 _CHUNK = 512
 
 
 def run(
     rows: Sequence[Row], hypers: Sequence[Hyper], gates: Gates, outcome: Outcome, in_half: bool
 ) -> None:
-    """One step. First every norm, since one bad gradient stops all parameters; then the updates."""
+    """One step. All norms come first, because one non-finite gradient skips all updates."""
     gradients = _unscaled(rows, gates.grad_scale)
     if in_half or any(hyper.adapt for hyper in hypers):
         norms = _norms(gradients, in_half)
-    else:  # they serve the finite check alone and need no accuracy
+    else:  # used by the finite check only, which needs no accuracy
         norms = list(torch._foreach_norm(gradients, 2))
     bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
     allowed = torch.ones_like(bad)
@@ -62,12 +62,12 @@ def run(
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether a flag can be read at no cost; then updates go in place, else through selects."""
+    """Whether flags can be read without a synchronization."""
     return device.type == "cpu"
 
 
 def _put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
-    """vector[index] = value, by row. A list as an index would be copied to the device, and waited for."""
+    """vector[index] = value for each row. Indexing with a list would synchronize with the device."""
     entries = list(vector.unbind())
     for row, value in zip(rows, values.unbind(), strict=True):
         entries[row.index] = value
@@ -79,14 +79,14 @@ def trust_ratio(weight_norm: Tensor, gradient_norm: Tensor, hyper: Hyper) -> Ten
     below = gradient_norm + hyper.weight_decay * weight_norm + hyper.eps
     ratio = hyper.trust_coefficient * weight_norm / below
     if hyper.clip:
-        # A rate of 0 clips nothing: 0 · 1 is 0 all the same, and 0 / 0 would not be.
+        # With lr = 0 the ratio does not matter, and 0 / 0 would give NaN.
         ratio = torch.clamp(ratio / hyper.lr, max=1.0) if hyper.lr > 0 else torch.ones_like(ratio)
     usable = (weight_norm.square() > 0) & (gradient_norm.square() > 0) & torch.isfinite(ratio)
     return torch.where(usable, ratio, torch.ones_like(ratio))
 
 
 def _unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
-    """Gradients in the master's format, divided by the scale; never the gradients' own memory changed."""
+    """Gradients in the master's format, divided by the scale; does not change the gradients."""
     gradients = [row.gradient.to(row.master.dtype) for row in rows]
     if grad_scale is None:
         return gradients
@@ -94,7 +94,7 @@ def _unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
 
 
 def _norms(tensors: Sequence[Tensor], in_half: bool) -> list[Tensor]:
-    if in_half:  # squares and sum leave the half format's range: that is the ablation's point
+    if in_half:  # squares and sums overflow the half format: the point of the ablation
         return [(tensor * tensor).sum().sqrt() for tensor in tensors]
     if not tensors or not on_host(tensors[0].device):
         return list(torch._foreach_norm(list(tensors), 2))
@@ -104,9 +104,9 @@ def _norms(tensors: Sequence[Tensor], in_half: bool) -> list[Tensor]:
 def accurate_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """2-norms of fp32 tensors on the CPU, with a relative error of at most 1e-6.
 
-    torch's CPU norm adds up all squares of a tensor in a few fp32 accumulators: its relative error grows
-    with the size, to 3e-3 for 40 million normally distributed elements. Here fp32 sums cover one chunk
-    at a time, and fp64 adds the chunks up.
+    torch's CPU norm sums all squares of a tensor in a few fp32 accumulators; its relative error grows
+    with the size, to 3e-3 for 40 million normally distributed elements. Here fp32 sums cover one
+    chunk each, and chunks are added in fp64.
     """
     norms: list[Tensor | None] = [None] * len(tensors)
     small = [i for i, tensor in enumerate(tensors) if tensor.numel() <= _CHUNK]
@@ -121,7 +121,7 @@ def accurate_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _chunked_norm(tensor: Tensor) -> Tensor:
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        tensor = tensor.permute(0, 2, 3, 1)  # a view in memory order: reshape copies nothing
+        tensor = tensor.permute(0, 2, 3, 1)  # in memory order: reshape does not copy
     flat = tensor.reshape(-1)
     even = flat.numel() // _CHUNK * _CHUNK
     parts = torch.linalg.vector_norm(flat[:even].view(-1, _CHUNK), dim=1)
@@ -134,13 +134,13 @@ def _chunked_norm(tensor: Tensor) -> Tensor:
 def _pushes(
     rows: Sequence[Row], gradients: list[Tensor], hyper: Hyper, ratios: Tensor | None
 ) -> list[Tensor]:
-    """λ·(g + βw), times lr where that belongs inside: what is added to the momentum."""
+    """λ·(g + βw), times lr with `lr_in_momentum`: what is added to the momentum."""
     if hyper.weight_decay:
         masters = [row.master for row in rows]
         gradients = list(torch._foreach_add(gradients, masters, alpha=hyper.weight_decay))
     inside = hyper.lr if hyper.lr_in_momentum else 1.0
     if ratios is None and inside == 1.0 and hyper.weight_decay:
-        return gradients  # ours already; without decay they may be the caller's own
+        return gradients  # fresh tensors; without decay they may be the caller's
     if ratios is None:
         return list(torch._foreach_mul(gradients, inside))
     return list(torch._foreach_mul(gradients, list((ratios * inside).unbind())))
@@ -163,7 +163,7 @@ def _apply(rows: Sequence[Row], pushes: list[Tensor], hyper: Hyper) -> None:
 def _select(
     rows: Sequence[Row], pushes: list[Tensor], hyper: Hyper, allowed: Sequence[Tensor]
 ) -> None:
-    """`_apply` on copies; then, on the device, new or old. A product with 0 would let NaN through."""
+    """`_apply` on copies, then a selection on the device. A product with 0 would let NaN through."""
     copies = []
     for row in rows:
         master, momentum = row.master.clone(), row.momentum.clone()

@@ -1,7 +1,8 @@
-"""A step of LARS in Triton kernels: the host's part.
+"""A LARS step in Triton kernels: tables of addresses on the device, and a few launches over all
+tensors.
 
-In: rows with the addresses of their tensors. Out: tables on the device, made anew only where an address
-changed, and a handful of launches. No synchronisation, no allocation that depends on values.
+Tables are rebuilt only where an address changed. No synchronization, and no allocation that depends on
+values.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import RunError
-from paceline.optim.update_rows import Gates, Outcome, Row, capturing, same_strides
+from paceline.optim.state import Gates, Outcome, Row, capturing, same_strides
 
-CHUNK = 16384  # elements a program works on; ResNet-50 has some 1,700 such chunks
-BLOCK = 4096  # elements in flight at once in a program
-WIDTH = 256  # partial sums and flags read at once
+CHUNK = 16384  # elements per program; ResNet-50 has about 1,700 chunks
+BLOCK = 4096  # elements per loop iteration of a program
+WIDTH = 256  # partial sums and flags per load
 WARPS = 8
-ALIGN = 16  # bytes: the widest load
+ALIGN = 16  # bytes of the widest load
 
 
-def triton_is_usable(device: torch.device) -> str:
-    """Why the kernels cannot run on `device`; empty where they can."""
+def triton_unavailable(device: torch.device) -> str:
+    """Why the kernels cannot run on `device`; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -41,7 +42,7 @@ def triton_is_usable(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Chunks [first, first + count) whose tensors share formats and alignment: one launch a pass."""
+    """Chunks [first, first + count) whose tensors share formats and alignment: one launch per pass."""
 
     gradient: torch.dtype
     parameter: torch.dtype
@@ -52,7 +53,8 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What does not depend on addresses, but for their alignment. `order`: rows, bucket by bucket."""
+    """The part of the tables that depends on the alignment of addresses only. `order` lists rows by
+    bucket."""
 
     key: tuple[Any, ...]
     order: tuple[int, ...]
@@ -71,21 +73,21 @@ class _Tables:
 
 @dataclass
 class FusedStep:
-    """Tables of the last step, and constants in the place of switches that are not set."""
+    """Caches the tables of the last step, and constants for switches that are not set."""
 
     _tables: _Tables | None = None
     _constants: tuple[Tensor, Tensor, Tensor] | None = None
-    _captured: list[tuple[Any, ...]] = field(default_factory=list)  # a graph goes on reading these
+    _captured: list[tuple[Any, ...]] = field(default_factory=list)  # kept for graphs that read them
 
     def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
-        """Queues one step on the current stream."""
+        """Launches one step on the current stream."""
         device = hyper.device
         in_graph = capturing(device)
         key = tuple(_address_key(row) for row in rows)
         if self._tables is None or self._tables.key != key:
             if in_graph:
                 raise RunError(
-                    "the gradients' addresses changed since the last step, in the midst of a capture",
+                    "the gradients' addresses changed between the last step and a CUDA graph capture",
                     "keep gradients in place (zero_grad(set_to_none=False)) and call prepare() before",
                 )
             self._tables = self._build(rows, key, outcome)
@@ -99,17 +101,17 @@ class FusedStep:
             self._launch(self._tables, hyper, gates, outcome)
 
     def _build(self, rows: Sequence[Row], key: tuple[Any, ...], outcome: Outcome) -> _Tables:
-        """New addresses; a new layout only where formats, sizes or alignment changed, too."""
+        """New addresses, and a new layout if formats, sizes or alignment changed."""
         device = outcome.bad.device
         layout_key = tuple(map(_layout_key, rows, key))
         layout = None if self._tables is None else self._tables.layout
         if layout is None or layout.key != layout_key:
-            outcome.clear()  # the new rows may leave out parameters that the old ones had
+            outcome.clear()  # parameters of the old rows may be missing from the new ones
             layout = _lay_out(layout_key, device)
         columns = []
         for position, first in zip(layout.order, layout.first_chunks, strict=True):
             row, (_, _, *addresses) = rows[position], key[position]
-            _require_alike(row)
+            _check_strides(row)
             columns.append([*addresses, row.parameter.numel(), first, row.group, row.index])
         table = torch.tensor(columns, dtype=torch.int64).t().contiguous()
         return _Tables(key, layout, _sent(table, device))
@@ -157,17 +159,17 @@ def _address_key(row: Row) -> tuple[Any, ...]:
     )
 
 
-def _require_alike(row: Row) -> None:
+def _check_strides(row: Row) -> None:
     for tensor in (row.master, row.momentum):
         if not same_strides(tensor, row.parameter):
             raise RunError(
-                f"parameter of shape {tuple(row.parameter.shape)} got other strides than its state",
+                f"parameter of shape {tuple(row.parameter.shape)} and its state differ in strides",
                 "choose the memory format before the first step",
             )
 
 
 def _layout_key(row: Row, addresses: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Formats and alignment first: rows that agree in these share a bucket."""
+    """Formats and alignment, by which rows share a bucket, then index and size."""
     aligned = all(address % ALIGN == 0 for address in addresses[2:])
     sizes = row.gradient.element_size(), row.parameter.element_size()
     align = ALIGN if aligned else min(sizes)
@@ -197,5 +199,5 @@ def _lay_out(key: tuple[Any, ...], device: torch.device) -> _Layout:
 
 
 def _sent(host: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for the copy."""
+    """Copies to the device asynchronously."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

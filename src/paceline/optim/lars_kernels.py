@@ -1,9 +1,9 @@
-"""Triton kernels of LARS over many tensors at once.
+"""Triton kernels of LARS over many tensors at once, given tables of their addresses.
 
-In: tables of addresses. A chunk is at most CHUNK elements of one tensor; a program works on one. Out, in
-three passes: `norms` leaves Σw² and Σg² a chunk; `ratios` sums them by tensor in a fixed order (no
-atomics, hence the same bits every time) into λ and a flag; `update` writes masters, momenta and
-parameters, unless any flag or switch says no.
+A chunk is at most CHUNK elements of one tensor and is processed by one program. Three passes: `norms`
+computes Σw² and Σg² of each chunk; `ratios` sums them by tensor in a fixed order, without atomics and
+therefore bit-reproducibly, into λ and a non-finite flag; `update` writes masters, momenta and
+parameters unless a flag or switch forbids it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# Switches may be views at any address; a kernel compiled anew for one would break a graph capture.
+# Switches may be views at any address; recompiling for one would break a graph capture.
 ANYWHERE = ["grad_scale", "found_inf", "hold", "active"]
 
 # Rows of the tensor table.
@@ -58,7 +58,7 @@ def _squares(base, offsets, left, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def _chunk_sum(base, left, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Σ(x·scale)² of `left` elements. Only the last block is masked: a mask forbids wide loads."""
+    """Σ(x·scale)² of `left` elements. Only the last block is masked: masks prevent wide loads."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, CHUNK, BLOCK):
@@ -97,7 +97,7 @@ def _ordered_sum(values, count, WIDTH: tl.constexpr):
     lanes = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
     start = 0
-    while start < count:  # not range(): Triton's interpreter cannot take its bound from a table
+    while start < count:  # not range(): Triton's interpreter cannot use a loaded bound
         total += tl.load(values + start + lanes, mask=start + lanes < count, other=0.0)
         start += WIDTH
     return tl.sum(total, axis=0)

@@ -1,8 +1,7 @@
-"""Muon: LARS along orthogonalised momentum, for batches at which LARS itself has too few steps.
+"""Muon: LARS along orthogonalized momentum, for batches so large that LARS has too few steps.
 
-In: parameters in fp32, fp16 or bf16. Out: `Muon`, LARS whose filters move in the direction of their
-momentum with all singular values made equal (K. Jordan et al. 2024). Masters, kernels, switches on the
-device and checkpoints are LARS's.
+Filters move in the direction of their momentum with all singular values made equal (K. Jordan et al.
+2024). Masters, kernels, device switches and checkpoints are those of LARS.
 """
 
 from __future__ import annotations
@@ -16,35 +15,29 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.optim import update_rows
 from paceline.optim.lars import LARS
-from paceline.optim.update_rows import Gates, Hyper, HyperTable, Outcome, Row, capturing
-
-# From a matrix to the nearest one with equal singular values, by products of matrices alone.
-#
-# In: gradients of filters and linear layers. Out: tensors of the same shapes, strides and norms
-# whose singular values are about equal, so that a step moves a layer in all directions alike.
-# Newton and Schulz's iteration with the quintic of K. Jordan et al. (2024), which trades
-# exactness for speed: values that are not tiny come out between 0.68 and 1.2, before the norm is
-# put back. Nothing is read back from a GPU.
-
+from paceline.optim.state import MOMENTUM, Gates, Hyper, HyperTable, Outcome, Row, capturing
 
 ITERATIONS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-# Squares of what is below leave fp32's range: the norm comes out too small, the iteration would diverge.
+# Squares of smaller numbers underflow in fp32: the norm would be too small and the iteration diverge.
 _TINY = 1e-15
+_MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether there is anything to make orthogonal: at least two rows and two columns."""
+    """Whether the tensor has at least two rows (outputs) and two columns."""
     return tensor.dim() > 1 and len(tensor) > 1 and tensor.numel() > len(tensor)
 
 
 @torch.no_grad()
-def orthogonalised(tensors: Sequence[Tensor], still: Sequence[Tensor] = ()) -> list[Tensor]:
-    """In fp32, with the norms that the tensors had; 0 stays 0, and what is not finite becomes NaN.
+def orthogonalize(tensors: Sequence[Tensor], still: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Tensors of the same shapes, strides and norms whose singular values are about equal, in fp32.
 
-    `still`: for each tensor a flag on its device; where it is set, zeros come out whatever went in.
+    Newton-Schulz iteration with the quintic polynomial of K. Jordan et al., which trades exactness
+    for speed: singular values that are not tiny end between 0.68 and 1.2, before the norm is
+    restored. Zero stays zero; non-finite input gives NaN. `still` holds a flag per tensor on its
+    device; where it is set the result is zero. Does not synchronize with the device.
     """
     if still and len(still) != len(tensors):
         raise ValueError(f"{len(still)} flags for {len(tensors)} tensors")
@@ -53,7 +46,7 @@ def orthogonalised(tensors: Sequence[Tensor], still: Sequence[Tensor] = ()) -> l
     for place, tensor in enumerate(tensors):
         alike.setdefault(tuple(_matrix(tensor).shape), []).append(place)
     for places in alike.values():
-        # Tensors of one shape go together: for small ones launching a kernel is the cost.
+        # Tensors of one shape are batched: the cost of small ones is the kernel launch.
         stacked = torch.stack([_matrix(tensors[i]) for i in places])
         norms = _norms(stacked)
         unit = stacked / norms.clamp(min=_TINY)
@@ -74,7 +67,7 @@ def _norms(matrices: Tensor) -> Tensor:
 
 
 def _iterated(wide: Tensor) -> Tensor:
-    """Of matrices with norms of at most 1. Tensor cores do it in bf16, whose range it stays in."""
+    """For matrices with norms of at most 1; on GPUs in bf16, which uses tensor cores."""
     x = wide.to(torch.bfloat16) if wide.is_cuda else wide
     for _ in range(ITERATIONS):
         square = x @ x.mT
@@ -84,7 +77,7 @@ def _iterated(wide: Tensor) -> Tensor:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """A row for each output, in fp32; columns in the order of memory, which changes nothing."""
+    """One row per output, in fp32. Columns are in memory order, which does not affect the result."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     return tensor.flatten(1).float()
@@ -98,17 +91,14 @@ def _like(matrix: Tensor, tensor: Tensor) -> Tensor:
     return matrix.view(tensor.shape)
 
 
-_MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
-
-
 class Muon(LARS):
     """v ← m·v + (1−m)·g; u = O(v)·‖v‖; λ = η‖w‖ / (‖u‖ + β‖w‖ + eps); w ← w − lr·λ·(u + βw).
 
-    O makes all singular values equal; `nesterov` takes (1−m)·g + m·v in place of v. So for groups
-    with `orthogonal=True`, the default, whose tensors are matrices with a row for each output; other
-    groups are updated as by LARS. Momentum is an average here and comes before the layer's rate, which
-    it does not multiply: η has to be 1/(1−m) times that of LARS for the same pace. A gradient of zeros
-    leaves only the decay, at λ = 1 as in LARS; v goes on fading. What has to be finite is v.
+    O makes all singular values equal; `nesterov` uses (1−m)·g + m·v in place of v. This applies to
+    groups with `orthogonal=True`, the default, whose tensors are matrices with one row per output;
+    other groups are updated as by LARS. Momentum is an average here and does not multiply the layer's
+    rate: η must be 1/(1−m) times that of LARS for equal step sizes. With a zero gradient only the
+    decay applies, at λ = 1 as in LARS, and v keeps fading. The finite check applies to v.
 
     Example:
         optimizer = Muon([{"params": filters}, {"params": others, "orthogonal": False}], lr=4.0)
@@ -141,8 +131,8 @@ class Muon(LARS):
 
     def _set_up(self) -> None:
         super()._set_up()
-        self._own: HyperTable | None = None  # the groups as they are; the kernels' has no momentum
-        self._captured: list[HyperTable] = []  # a graph goes on reading these
+        self._own: HyperTable | None = None  # with momentum; the kernels' table has none
+        self._captured: list[HyperTable] = []  # kept for graphs that read them
         self._next: dict[int, Tensor] = {}
         self._directions: dict[int, Tensor] = {}
 
@@ -154,7 +144,8 @@ class Muon(LARS):
         self.param_groups.append(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Groups that do not say whether they are orthogonal, as other optimizers', stay as here."""
+        """Groups without the key `orthogonal`, as saved by other optimizers, keep their current
+        value."""
         saved = list(state_dict["param_groups"])
         if len(saved) == len(self.param_groups):
             for place, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
@@ -171,12 +162,10 @@ class Muon(LARS):
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         hyper = super()._hyper(group)
-        if not group["orthogonal"]:
-            return hyper
-        return hyper._replace(momentum=0.0)
+        return hyper._replace(momentum=0.0) if group["orthogonal"] else hyper
 
-    def _directed(self, rows: list[Row], gates: Gates) -> list[Row]:
-        """The rows with directions for gradients; momenta as they would be wait in `_next`."""
+    def _transform(self, rows: list[Row], gates: Gates) -> list[Row]:
+        """Rows with orthogonalized directions as gradients; the new momenta are kept in `_next`."""
         groups = [
             (number, [row for row in rows if row.group == number])
             for number, group in enumerate(self.param_groups)
@@ -186,7 +175,7 @@ class Muon(LARS):
         if not chosen:
             return rows
         if self._own is None or len(self._own.values) != len(self.param_groups):
-            raise RunError("a step is captured that was not prepared", "call prepare() before")
+            raise RunError("a step was captured without preparation", "call prepare() before")
         if capturing(self._own.values.device):
             self._captured.append(self._own)
         wanted: list[Tensor] = []
@@ -196,7 +185,7 @@ class Muon(LARS):
                 found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
                 wanted += found
                 still += none
-        found = orthogonalised(wanted, still)
+        found = orthogonalize(wanted, still)
         if gates.grad_scale is not None:
             # The kernels divide by the scale, a power of two, as they do with every gradient.
             torch._foreach_mul_(found, gates.grad_scale.reshape(()))
@@ -204,15 +193,15 @@ class Muon(LARS):
         torch._foreach_copy_(directions, found)
         directed = {}
         for row, direction in zip(chosen, directions, strict=True):
-            # The update has no momentum of its own here: it gets memory that is finite whenever it runs.
+            # The update ignores momentum here; it gets memory that is finite whenever it runs.
             directed[row.index] = replace(row, gradient=direction, momentum=direction)
         return [directed.get(row.index, row) for row in rows]
 
     def _averaged(
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """What to make orthogonal for the rows of a group, and which of them have no gradient at all.
-        In list operations: launching a kernel for each small tensor costs more than its arithmetic."""
+        """Averaged gradients of a group's rows, and flags of rows whose gradient is zero. List
+        operations, because a kernel launch per small tensor costs more than its arithmetic."""
         momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
         then = [self._kept(self._next, row) for row in rows]
         fresh = [torch.empty_like(tensor) for tensor in then]
@@ -230,8 +219,8 @@ class Muon(LARS):
         torch._foreach_add_(wanted, fresh)
         return wanted, still
 
-    def _settle(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """Keeps the new momenta, unless the step was skipped: a factor of 0 would let NaN through."""
+    def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
         go = outcome.overflow == 0
         for gate in (gates.found_inf, gates.hold):
             if gate is not None:
@@ -241,11 +230,11 @@ class Muon(LARS):
             if not self.param_groups[row.group]["orthogonal"]:
                 continue
             own = go if owns is None else owns[row.index]
-            momentum = self.state[row.parameter][update_rows.MOMENTUM]
+            momentum = self.state[row.parameter][MOMENTUM]
             torch.where(own, self._next[row.index], momentum, out=momentum)
 
     def _kept(self, store: dict[int, Tensor], row: Row) -> Tensor:
-        """Memory that stays where it is: a recorded graph knows its address."""
+        """Memory at a constant address, which captured graphs hold."""
         if row.index not in store:
             store[row.index] = torch.zeros_like(
                 row.parameter, dtype=torch.float32, memory_format=torch.preserve_format
@@ -257,6 +246,6 @@ def _require_matrices(parameters: Sequence[Tensor]) -> None:
     for p in parameters:
         if not is_matrix(p):
             raise PacelineError(
-                f"parameter of shape {tuple(p.shape)} has no singular values to speak of",
+                f"parameter of shape {tuple(p.shape)} has fewer than two rows or columns",
                 "put it into a group with orthogonal=False",
             )

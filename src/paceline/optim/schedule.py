@@ -1,8 +1,4 @@
-"""The learning rate as a pure function of the step.
-
-In: the settings, the batch and the length of the run. Out: `rate(step)`, the rate for the step of
-that number, counted from 0 over batches consumed. No state: a resumed run needs nothing but the step.
-"""
+"""The learning rate as a pure function of the step: a resumed run needs no schedule state."""
 
 from __future__ import annotations
 
@@ -32,12 +28,12 @@ class LrSchedule:
 
     @property
     def _cuts_warmup(self) -> bool:
-        """Whether the share takes a step or more off the epochs; less is rounding."""
+        """Whether `warmup_max_share` shortens the warm-up by at least one step."""
         wanted = self.settings.warmup_epochs * self.steps_per_epoch
         return wanted >= self._most_warmup_steps + 1
 
     def describe_cut(self) -> str:
-        """Words for a warm-up that is shorter than `warmup_epochs`; empty where it is not."""
+        """Describes a warm-up shorter than `warmup_epochs`; otherwise empty."""
         if not self._cuts_warmup or self.settings.warmup_max_share == 1:
             return ""
         epochs = self.warmup_steps / self.steps_per_epoch
@@ -47,7 +43,7 @@ class LrSchedule:
         )
 
     def rate(self, step: int) -> float:
-        """The rate of `step`. The first step of a warm-up is not zero: it would be wasted."""
+        """The rate of `step`, counted from 0. The first warm-up step is not 0, which would waste it."""
         if step + 1 < self.warmup_steps:
             start = self.settings.warmup_start
             return start + (self.peak - start) * (step + 1) / self.warmup_steps

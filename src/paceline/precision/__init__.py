@@ -1,1 +1,37 @@
-"""Number formats: what is computed, kept and sent in which precision."""
+"""Number formats of activations, weights and gradients, and loss scaling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from paceline.precision.policy import (
+        LossScale,
+        Policy,
+        allow_tf32,
+        choose_policy,
+        matrix_weights,
+    )
+    from paceline.precision.settings import PrecisionSettings
+
+__all__ = [
+    "LossScale",
+    "Policy",
+    "PrecisionSettings",
+    "allow_tf32",
+    "choose_policy",
+    "matrix_weights",
+]
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "LossScale": "policy",
+        "Policy": "policy",
+        "PrecisionSettings": "settings",
+        "allow_tf32": "policy",
+        "choose_policy": "policy",
+        "matrix_weights": "policy",
+    },
+)

@@ -1,8 +1,8 @@
-"""`Policy`: which number format computes, and how a model is made ready for it.
+"""`Policy`, the number format of a model, and `LossScale`, which keeps fp16 gradients from
+underflowing.
 
-In: the settings and the device. Out: a model whose convolutions and linear layers hold half-precision
-weights, while biases and normalisation keep fp32 parameters, and the context in which it computes.
-The fp32 masters are the optimizer's.
+Convolutions and linear layers hold half-precision weights; biases and normalization keep fp32
+parameters. The optimizer holds the fp32 master weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.precision.settings import PrecisionSettings
 
 _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# The layers that compute in matrix units; everything else has few parameters, and gains from fp32.
+# Layers that use matrix units; all others have few parameters and keep fp32.
 _MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -36,26 +36,26 @@ class Policy:
 
     @property
     def scales_loss(self) -> bool:
-        """fp16 loses small gradients to underflow; bf16 and fp32 have exponents enough."""
+        """Small gradients underflow in fp16; bf16 and fp32 have enough exponent bits."""
         return self.dtype == torch.float16
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Rounds the matrix weights in place; a weight shared with another layer stays shared."""
+        """Rounds the matrix weights in place; weights shared between layers stay shared."""
         if self.is_half:
             for weight in matrix_weights(model):
                 weight.data = weight.data.to(self.dtype)
         return model
 
     def compute(self) -> AbstractContextManager[object]:
-        """Around forward passes: casts inputs and biases, and computes losses in fp32."""
+        """Context of forward passes: casts inputs and biases, and computes losses in fp32."""
         if not self.is_half:
             return nullcontext()
-        # Without the cache: a captured graph must cast anew, because parameters change under it.
+        # Without the cache: a captured graph must repeat the casts, because parameters change.
         return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
 
 def matrix_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that travel and compute in half precision, each once."""
+    """Weights that are computed with, and exchanged, in half precision; shared ones once."""
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, _MATRIX_LAYERS):
@@ -65,7 +65,7 @@ def matrix_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def choose_policy(settings: PrecisionSettings, device: torch.device) -> Policy:
-    """Refuses a format that the device cannot compute in, before anything is built."""
+    """Raises ConfigError for a format that the device cannot compute in."""
     name = settings.amp_dtype
     if name == "auto":
         name = "fp16" if device.type == "cuda" else "fp32"
@@ -81,13 +81,13 @@ def choose_policy(settings: PrecisionSettings, device: torch.device) -> Policy:
 
 
 def allow_tf32(settings: PrecisionSettings) -> None:
-    """For the whole process: torch keeps these switches globally."""
+    """Sets torch's global switches."""
     torch.backends.cuda.matmul.allow_tf32 = settings.tf32
     torch.backends.cudnn.allow_tf32 = settings.tf32
 
 
 def _problem(dtype: torch.dtype, device: torch.device) -> str:
-    """One small convolution, forward and backward: tables of what devices can do grow old."""
+    """Tries one small convolution, forward and backward, instead of listing device capabilities."""
     try:
         image = torch.ones(2, 4, 4, 4, dtype=dtype, device=device)
         weight = torch.ones(4, 4, 3, 3, dtype=dtype, device=device, requires_grad=True)
@@ -98,25 +98,20 @@ def _problem(dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-# `LossScale`: the factor that keeps fp16 gradients clear of underflow.
-#
-# In: after each step, whether a gradient overflowed, as a flag on the device, equal on all ranks
-# since it comes from their sum. Out: the scale, on the device: no host waits for the decision.
-#
-# A step over fewer samples than the global batch divides its loss by fewer samples, so each
-# sample's gradient is larger than in a full step. `step_value` makes up for it: it is the scale
-# divided by the power of two that keeps each sample's gradient at most as large as in a full
-# step.
-
-
 class LossScale:
-    """Dynamic where the policy needs a scale and the settings give none; else constant."""
+    """Dynamic if the policy needs a scale and the settings give none, else constant.
+
+    The scale is updated on the device from a flag that is equal on all ranks, without
+    synchronization. A step over fewer samples than the global batch divides its loss by fewer
+    samples, so each sample's gradient is larger than in a full step; `step_value` is the scale
+    divided by a power of two that compensates for it.
+    """
 
     def __init__(
         self, policy: Policy, settings: PrecisionSettings, *, fp16_travels: bool = False
     ) -> None:
-        """`fp16_travels`: gradients pass through fp16 on their way between ranks, which is as small a
-        range as if they were computed in it."""
+        """`fp16_travels`: gradients are exchanged in fp16, which has the same small range as
+        computing in it."""
         scales = policy.scales_loss or fp16_travels
         self.dynamic = scales and settings.loss_scale is None
         start = settings.loss_scale_init if scales else 1.0
@@ -125,22 +120,23 @@ class LossScale:
         self._interval = settings.loss_scale_interval
         self.floor, self.ceiling = settings.loss_scale_min, settings.loss_scale_max
         self.value = torch.tensor(start, device=policy.device)
-        # What the current step multiplies its loss by, and divides its gradients by.
+        # Multiplies the loss of the current step and divides its gradients.
         self.step_value = self.value.clone()
         self._quiet_steps = torch.zeros((), device=policy.device)
 
     def begin_step(self, samples: int, global_batch: int) -> None:
-        """Sets `step_value` for a step over `samples` samples, those of all ranks.
+        """Sets `step_value` for a step over `samples` samples of all ranks.
 
-        The divisor is the smallest power of two that makes `samples` times it at least `global_batch`.
-        A power of two scales gradients without rounding, so the update has the same bits as without it,
-        unless a gradient overflows or underflows.
+        The divisor is the smallest power of two that makes `samples` times it at least
+        `global_batch`. A power of two scales without rounding, so the update keeps its bits unless a
+        gradient over- or underflows.
         """
         missing = -(-global_batch // samples) - 1
         torch.mul(self.value, 2.0 ** -missing.bit_length(), out=self.step_value)
 
     def update(self, overflow: Tensor, hold: Tensor) -> None:
-        """Halves after an overflow, doubles after a long time without; nothing while `hold` is set."""
+        """Halves after an overflow, doubles after `loss_scale_interval` steps without; no change while
+        `hold` is set."""
         if not self.dynamic:
             return
         bad, free = overflow > 0, hold == 0
@@ -159,12 +155,12 @@ class LossScale:
         return f"constant {scale:g}" if scale != 1.0 else "none"
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint."""
         quiet = float(self._quiet_steps) if self.dynamic else -1.0
         return {"scale": float(self.value), "quiet_steps": quiet}
 
     def restore(self, state: dict[str, float]) -> None:
-        """A constant scale stays what the settings say, and has nothing to give to a dynamic one."""
+        """A constant scale keeps its settings, and a dynamic one ignores the state of a constant
+        one."""
         if self.dynamic and state["quiet_steps"] >= 0:
             self.value.fill_(min(max(state["scale"], self.floor), self.ceiling))
             self._quiet_steps.fill_(state["quiet_steps"])

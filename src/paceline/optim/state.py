@@ -1,7 +1,8 @@
-"""What one step works on, whichever path carries it out.
+"""Data of one optimizer step, shared by the Triton and the foreach implementation.
 
-In: parameters with gradients. Out: `Row`, one parameter's four tensors; `Gates`, the device-side
-switches of the step; `Outcome`, what the step leaves behind on the device.
+`Row` holds one parameter's tensors, `Gates` the device-side switches of a step, `Outcome` its results
+on the device and `HyperTable` the hyper-parameters on the device. Optimizer state is fp32 with the
+parameter's own strides: `momentum_buffer` and, for parameters in fp16 or bf16, `master`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from paceline.core.errors import PacelineError, RunError
 
 HALVES = (torch.float16, torch.bfloat16)
 FORMATS = (torch.float32, *HALVES)
+MASTER = "master"
+MOMENTUM = "momentum_buffer"
+State = dict[str, Any]
+_FLAGS = ("nesterov", "lr_in_momentum", "clip", "adapt")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`index` counts all parameters in group order. `master` is the parameter where that is fp32."""
+    """One parameter. `index` counts all parameters in group order; `master` is the parameter itself
+    where that is fp32."""
 
     index: int
     group: int
@@ -35,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """Switches that are read on the device; None where unset."""
+    """Switches that kernels read on the device; None where unset."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -43,7 +49,7 @@ class Gates:
     active: Tensor | None = None
 
     def check(self, parameters: int, device: torch.device) -> None:
-        """A switch on another device could not be read without waiting for it."""
+        """Raises RunError for a switch on another device, which could not be read without a sync."""
         for name in self.__slots__:
             switch = getattr(self, name)
             if switch is None:
@@ -62,7 +68,8 @@ class Gates:
 
 
 class Outcome:
-    """Per parameter the ratio last used and whether its gradient was unusable; `overflow`: any was."""
+    """Trust ratio last used and non-finite flag of each parameter; `overflow` is 1 if any flag is
+    set."""
 
     def __init__(self, parameters: int, device: torch.device) -> None:
         self.ratios = torch.ones(parameters, device=device)
@@ -70,7 +77,7 @@ class Outcome:
         self.overflow = torch.zeros((), device=device)
 
     def clear(self) -> None:
-        """As if no parameter had a gradient: what a step does not visit, it leaves like this."""
+        """Resets to the values of parameters that a step does not visit."""
         self.ratios.fill_(1.0)
         self.bad.zero_()
         self.overflow.zero_()
@@ -82,7 +89,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def same_strides(left: Tensor, right: Tensor) -> bool:
-    """Whether both lie in memory alike; the stride of a dimension of size 1 means nothing."""
+    """Whether the memory layouts are equal; strides of dimensions of size 1 do not count."""
     a, b = left.stride(), right.stride()
     if a == b:
         return True
@@ -90,7 +97,7 @@ def same_strides(left: Tensor, right: Tensor) -> bool:
 
 
 def require_dense(parameter: Tensor) -> None:
-    """The kernels walk through memory: each element once, no gaps."""
+    """Raises unless memory holds each element once, without gaps: the kernels iterate over memory."""
     expected = 1
     dims = [d for d in zip(parameter.stride(), parameter.shape, strict=True) if d[1] != 1]
     for stride, size in sorted(dims):
@@ -103,18 +110,8 @@ def require_dense(parameter: Tensor) -> None:
         expected *= size
 
 
-# The hyper-parameters of all groups as one small table on the device.
-#
-# In: parameter groups, read on the host. Out: `Hyper`, one row each, and `HyperTable`, their copy
-# on the device: sent asynchronously, only when a value changed, always into the same memory, so
-# that a captured CUDA graph reads the rates of the day.
-
-
-FLAGS = ("nesterov", "lr_in_momentum", "clip", "adapt")
-
-
 class Hyper(NamedTuple):
-    """One group's values. The order of the fields is the order of the table's columns."""
+    """Hyper-parameters of one group, in the order of the table's columns."""
 
     lr: float
     momentum: float
@@ -128,12 +125,11 @@ class Hyper(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
-        """The row of a group; a rate that is a tensor is read, which waits for its device."""
+        """Reading a learning rate that is a CUDA tensor synchronizes with the device."""
         values: dict[str, Any] = {name: float(group[name]) for name in cls._fields}
-        return cls(**values | {name: bool(group[name]) for name in FLAGS})
+        return cls(**values | {name: bool(group[name]) for name in _FLAGS})
 
     def check(self) -> None:
-        """Raises ValueError where a value cannot be used."""
         for name in ("lr", "weight_decay", "trust_coefficient", "eps"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -145,37 +141,32 @@ class Hyper(NamedTuple):
 
 
 class HyperTable:
-    """fp32, a row a group, on `device`."""
+    """One fp32 row per group on `device`, always in the same memory: a captured CUDA graph reads the
+    current values."""
 
     def __init__(self, groups: int, device: torch.device) -> None:
         self.values = torch.zeros(groups, len(Hyper._fields), device=device)
         self._sent: tuple[Hyper, ...] | None = None
 
     def send(self, rows: tuple[Hyper, ...]) -> None:
-        """Copies the rows to the device without waiting; nothing, where they lie there already."""
+        """Copies the rows to the device asynchronously, if any value changed."""
         if rows == self._sent:
             return
-        # Fresh pinned memory each time: the last copy may still be reading its own.
+        # New pinned memory each time: the previous copy may still be in progress.
         pinned = self.values.is_cuda
         host = torch.tensor(rows, dtype=torch.float32, pin_memory=pinned)
         self.values.copy_(host, non_blocking=pinned)
         self._sent = rows
 
 
-# `StagedGradients`: gradients as an update can walk through them.
-#
-# In: gradients of any strides and floating format. Out: the same where they lie in memory as
-# their parameters do, else copies in memory that stays, which a captured graph may know.
-
-
 class StagedGradients:
-    """Of one optimizer; copies are kept by the parameter's index."""
+    """Gradients in their parameters' memory layout. A gradient of other strides or format is copied
+    into memory that stays allocated, so that captured graphs may read it."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}
 
     def of(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with the parameter's strides, in fp32, fp16 or bf16."""
         if gradient.layout != torch.strided:
             raise RunError(
                 f"sparse gradient for a parameter of shape {tuple(parameter.shape)} in group {group}",
@@ -191,20 +182,8 @@ class StagedGradients:
         return copy.copy_(gradient)
 
 
-# fp32 masters and momentum of the parameters, and how they outlive a checkpoint.
-#
-# In: parameters in fp32, fp16 or bf16. Out: `state[p]` with `momentum_buffer` and, for half
-# formats, `master`, both in fp32 with the parameter's own strides. torch casts the state of an
-# fp16 parameter to fp16 as it loads (1.0001 becomes 1.0); `restore` puts the exact values back.
-
-
-MASTER = "master"
-MOMENTUM = "momentum_buffer"
-State = dict[str, Any]
-
-
-def create(parameter: Tensor, state: State, in_half: bool) -> None:
-    """Fills in what is missing: zero momentum, and the master as a copy of the parameter."""
+def create_state(parameter: Tensor, state: State, in_half: bool) -> None:
+    """Adds what `state` lacks: zero momentum, and the master as a copy of the parameter."""
     require_dense(parameter)
     kind = parameter.dtype if in_half else torch.float32
     if state.get(MOMENTUM) is None:
@@ -215,17 +194,18 @@ def create(parameter: Tensor, state: State, in_half: bool) -> None:
         state[MASTER] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
 
 
-def restore(
+def restore_state(
     groups: list[dict[str, Any]],
     saved: Mapping[str, Any],
     old: Mapping[Tensor, State],
     new: dict[Tensor, State],
     in_half: bool,
 ) -> None:
-    """Replaces the cast state in `new` by the saved values, in the memory of `old` where there is any.
+    """Replaces the state in `new`, which torch has cast to the parameters' formats, by the saved fp32
+    values.
 
-    Memory is kept because a captured CUDA graph knows the addresses. A master that was saved for a
-    parameter which is its own master now is dropped.
+    Existing memory of `old` is reused, because captured CUDA graphs hold its addresses. A saved
+    master is dropped where the parameter is its own master.
     """
     ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in groups)
@@ -238,7 +218,7 @@ def restore(
         for key in (MASTER, MOMENTUM):
             value = source.get(key)
             if key == MASTER and value is None and not own_master and MASTER in kept:
-                state[MASTER] = kept[MASTER]  # what was saved in fp32 has none to give
+                state[MASTER] = kept[MASTER]  # saved from an fp32 parameter
                 continue
             if value is None or (key == MASTER and own_master):
                 state.pop(key, None)
