@@ -1,8 +1,7 @@
-"""`paceline bench allreduce`: sizes × algorithms, against the backend's own all-reduce.
+"""`paceline bench allreduce`: sizes × algorithms, compared with the backend's own all-reduce.
 
-In: joined ranks and an `AllReduceJob`. Out: a row for each size and algorithm in the columns of
-nccl-tests (size, time, algbw, busbw) with its spread, its samples and its speed against `native` in the
-same run. Every sample's result is checked, that of the warm-up in every element.
+Rows have the columns of nccl-tests (size, time, algbw, busbw), spread, samples, and speed relative to
+`native` in the same run. Every result is checked, that of the warm-up in every element.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from paceline.core.errors import CommError
 
 NATIVE = "native"
 HYBRID = "hybrid"
+_PERIOD = 3
 
 
 @dataclass(frozen=True)
 class AllReduceJob:
-    """Sizes are those of the float32 buffer; `wire` is what travels of it. `native` always sums the
-    buffer as it is."""
+    """`sizes` are bytes of the float32 buffer, `wire` the format that is sent; `native` always sums
+    float32."""
 
     sizes: tuple[int, ...]
     algorithms: tuple[str, ...]
@@ -42,7 +42,7 @@ class AllReduceJob:
 
 
 class AllReduceBench:
-    """The algorithms, made once, with memory of their own."""
+    """Keeps the algorithms, with their memory, for all sizes."""
 
     def __init__(self, ranks: RankGroup, job: AllReduceJob) -> None:
         self._ranks, self._job = ranks, job
@@ -55,7 +55,7 @@ class AllReduceBench:
             self._made[HYBRID] = HybridAllReduce(ranks.groups, job.table, job.wire)
 
     def measure(self, size: int) -> list[dict[str, Any]]:
-        """The rows of one size, `native` first."""
+        """Rows of one size, `native` first."""
         job, ranks = self._job, self._ranks
         buffer = torch.empty(max(size // 4, 1), device=ranks.device)
         ways: dict[str, Callable[[], object]] = {NATIVE: lambda: dist.all_reduce(buffer)}
@@ -106,7 +106,7 @@ def _width(wire: str) -> int:
 
 
 def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
-    """`least`, times `factor`, and so on up to `most`; whole numbers of float32."""
+    """`least`, then times `factor` up to `most`, as multiples of 4 bytes."""
     sizes: list[int] = []
     size = float(least)
     while size <= most * (1 + 1e-9):
@@ -117,17 +117,9 @@ def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-# `Pattern`: numbers whose sum over ranks is known, and exact in the wire format.
-#
-# In: a buffer. Out: the same, filled; after the all-reduce an error on every rank if any rank has
-# another number than it should.
-
-
-_PERIOD = 3
-
-
 class Pattern:
-    """Element i on rank r is (i + r) mod 3."""
+    """Fills a buffer with numbers whose sum over ranks is known: element i on rank r is (i + r) mod
+    3."""
 
     def __init__(
         self, length: int, rank: int, world_size: int, wire: str, device: torch.device
@@ -137,7 +129,7 @@ class Pattern:
         sums = [sum((n + r) % _PERIOD for r in range(world_size)) for n in range(_PERIOD)]
         self._sum = torch.tensor(sums, dtype=torch.float32, device=device)[at]
         self._ones = float(world_size)
-        # Whole numbers are exact up to 1 / (2 · unit roundoff); beyond, each rank may round once.
+        # Integers are exact up to 1 / (2 · unit roundoff); beyond, each rank may round once.
         unit = WireFormat.named(wire).unit_roundoff
         most = 2.0 * world_size
         self._tolerance = 0.0 if most * unit <= 0.5 else most * unit * world_size
@@ -146,7 +138,7 @@ class Pattern:
         buffer.copy_(self._own)
 
     def check(self, buffer: Tensor, name: str, ranks: RankGroup) -> None:
-        """Every element; all ranks learn of one that is wrong."""
+        """Checks every element; all ranks raise if one is wrong on any rank."""
         wrong = int(((buffer - self._sum).abs() > self._tolerance).sum())
         if ranks.agree_max(float(wrong)) > 0:
             raise CommError(
@@ -156,7 +148,7 @@ class Pattern:
             )
 
     def check_ends(self, buffer: Tensor, name: str) -> None:
-        """First and last element of a buffer that held ones."""
+        """Checks the first and last element of a buffer that was filled with ones."""
         for value in (float(buffer[0]), float(buffer[-1])):
             if abs(value - self._ones) > self._tolerance:
                 raise CommError(

@@ -1,13 +1,13 @@
-"""`paceline bench ddp`: whole training steps on several ranks, ours against DistributedDataParallel.
+"""`paceline bench ddp`: whole training steps on several ranks, ours and DistributedDataParallel.
 
-Every way trains the same network on synthetic images that lie on the device. DDP runs as its users run
-it: fp16 autocast with GradScaler (bf16 without), channels_last, cudnn.benchmark, fused SGD, gradients as
-bucket views; with and without its fp16 hook, `static_graph` and torch.compile. The ways take turns, a
-block of steps each, so that whatever else the machine does affects all alike. "compute only" is the same
-step on every rank at the same time without communication; what a way takes beyond it is its exposed
+Every way trains the same network on synthetic images on the device. DDP runs with fp16 autocast and
+GradScaler (bf16 without), channels_last, cudnn.benchmark, fused SGD and gradients as bucket views;
+with and without its fp16 hook, `static_graph` and torch.compile. The ways take turns, a block of
+steps each, so that other load on the machine affects all alike. "compute only" is the same step on
+every rank at the same time without communication; the difference to it is a way's exposed
 communication.
 
-Where ranks share a GPU, DDP's batch norms run on torch's own kernels, without which it hangs (`norm`; see
+Where ranks share a GPU, DDP's batch norms use torch's own kernels, because it hangs with cuDNN's (`norm`; see
 `models/torch_norm.py`).
 """
 
@@ -57,8 +57,8 @@ NAMES = (*OURS, OURS_ALONE, *DDP, DDP_ALONE)
 
 @dataclass(frozen=True)
 class DdpJob:
-    """`block` steps make one sample; `batch_size` is that of one rank. `norm`: whose batch-norm kernels
-    DDP uses where it is not compiled."""
+    """`block` steps make one sample; `batch_size` is per rank. `norm` selects the batch-norm kernels of DDP
+    where it is not compiled."""
 
     model: str = "resnet50"
     batch_size: int = 64
@@ -71,7 +71,7 @@ class DdpJob:
 
 
 class DdpBench:
-    """All ways, built and warmed up one after the other."""
+    """Builds and warms up all ways, one after the other."""
 
     def __init__(self, ranks: RankGroup, job: DdpJob) -> None:
         self._ranks, self._job = ranks, job
@@ -93,7 +93,7 @@ class DdpBench:
             self._meet(f"{name} is warm")
 
     def _meet(self, phase: str) -> None:
-        """Over the store, not by a collective: a rank may compile for minutes."""
+        """A barrier over the store, not by a collective: a rank may compile for minutes."""
         self._ranks.synchronize()
         self._ranks.group.settle(phase)
         if self._ranks.rank == 0:
@@ -204,12 +204,12 @@ class DdpBench:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds each way's exposed communication and its speed against the fastest DDP."""
+    """Adds the exposed communication of each way and its speed relative to the fastest DDP."""
     step_s = {row["way"]: row["step_s"] for row in rows}
     fastest = min((step_s[name] for name in DDP if name in step_s), default=None)
     for row in rows:
         alone = OURS_ALONE if row["way"] in OURS else DDP_ALONE
-        compiled = "compile" in DDP.get(row["way"], ())  # computes otherwise than "compute only"
+        compiled = "compile" in DDP.get(row["way"], ())  # computes differently from "compute only"
         exchanges = row["way"] not in (OURS_ALONE, DDP_ALONE)
         if alone in step_s and exchanges and not compiled:
             row["exposed_s"] = row["step_s"] - step_s[alone]

@@ -1,8 +1,7 @@
-"""`paceline bench exchange`: one whole exchange of a model's gradients, ours against DDP's.
+"""`paceline bench exchange`: one exchange of all gradients of a model, ours and DDP's.
 
-In: joined ranks and an `ExchangeJob`. Out: a row for each way: DDP with its default buckets, DDP with its
-fp16 compression hook, and our exchange with each wire format, all with the same backward that computes
-nothing, sampled in turn. Every way's result is checked in the warm-up.
+Ways are DDP with its default buckets, DDP with its fp16 compression hook, and our exchange with each
+wire format, all with the same backward that computes nothing. Results are checked in the warm-up.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Way = Callable[[], None]
 
 @dataclass(frozen=True)
 class ExchangeJob:
-    """`comm` decides our buffers and algorithms; `wires` has a row of ours for each format."""
+    """`comm` determines our buckets and algorithms; there is a row for each format of `wires`."""
 
     model: str
     comm: CommSettings
@@ -44,7 +43,7 @@ class ExchangeJob:
 
 
 class ExchangeBench:
-    """All ways, made once; their parameters share memory, their gradients do not."""
+    """Builds all ways. Their parameters share memory, their gradients do not."""
 
     def __init__(self, ranks: RankGroup, job: ExchangeJob) -> None:
         self._ranks, self._job = ranks, job
@@ -60,7 +59,7 @@ class ExchangeBench:
         self._ways[ALONE] = self._alone()
 
     def _filled(self, name: str, expected: float) -> FilledModel:
-        """Rank r's gradients are r + 1; `expected` is what the exchange makes of them."""
+        """Gradients of rank r are r + 1; `expected` is the result of the exchange."""
         model = FilledModel(self._weights, float(self._ranks.rank + 1))
         self._models[name] = (model, expected)
         return model
@@ -85,7 +84,7 @@ class ExchangeBench:
         size, ranks = self._ranks.size, self._ranks
         model = self._filled(name, size * (size + 1) / 2)
         comm = replace(self._job.comm, wire=wire) if wire else self._job.comm
-        # By the names that the model itself gives, for these are a plan file's.
+        # With the model's own parameter names, which a plan file uses.
         named = list(zip((n for n, _ in self._weights), model.parameters(), strict=True))
         specs = [
             TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named
@@ -109,7 +108,7 @@ class ExchangeBench:
         return run
 
     def _alone(self) -> Way:
-        """What all the others do besides exchanging."""
+        """The part of all ways that is not exchange."""
         model = FilledModel(self._weights, 1.0)
         self.about[ALONE] = "part of every row"
 
@@ -140,7 +139,7 @@ class ExchangeBench:
         return rows
 
     def _check(self, name: str) -> None:
-        """Whole numbers this small are exact in fp16."""
+        """Small integers are exact in fp16."""
         if name not in self._models:
             return
         model, expected = self._models[name]

@@ -1,8 +1,8 @@
-"""Our pipeline as a row of `paceline bench input`: threads as in training, or the same in processes.
+"""Our pipeline as rows of `paceline bench input`, and training from real compared with synthetic
+images.
 
-In: an `InputRow`. Out: its batches, normalised on the device. The processes are torch's DataLoader
-workers, each with our loader without threads, whose batches come back through shared memory: what our
-pipeline would be, were it built on processes.
+Rows run in threads, as in training, or in processes: torch's DataLoader workers, each with our loader
+without threads, whose batches come back through shared memory.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
 
 _EPOCHS = 1_000_000
+# Warm-up steps of each turn, in addition to those with prefetched batches.
+_SETTLE = 8
 
 
 class Normalized:
-    """Our batches as the model takes them. `described` says how they are made."""
+    """Our batches, normalized on the device."""
 
     def __init__(
         self, batches: Iterator[Batch], row: InputRow, stored: int, described: str,
@@ -67,7 +69,7 @@ class Normalized:
 def create_loader(
     row: InputRow, source: Source, *, rank: int = 0, world_size: int = 1
 ) -> TrainBatches | EvalBatches:
-    """The loader that training, or evaluation, would have."""
+    """The loader that training or evaluation would use."""
     if row.split == "train":
         return create_train_loader_of(row, source, rank=rank, world_size=world_size)
     return create_eval_loader(
@@ -88,7 +90,7 @@ def create_train_loader_of(
 
 
 def endless(loader: TrainBatches | EvalBatches) -> Iterator[Batch]:
-    """Passes over validation images one after the other; training's stream ends never."""
+    """Repeats passes over validation images; the training stream never ends by itself."""
     while True:
         yield from loader
 
@@ -107,7 +109,7 @@ def open_threads(row: InputRow) -> Iterator[InputStream]:
 
 
 class OurBatches(IterableDataset[Batch]):
-    """Each worker makes every so-manieth batch, as a rank would."""
+    """Each worker makes its share of the batches, like a rank."""
 
     def __init__(self, row: InputRow) -> None:
         self._row = row
@@ -116,7 +118,7 @@ class OurBatches(IterableDataset[Batch]):
         worker = get_worker_info()
         assert worker is not None
         row = self._threadless()
-        source = open_repeated(row.settings, row.split)  # a worker's, until its end
+        source = open_repeated(row.settings, row.split)  # open until the worker ends
         return endless(create_loader(row, source, rank=worker.id, world_size=worker.num_workers))
 
     def _threadless(self) -> InputRow:
@@ -124,7 +126,7 @@ class OurBatches(IterableDataset[Batch]):
         return replace(self._row, settings=settings, device="cpu")
 
     def describe(self) -> str:
-        """Of a worker: the like of its loader, made here."""
+        """Describes a worker's loader, by creating one here."""
         row = self._threadless()
         source = open_repeated(row.settings, row.split)
         try:
@@ -146,22 +148,15 @@ def open_processes(row: InputRow) -> Iterator[InputStream]:
     yield Normalized(batches, row, 2 * row.workers, described)
 
 
-# Training from real images against training from synthetic ones, in the same process.
-#
-# In: a model and an `InputRow`. Out: images/s of the very step that training runs, with its
-# batches from the pipeline and with batches that lie on the device. One step serves both, turn by
-# turn: compiled, recorded and warmed up once. Times are sums, not medians of steps: a stall
-# counts in full.
-
-
-# Steps before the clock runs in each turn, beyond those whose batches lay ready.
-_SETTLE = 8
-
-
 def measure_training(
     model: str, row: InputRow, *, rounds: int, steps: int, warm_up: int, tell: Tell
 ) -> dict[str, Any]:
-    """`steps` are timed in each round, of each input; `warm_up` come before the first round."""
+    """Images/s of the training step with batches from the pipeline and with synthetic ones, in turns.
+
+    One step, captured and warmed up once, serves both. Each round times `steps` steps of each input;
+    `warm_up` steps come before the first round. Rates come from sums, not medians, so that a stall
+    counts in full.
+    """
     settings = replace(row.settings, workers=row.workers)
     row = replace(row, settings=settings, split="train")
     stored = settings.prefetch_batches + _SETTLE
@@ -184,7 +179,7 @@ def measure_training(
             synthetic = SyntheticBatches(step_row, device)
             turns = _Turns(step, row.batch_size)
             step.loader = synthetic
-            gc.collect()  # what earlier rows left must not go while a step is being recorded
+            gc.collect()  # garbage of earlier rows must not be freed during a graph capture
             turns.measure(warm_up, 1)
             rates: dict[str, list[float]] = {"synthetic": [], "input": []}
             stalls: dict[str, list[dict[str, float]]] = {"synthetic": [], "input": []}
@@ -212,13 +207,13 @@ def measure_training(
 
 
 def median_stall(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By cause, over all rounds; a round that does not name a cause had none of it."""
+    """Median over all rounds by cause; a missing cause counts as 0."""
     causes = dict.fromkeys(cause for stall in rounds for cause in stall)
     return {c: statistics.median(stall.get(c, 0.0) for stall in rounds) for c in causes}
 
 
 class _Turns:
-    """Runs a `TrainStep` on; step numbers go up from turn to turn."""
+    """Runs a `TrainStep` with step numbers that increase from turn to turn."""
 
     def __init__(self, step: TrainStep, batch: int) -> None:
         self._step, self._batch = step, batch
@@ -226,10 +221,10 @@ class _Turns:
         self._stalls: list[dict[str, float]] = []
 
     def measure(self, steps: int, warm_up: int) -> tuple[float, dict[str, float]]:
-        """Images/s, and the stall of a step by cause, over `steps` steps, after `warm_up` others."""
+        """Images/s and the stall per step by cause, over `steps` steps after `warm_up` others."""
         self._stalls, lag = [], self._step.lag
         times = steady_times(self._launch, self._collect, lag=lag, repeats=steps, warm_up=warm_up)
-        last = len(self._stalls) - lag  # those behind only empty the queue
+        last = len(self._stalls) - lag  # later ones only drain the queue
         timed = self._stalls[last - steps : last]
         stall = {cause: seconds / len(timed) for cause, seconds in added(*timed).items()}
         return self._batch * len(times.seconds) / sum(times.seconds), stall

@@ -1,8 +1,7 @@
-"""What people feed a training with: torch's DataLoader over Pillow, and the webdataset library.
+"""Peers of `paceline bench input`: torch's DataLoader with Pillow, and the webdataset library.
 
-In: an `InputRow`. Out: its batches on the device. Workers are processes that live through the whole
-measurement, with one torch thread each; they decode, augment, normalise and collate. Epochs never end,
-so no peer pays for starting one.
+Workers are processes that live through the whole measurement, with one torch thread each; they
+decode, augment, normalize and collate. Epochs never end, so that no peer pays for starting one.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from paceline.data.sources.source import Source, open_source
 
 _PREFETCH = 2
 _SHUFFLE_BUFFER = 1000
+# From encoded bytes to a normalized float tensor, channels × height × width.
+PeerTransform = Callable[[bytes], torch.Tensor]
 
 
 class Delivered:
-    """A loader's batches, brought to the device in the form that models take there. `library` names whose
-    loader it is."""
+    """Batches of the loader of `library`, moved to the device in the format of models."""
 
     def __init__(self, batches: Iterator[Any], row: InputRow, library: str) -> None:
         self.stored = _PREFETCH * row.workers
@@ -57,7 +57,7 @@ class Delivered:
 
 
 class PillowImages(Dataset[tuple[torch.Tensor, int]]):
-    """An ImageFolder, but for where the bytes lie: read by position, no file is opened."""
+    """Like torchvision's ImageFolder, but reads from our source without opening files."""
 
     def __init__(self, source: Source, row: InputRow) -> None:
         self._source = source
@@ -70,7 +70,7 @@ class PillowImages(Dataset[tuple[torch.Tensor, int]]):
 
 
 class EndlessOrder(Sampler[int]):
-    """Epoch after epoch, shuffled for training."""
+    """Endless epochs, shuffled for training."""
 
     def __init__(self, count: int, shuffle: bool, seed: int) -> None:
         self._count, self._shuffle = count, shuffle
@@ -105,7 +105,7 @@ def open_dataloader(row: InputRow) -> Iterator[InputStream]:
 
 
 def no_webdataset(directory: str, split: str) -> str | None:
-    """Why there can be no row of webdataset; None where there can."""
+    """Why webdataset cannot be measured; None if it can."""
     if importlib.util.find_spec("webdataset") is None:
         return "the library is not installed (pip install webdataset, or paceline[bench])"
     if not list(Path(directory).glob(f"{split}-*.tar")):
@@ -115,7 +115,7 @@ def no_webdataset(directory: str, split: str) -> str | None:
 
 @contextmanager
 def open_webdataset(row: InputRow) -> Iterator[InputStream]:
-    """Shards drawn with replacement, its way to let workers outnumber shards; batched in the worker."""
+    """Shards are drawn with replacement, so that there may be more workers than shards."""
     import webdataset
 
     shards = sorted(str(path) for path in Path(row.settings.dir).glob(f"{row.split}-*.tar"))
@@ -135,18 +135,9 @@ def open_webdataset(row: InputRow) -> Iterator[InputStream]:
     yield Delivered(iter(loader), row, f"webdataset {version}")
 
 
-# What a peer's worker does to an image, written with Pillow and torch as people write it.
-#
-# In: encoded bytes. Out: a normalised float tensor, channels × height × width. Decode to RGB,
-# crop, then resize, flip, to float, normalise in place: the steps of torchvision's transforms, at
-# their least cost.
-
-
-PeerTransform = Callable[[bytes], torch.Tensor]
-
-
 class TrainPeer:
-    """Random resized crop and flip."""
+    """Decode, random resized crop, flip and normalize: the steps of torchvision's transforms at least
+    cost."""
 
     def __init__(self, settings: DataSettings) -> None:
         self._settings = settings
@@ -166,7 +157,7 @@ class TrainPeer:
 
 
 class EvalPeer:
-    """Short side to `eval_resize`, then the centre."""
+    """Decode, resize the short side to `eval_resize`, center crop and normalize."""
 
     def __init__(self, settings: DataSettings) -> None:
         self._settings = settings

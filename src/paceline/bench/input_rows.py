@@ -1,8 +1,7 @@
-"""`InputRow`: one way to feed a training, measured for a while.
+"""`paceline bench input`: rows (pipelines), how they are measured, and memory use of a long index.
 
-In: a row: whose pipeline, how many workers, which images. Out: images/s that arrive as normalised tensors
-on the device. Batches that lay ready before the clock ran are not counted, and the clock stops after
-as many batches from every worker.
+A row is measured in images/s that arrive as normalized tensors on the device. Prefetched batches are
+not counted, and the clock stops after the same number of batches from every worker.
 """
 
 from __future__ import annotations
@@ -30,11 +29,17 @@ from paceline.data.sources.class_list import numbered_classes
 from paceline.data.sources.source import Source, Split, open_source
 
 Kind = Literal["ours", "processes", "dataloader", "webdataset"]
+Tell = Callable[[str], None]
+# Samples of a pass at least.
+_LEAST = 20_000
+# Classes of the stubbed index, and how often memory is read in an epoch.
+_CLASSES = 1000
+_MARKS = 20
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """`settings` are ours: directory, sizes, decoder; a peer does the same with them by its own means."""
+    """`settings` are ours (directory, sizes, decoder); a peer does the same with its own means."""
 
     kind: Kind
     workers: int
@@ -50,28 +55,28 @@ class InputRow:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute with on the device."""
+        """The format of images on the device."""
         return torch.float16 if self.device == "cuda" else torch.float32
 
 
 class InputStream(Protocol):
-    """Endless. `stored` batches at most lie ready when nobody has asked for one yet."""
+    """An endless stream of batches. At most `stored` batches are prefetched."""
 
     stored: int
 
     def __next__(self) -> torch.Tensor:
-        """Normalised images, samples × channels × height × width, on the row's device."""
+        """Normalized images, samples × channels × height × width, on the row's device."""
 
     def describe(self) -> str:
-        """How they are made: what was chosen, and what stood in for what was asked for."""
+        """How batches are made, with automatic choices and replacements."""
 
     def remark(self) -> str:
-        """What came up on the way; empty where there is nothing."""
+        """A note on the measurement so far; may be empty."""
 
 
 @dataclass(frozen=True)
 class RowSample:
-    """Images/s of one round, and what ran."""
+    """Images/s of one round, and a description of the pipeline."""
 
     rate: float
     described: str = ""
@@ -79,7 +84,7 @@ class RowSample:
 
 
 def open_stream(row: InputRow) -> AbstractContextManager[InputStream]:
-    """Starts the row's workers; leaving the context ends them."""
+    """Starts the row's workers, which end with the context."""
     from paceline.bench import input_ours, input_peers
 
     openers = {
@@ -92,7 +97,7 @@ def open_stream(row: InputRow) -> AbstractContextManager[InputStream]:
 
 
 def measure_row(row: InputRow, seconds: float) -> RowSample:
-    """For at least `seconds`, from a running start."""
+    """Measures for at least `seconds`, after a warm-up."""
     with one_torch_thread(), open_stream(row) as stream:
         for _ in range(stream.stored + row.workers):
             next(stream)
@@ -101,7 +106,7 @@ def measure_row(row: InputRow, seconds: float) -> RowSample:
         while True:
             images += len(next(stream))
             batches += 1
-            # Workers that take turns deliver in bunches: whole turns only.
+            # Workers deliver in turns: only whole turns count.
             if batches % row.workers == 0 and time.perf_counter() - started >= seconds:
                 _wait(row.device)
                 rate = images / (time.perf_counter() - started)
@@ -115,31 +120,22 @@ def _wait(device: str) -> None:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """As in a peer's worker; torch's threads would otherwise fight the pipeline's for the cores."""
+    """One torch thread, as in a peer's worker; more would compete with the pipeline for cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of forking where torch has threads; DataLoader forks all the same.
+            # Python 3.12 warns of forking with threads; DataLoader forks regardless.
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            # As many workers as the user asked for, though the cores be fewer: it is measured.
+            # The user may ask for more workers than cores.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             yield
     finally:
         torch.set_num_threads(before)
 
 
-# The images of `paceline bench input`, repeated where they are few.
-#
-# In: the settings and a split. Out: a source of at least some thousand samples, so that an
-# epoch's or a pass's end is as rare as in a real data set.
-
-
-_LEAST = 20_000
-
-
 class Repeated:
-    """Sample i is the inner source's sample i modulo its length."""
+    """Repeats a small source, so that the end of an epoch is as rare as in a real data set."""
 
     def __init__(self, inner: Source, times: int) -> None:
         self._inner = inner
@@ -163,7 +159,7 @@ class Repeated:
 
 
 class RepeatedFiles(Repeated):
-    """Of a source that knows where its samples lie."""
+    """`Repeated` for a source that knows the file extents of its samples."""
 
     def extent(self, i: int) -> Any:
         return self._inner.extent(i % len(self._inner))  # type: ignore[attr-defined]
@@ -177,19 +173,9 @@ def open_repeated(settings: DataSettings, split: Split) -> Source:
     return (RepeatedFiles if hasattr(source, "extent") else Repeated)(source, times)
 
 
-# `paceline bench input`: which rows, measured in turn, and what they say side by side.
-#
-# In: our rows and the peers'. Out: images/s of each in every round and ratios of their medians.
-# Each round measures every row once, beginning with another one each time, so that whatever else
-# the machine does hits all of them alike; a ratio is the median of the rounds' ratios.
-
-
-Tell = Callable[[str], None]
-
-
 @dataclass(frozen=True)
 class RowRates:
-    """`rates` has a value a round. `described` and `remarks` say what ran, each text once."""
+    """`rates` has one value per round. `described` and `remarks` hold each text once."""
 
     row: InputRow
     rates: tuple[float, ...]
@@ -218,7 +204,8 @@ def measure_rows(
     tell: Tell,
     measure: Callable[[InputRow, float], RowSample] = measure_row,
 ) -> list[RowRates]:
-    """All rounds of all rows, interleaved; `tell` hears of each sample."""
+    """All rounds of all rows. Each round measures every row once and starts with another one, so that
+    other load affects all alike. `tell` is called with a line for each sample."""
     samples: list[list[RowSample]] = [[] for _ in rows]
     for turn in range(rounds):
         for step in range(len(rows)):
@@ -237,7 +224,7 @@ def _together(row: InputRow, samples: Sequence[RowSample]) -> RowRates:
 
 
 def ratios(results: Sequence[RowRates]) -> dict[str, float]:
-    """Our fastest row over the fastest of each kind of peer, by the median of the rounds' ratios."""
+    """Our fastest row over the fastest of each kind of peer: medians of the rounds' ratios."""
     fastest: dict[str, RowRates] = {}
     for result in results:
         best = fastest.get(result.row.kind)
@@ -254,19 +241,8 @@ def ratios(results: Sequence[RowRates]) -> dict[str, float]:
     }
 
 
-# Resident memory over a whole epoch, and the time of a seek, on an index as long as ImageNet's.
-#
-# In: a number of samples, whose decoding is stubbed: every read gives the same pixels. Out: the
-# process's resident memory along the epoch, and the seconds from nothing to the first batch of
-# its middle.
-
-
-_CLASSES = 1000
-_MARKS = 20
-
-
 class StubbedImages:
-    """Labels and places of `count` samples, as an index of shards holds them; one image for all."""
+    """Labels and offsets of `count` samples, like an index of shards, with one image for all."""
 
     def __init__(self, count: int, image_size: int) -> None:
         self.classes = numbered_classes(_CLASSES)
@@ -284,13 +260,14 @@ class StubbedImages:
         return f"stub:{self._offsets[i]}"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def measure_memory(
     samples: int, *, batch_size: int, image_size: int, workers: int, tell: Tell
 ) -> dict[str, Any]:
-    """One epoch of `samples`; memory in MiB, twenty times along the way."""
+    """Resident memory in MiB, twenty times during an epoch of `samples` stubbed samples, and the time
+    to seek to its middle."""
     settings = DataSettings(
         source="synthetic", image_size=image_size, eval_resize=0, augment="none", flip=False,
         workers=workers, resident="off",
@@ -330,6 +307,6 @@ def _loader(
 
 
 def resident_mib() -> float:
-    """Of this process, now; Linux only."""
+    """Resident memory of this process; Linux only."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

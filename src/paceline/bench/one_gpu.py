@@ -5,14 +5,15 @@
     torchrun --nproc-per-node 2 --no-python python -m paceline.bench.one_gpu --wrap -- \\
         -m paceline train --set comm.share_gpus=true …                     # under torchrun
 
-The first two start the ranks with torchrun's environment variables, one log file a rank; a time-out shows
-the Python stack of every thread. `--wrap` runs inside a rank that another launcher has started: it sets
-what NCCL needs and replaces itself by COMMAND.
+The first two start the ranks with torchrun's environment variables and one log file per rank; after a
+time-out the log has the Python stack of every thread. `--wrap` runs inside a rank of another
+launcher: it sets what NCCL needs and replaces itself by COMMAND.
 
-NCCL refuses two ranks of one host on one GPU, so each rank gets a host id of its own (NCCL_HOSTID), and
-the ranks talk through sockets on the loopback interface. NVIDIA MPS lets their kernels run at the same
-time; without it the first collective does not end. MPS has about a hundred connections for all clients
-of a GPU, so each rank asks for few. Speed over these sockets says nothing about NVLink or InfiniBand.
+NCCL refuses two ranks of one host on one GPU, so each rank gets its own host id (NCCL_HOSTID) and
+communicates through sockets on the loopback interface. NVIDIA MPS runs the kernels of several ranks
+at the same time; without it the first collective never ends. MPS has about a hundred connections for
+all clients of a GPU, so each rank uses few. The speed of these sockets does not predict that of
+NVLink or InfiniBand.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _STACKS_S = 3.0
 
 
 def why_unavailable() -> str:
-    """Why this machine cannot run ranks that share a GPU; empty where it can."""
+    """Why this machine cannot run ranks that share a GPU; empty if it can."""
     if shutil.which(_CONTROL) is None:
         return f"{_CONTROL} is not on the PATH"
     import torch
 
-    # Does not start CUDA in this process, whose children choose their own connections.
+    # Does not initialize CUDA in this process, whose children choose their own connections.
     return "" if torch.cuda.device_count() else "there is no CUDA device"
 
 
 def start_mps() -> None:
-    """Starts an MPS daemon of its own for this user, unless one is named in the environment already; one
-    that runs stays. Children of this process use it."""
+    """Starts this user's MPS daemon, at the place named in the environment if there is one, unless it
+    runs already. Children of this process use it."""
     place = Path(tempfile.gettempdir()) / f"paceline-mps-{os.getuid()}"
     os.environ.setdefault(_PIPES, str(place / "pipes"))
     os.environ.setdefault(_LOGS, str(place / "logs"))
@@ -61,7 +62,7 @@ def start_mps() -> None:
 
 
 def restart_mps() -> None:
-    """A client that was killed inside a collective can leave the server unusable."""
+    """Restarts MPS: a client that was killed inside a collective can leave the server unusable."""
     start_mps()
     with suppress(subprocess.TimeoutExpired):
         subprocess.run([_CONTROL], input=b"quit\n", capture_output=True, timeout=3, check=False)
@@ -73,7 +74,7 @@ def restart_mps() -> None:
 
 
 def _mps_processes(pipes: str) -> list[int]:
-    """Daemon and servers that use these pipes; those of others are left alone."""
+    """Daemon and servers that use these pipes."""
     found = []
     wanted = f"{_PIPES}={pipes}".encode()
     for entry in Path("/proc").iterdir():
@@ -87,7 +88,7 @@ def _mps_processes(pipes: str) -> list[int]:
 
 
 def rank_environment(rank: int) -> dict[str, str]:
-    """What NCCL and CUDA need in a rank that shares its GPU."""
+    """Environment of NCCL and CUDA for a rank that shares its GPU."""
     return {
         "NCCL_HOSTID": f"{socket.gethostname()}-rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -97,12 +98,13 @@ def rank_environment(rank: int) -> dict[str, str]:
 
 @dataclass
 class SharedGpuJob:
-    """Ranks of one job. `nodes` has the number of ranks of each node, such as (3, 1)."""
+    """Ranks of one job. `nodes` has the number of ranks of each node, such as (3, 1). After `wait`,
+    `late` lists ranks that had to be killed, and `orphans` sessions of ended ranks that still had
+    processes."""
 
     nodes: Sequence[int]
     logs: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    # After `wait`: ranks that had to be killed, and sessions of ended ranks that still had processes.
     late: list[int] = field(default_factory=list)
     orphans: list[int] = field(default_factory=list)
 
@@ -114,7 +116,7 @@ class SharedGpuJob:
         return (self.logs / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
 
     def wait(self, limit_s: float) -> list[int]:
-        """All exit codes; ranks that outlast `limit_s` print their stacks and are killed."""
+        """All exit codes; ranks that take longer than `limit_s` print their stacks and are killed."""
         deadline = time.monotonic() + limit_s
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -131,14 +133,14 @@ class SharedGpuJob:
         return [process.wait() for process in self.processes]
 
     def kill(self) -> None:
-        """Ends what is left of every rank's session."""
+        """Kills all remaining processes of every rank's session."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def session_alive(session: int) -> bool:
-    """Whether a process of this session, such as a child of an ended rank, is left."""
+    """Whether a process of this session, such as a child of an ended rank, still runs."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError, ValueError, IndexError):
@@ -155,7 +157,7 @@ def start_ranks(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> SharedGpuJob:
-    """Starts `command` on every rank; MPS must run."""
+    """Starts `command` on every rank; MPS must be running."""
     logs.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -226,8 +228,8 @@ def _wrap(command: Sequence[str]) -> int:
     for name, value in rank_environment(int(os.environ["RANK"])).items():
         os.environ.setdefault(name, value)
     start_mps()
-    words = full_command(command)
-    os.execvp(words[0], words)
+    program = full_command(command)
+    os.execvp(program[0], program)
 
 
 def _run(options: argparse.Namespace) -> int:

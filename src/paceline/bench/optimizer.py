@@ -1,8 +1,8 @@
-"""`paceline bench optimizer`: the time of one update, ours against what people use.
+"""`paceline bench optimizer`: device time of one update, ours and common alternatives.
 
-In: a model's parameters with gradients. Out: device time of each way, everything of a mixed-precision
-update included: unscaling, finite check, fp32 masters, half-precision weights written back. Torch's
-fused SGD does less (fp32 weights, no norms) and stands for the cheapest update there is.
+Ours include everything of a mixed-precision update: unscaling, finite check, fp32 masters, writing
+back half weights. torch's fused SGD does less (fp32 weights, no norms) and is the cheapest update
+available.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.precision.settings import PrecisionSettings
 def measure_all(
     model_name: str, device: torch.device, *, amp_dtype: str, repeats: int, warm_up: int
 ) -> dict[str, Any]:
-    """All rows, with the bytes that an update must move and the time that a copy of as many takes."""
+    """All rows, with the bytes that an update must move and the time of a copy of as many bytes."""
     policy = choose_policy(PrecisionSettings(amp_dtype=amp_dtype), device)
     rows, elements = [], 0
     for name, make in _ways(device).items():
@@ -50,46 +50,43 @@ def measure_all(
     }  # fmt: skip
 
 
-Way = Callable[[nn.Module, list[dict[str, Any]], Policy], tuple[Callable[[], object], str]]
+Groups = list[dict[str, Any]]
+# Makes the function that updates once, and a note, for a model and its parameter groups.
+Way = Callable[[nn.Module, Groups, Policy], tuple[Callable[[], object], str]]
 
 
 def _ways(device: torch.device) -> dict[str, Way]:
-    def lars(fused: bool | None) -> Way:
-        def make(
-            model: nn.Module, groups: list[dict[str, Any]], policy: Policy
-        ) -> tuple[Callable[[], object], str]:
-            for group in groups:
-                group["adapt"] = group["role"] == "weight"
-            optimizer = LARS(groups, 0.1, fused=fused)
-            optimizer.grad_scale = torch.tensor(1024.0, device=device)
-            return optimizer.step, f"LARS, {optimizer.path}, masters, finite check"
-
-        return make
-
-    def sgd(
-        model: nn.Module, groups: list[dict[str, Any]], policy: Policy
-    ) -> tuple[Callable[[], object], str]:
-        optimizer = SGD(groups, 0.1)
-        optimizer.grad_scale = torch.tensor(1024.0, device=device)
-        return optimizer.step, f"momentum SGD, {optimizer.path}, masters, finite check"
-
-    def muon(
-        model: nn.Module, groups: list[dict[str, Any]], policy: Policy
-    ) -> tuple[Callable[[], object], str]:
-        optimizer = create_optimizer(OptimSettings(name="muon", nesterov=True), groups, 0.1)
-        optimizer.grad_scale = torch.tensor(1024.0, device=device)
-        return optimizer.step, f"Muon on filters, {optimizer.path}, masters, finite check"
-
-    ways: dict[str, Way] = {"ours lars": lars(None), "ours sgd": sgd, "ours muon": muon}
+    ways: dict[str, Way] = {
+        "ours lars": _ours("LARS", lambda groups: _lars(groups, None)),
+        "ours sgd": _ours("momentum SGD", lambda groups: SGD(groups, 0.1)),
+        "ours muon": _ours("Muon on filters", _muon),
+    }
     if device.type == "cuda":
-        ways["ours lars, foreach"] = lars(False)
+        ways["ours lars, foreach"] = _ours("LARS", lambda groups: _lars(groups, False))
     ways["torch fused sgd"] = _torch_sgd
     ways["lars, a loop over tensors"] = _loop
     return ways
 
 
+def _ours(name: str, create: Callable[[Groups], LARS]) -> Way:
+    def make(model: nn.Module, groups: Groups, policy: Policy) -> tuple[Callable[[], object], str]:
+        optimizer = create(groups)
+        optimizer.grad_scale = torch.tensor(1024.0, device=policy.device)
+        return optimizer.step, f"{name}, {optimizer.path}, masters, finite check"
+
+    return make
+
+
+def _lars(groups: Groups, fused: bool | None) -> LARS:
+    return LARS([{**g, "adapt": g["role"] == "weight"} for g in groups], 0.1, fused=fused)
+
+
+def _muon(groups: Groups) -> LARS:
+    return create_optimizer(OptimSettings(name="muon", nesterov=True), groups, 0.1)
+
+
 def _torch_sgd(
-    model: nn.Module, groups: list[dict[str, Any]], policy: Policy
+    model: nn.Module, groups: Groups, policy: Policy
 ) -> tuple[Callable[[], object], str]:
     parameters = []
     for parameter in model.parameters():
@@ -101,10 +98,8 @@ def _torch_sgd(
     return optimizer.step, "fp32 weights and gradients, no LARS, no finite check"
 
 
-def _loop(
-    model: nn.Module, groups: list[dict[str, Any]], policy: Policy
-) -> tuple[Callable[[], object], str]:
-    """LARS as most libraries have it: tensor by tensor, norms and where() for each."""
+def _loop(model: nn.Module, groups: Groups, policy: Policy) -> tuple[Callable[[], object], str]:
+    """LARS as in most libraries: tensor by tensor, with norms and where() for each."""
     parameters: list[Tensor] = []
     for parameter in model.parameters():
         wide = parameter.detach().float()
@@ -122,10 +117,10 @@ def _loop(
             momentum.mul_(0.9).add_(update)
             parameter.add_(momentum, alpha=-0.1)
 
-    return step, "fp32 weights and gradients, no finite check; bound by its launches"
+    return step, "fp32 weights and gradients, no finite check; bound by kernel launches"
 
 
-def _model(name: str, policy: Policy) -> tuple[nn.Module, list[dict[str, Any]]]:
+def _model(name: str, policy: Policy) -> tuple[nn.Module, Groups]:
     torch.manual_seed(0)
     model = create_model(ModelSettings(name=name), num_classes=1000)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -136,7 +131,7 @@ def _model(name: str, policy: Policy) -> tuple[nn.Module, list[dict[str, Any]]]:
 
 
 def _copy_seconds(moved: int, device: torch.device, repeats: int) -> float:
-    """How long a plain copy takes that reads and writes as many bytes together."""
+    """Time of a copy that reads and writes `moved` bytes in total."""
     source = torch.empty(max(moved // 2, 1), dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     return device_times(lambda: target.copy_(source), device, repeats=repeats, warm_up=2).median

@@ -1,8 +1,7 @@
-"""`Placement`: where the ranks of a measurement run.
+"""`Placement`: where the ranks of a benchmark run. Torch-free.
 
-In: the flags --hosts, --ranks-per-host, --link-mbit and --ranks. Out: one of three: on hosts of an
-emulated cluster, as processes of this host, or, without flags, where a launcher has put this process.
-Torch-free.
+On hosts of an emulated cluster (--hosts, --ranks-per-host, --link-mbit), as processes of this host
+(--ranks), or, without flags, as started by a launcher.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
 
-# Flags that a rank must not see again. --link-mbit stays: the share of the link is told by it.
+# Flags that are not passed on to ranks. --link-mbit is, to compute the share of the link.
 _OWN_FLAGS = ("--hosts", "--ranks-per-host", "--ranks")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`hosts` > 0: an emulated cluster; `ranks` > 0: this host; neither: the launcher's ranks."""
+    """`hosts` > 0: an emulated cluster; `ranks` > 0: this host; otherwise the launcher's ranks."""
 
     hosts: int = 0
     ranks_per_host: int = 1
@@ -47,11 +46,12 @@ class Placement:
 
     @property
     def rate(self) -> str | None:
-        """For the links of an emulated cluster; None: as fast as the machine is."""
+        """Rate of the links of an emulated cluster; None: unlimited."""
         return f"{self.link_mbit:g}mbit" if self.link_mbit else None
 
     def is_launched(self) -> bool:
-        """Whether this process is a rank already; an error where it is one and should start some."""
+        """Whether this process is a rank. Raises ConfigError if it is and the flags ask to start
+        ranks, or if it is not and they do not."""
         topology = Topology.from_env(os.environ)
         launched = topology.launcher != "single"
         flag = "--hosts" if self.hosts else "--ranks"
@@ -73,7 +73,7 @@ class Placement:
 
 
 def rank_arguments(arguments: Sequence[str]) -> list[str]:
-    """The same command line for a rank: without the flags that place it."""
+    """The command line for a rank, without the flags that start ranks."""
     kept, skip = [], False
     for argument in arguments:
         name = argument.partition("=")[0]

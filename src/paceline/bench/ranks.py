@@ -1,9 +1,5 @@
-"""`RankGroup`: the ranks of a measurement, joined.
-
-In: what the launcher left in the environment, a backend and a device. Out: the group of all ranks and
-the process groups of the communication module, closed at the end; and the words that only a measurement
-needs: a barrier, the slowest rank's time, rank 0's decision.
-"""
+"""The ranks of a benchmark: process groups, barriers, the time of the slowest rank, interleaved
+samples."""
 
 from __future__ import annotations
 
@@ -25,9 +21,12 @@ from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.train.machine import choose_device
 
+# Rounds that are measured whatever the time limit, for a meaningful median.
+_LEAST_ROUNDS = 3
+
 
 class RankGroup:
-    """A context; every method is called by all ranks alike."""
+    """A context manager. Methods are collectives: all ranks call them in the same order."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class RankGroup:
         self._group_size, self._timeout_s = group_size, timeout_s
         shared = {"program": "bench", "backend": backend, "device": device}
         self.group = Group(topology, config.comm, self.device, shared=shared)
-        self._word = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self._value = torch.zeros(1, dtype=torch.float64, device=self.device)
 
     @property
     def rank(self) -> int:
@@ -61,7 +60,7 @@ class RankGroup:
         return self.group.world_size
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Seconds of `work` on this rank, from when all are ready."""
+        """Seconds of `work` on this rank, started at the same time on all ranks."""
         self.barrier()
         start = time.perf_counter()
         work()
@@ -76,13 +75,13 @@ class RankGroup:
             self.group.watched("the device", lambda: torch.cuda.synchronize(self.device))
 
     def agree_max(self, value: float) -> float:
-        """The largest of all ranks' numbers, on every rank."""
-        self._word.fill_(value)
-        self._max(self._word)
-        return float(self._word)
+        """The maximum over all ranks."""
+        self._value.fill_(value)
+        self._max(self._value)
+        return float(self._value)
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """Of each sample the longest time that a rank took."""
+        """The maximum over all ranks, for each sample."""
         row = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         self._max(row)
         return [float(value) for value in row]
@@ -91,12 +90,11 @@ class RankGroup:
         self.group.completed("a barrier", lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 decides, on every rank; plain JSON."""
+        """Rank 0's decision, as JSON, on every rank."""
         data = json.dumps(decide()).encode() if self.rank == 0 else None
         return json.loads(self.group.broadcast_bytes(data))
 
     def describe(self) -> dict[str, Any]:
-        """Facts for a report."""
         return {
             "ranks": self.size, "hosts": len(self.nodes),
             "ranks_per_host": [len(node) for node in self.nodes],
@@ -106,7 +104,7 @@ class RankGroup:
 
     def __enter__(self) -> Self:
         try:
-            said: list[int] = []
+            node_of_rank: list[int] = []
 
             def join() -> None:
                 self.groups = ProcessGroups(
@@ -115,15 +113,17 @@ class RankGroup:
                     timeout_s=self._timeout_s,
                     grace_s=BACKEND_GRACE_S,
                 )
-                said.extend(all_gather_json(self.topology.node_rank))
+                node_of_rank.extend(all_gather_json(self.topology.node_rank))
 
-            self.group.watched("the making of process groups", join)
+            self.group.watched("the creation of process groups", join)
         except BaseException:
             self.group.__exit__(*sys.exc_info())
             raise
-        numbers = sorted(set(said))
-        # The ranks of each host, whatever groups were asked for.
-        self.nodes = [[r for r, node in enumerate(said) if node == n] for n in numbers]
+        # The ranks of each host, independent of the requested groups.
+        self.nodes = [
+            [rank for rank, node in enumerate(node_of_rank) if node == number]
+            for number in sorted(set(node_of_rank))
+        ]
         return self
 
     def __exit__(
@@ -137,17 +137,6 @@ class RankGroup:
         self.group.__exit__(kind, error, trace)
 
 
-# Samples of several ways to do one thing, taken in turn.
-#
-# In: the ways by name. Out: for each the times of the slowest rank, sample by sample. Each round
-# takes one sample of every way, beginning with another one each time, so that whatever else the
-# machine does hits all of them alike; ratios within one run then mean something.
-
-
-# With fewer rounds than these a median says nothing, whatever the time limit.
-_LEAST_ROUNDS = 3
-
-
 def interleaved(
     ranks: RankGroup,
     ways: Mapping[str, Callable[[], object]],
@@ -158,8 +147,12 @@ def interleaved(
     check: Callable[[str], object] = lambda name: None,
     limit_s: float | None = None,
 ) -> dict[str, list[float]]:
-    """`prepare` comes before each sample and `check` after it, outside of its time. Rounds stop
-    early where they have taken `limit_s` seconds."""
+    """Samples of several ways to do the same, by name: the time of the slowest rank.
+
+    Each round takes one sample of every way and starts with another one, so that other load on the
+    machine affects all alike and ratios within one run are meaningful. `prepare` and `check` run
+    before and after each sample, outside its time. Rounds stop early after `limit_s` seconds.
+    """
     names = list(ways)
     taken: dict[str, list[float]] = {name: [] for name in names}
     begun = time.perf_counter()
@@ -172,7 +165,7 @@ def interleaved(
             if number >= warm_up:
                 taken[name].append(seconds)
         if limit_s is not None and number - warm_up >= _LEAST_ROUNDS - 1:
-            # All must stop in the same round, so all go by one clock.
+            # All ranks must stop in the same round, so rank 0's clock decides.
             late = ranks.rank == 0 and time.perf_counter() - begun > limit_s
             if ranks.agree_max(float(late)) > 0:
                 break

@@ -1,8 +1,8 @@
-"""One row of `paceline bench step`, measured in a process of its own.
+"""One row of `paceline bench step`: our training step, or a plain PyTorch step, on synthetic images.
 
-In: a `StepRow` as JSON on the command line. Out: one line of JSON: seconds of a step and images/s. A
-process of its own, because compilers, allocators and algorithm caches would carry over from row to
-row, and because a compiler that takes too long can be ended.
+`python -m paceline.bench.step ROW` measures a `StepRow`, given as JSON, and prints the result as one
+line of JSON. Each row has its own process, because compilers, allocators and algorithm caches would
+carry over from row to row, and because a compiler that takes too long can be killed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from paceline.bench.timing import Times, steady_times
 from paceline.comm.group import Group
@@ -27,19 +30,30 @@ from paceline.core.topology import Topology
 from paceline.data.batch import Batch, CorruptSample
 from paceline.data.batch_plan import BatchPlan
 from paceline.models.registry import create_model
+from paceline.models.settings import ModelSettings
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals
 
 PREFIX = "paceline-bench-row "
 READY = "paceline-bench-ready"
+_BATCHES = 4
+_DEFAULTS: dict[str, Any] = {
+    "optim.name": "lars",
+    "optim.lr": 0.5,
+    "optim.weight_decay": 5e-5,
+    "run.smoothing": 0.1,
+}
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Steps in flight of the plain loop, which does not synchronize.
+_LAG = 2
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """`kind` is ours or plain. For ours `switches` are settings `section.key`; for plain
-    `switches` has `dtype` (fp32, tf32, bf16, fp16) and `compile` (off, default, reduce-overhead,
-    max-autotune). `group`: as the one rank of a process group."""
+    """`kind` is ours or plain. `switches` are settings `section.key` for ours; for plain they are
+    `dtype` (fp32, tf32, bf16, fp16), `compile` (off, default, reduce-overhead, max-autotune) and
+    `channels_last`. `group`: run as the only rank of a process group."""
 
     name: str
     kind: str
@@ -61,66 +75,8 @@ class StepRow:
         return cls(**json.loads(text))
 
 
-def measure(row: StepRow, ready: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Builds the step, warms it up, says `ready` and times it."""
-    import torch
-
-    from paceline.bench import step_table
-
-    started, start_s = time.perf_counter(), 0.0
-
-    def warm() -> None:
-        nonlocal start_s
-        start_s = time.perf_counter() - started
-        ready()
-
-    build = measure_ours if row.kind == "ours" else step_table.measure
-    times, words = build(row, warm)
-    low, high = times.spread
-    gib = torch.cuda.max_memory_allocated() / 2**30 if row.device == "cuda" else 0.0
-    return {
-        "name": row.name,
-        "step_s": times.median,
-        "step_s_p10": low,
-        "step_s_p90": high,
-        "steps": len(times.seconds),
-        "images_per_s": row.batch_size / times.median,
-        "memory_gib": round(gib, 2),
-        "start_s": round(start_s, 1),
-        "what": words,
-    }
-
-
-def _take_turns() -> None:
-    """Tells the parent that the row is warm, and waits for its turn."""
-    sys.stdout.write(READY + "\n")
-    sys.stdout.flush()
-    sys.stdin.readline()
-
-
-if __name__ == "__main__":
-    result = measure(StepRow.from_json(sys.argv[1]), _take_turns)
-    sys.stdout.write(PREFIX + json.dumps(result) + "\n")
-
-
-# Our training step on synthetic images that lie on the device already.
-#
-# In: a row with settings. Out: the time of the very `TrainStep` that training runs, with
-# everything in it: loss scaling, finite check, flat gradient buffers, LARS on masters, outcome
-# read back.
-
-
-_BATCHES = 4
-_DEFAULTS: dict[str, Any] = {
-    "optim.name": "lars",
-    "optim.lr": 0.5,
-    "optim.weight_decay": 5e-5,
-    "run.smoothing": 0.1,
-}
-
-
 class SyntheticBatches:
-    """A few batches of noise on the device, one after the other, for ever."""
+    """An endless loader of a few batches of noise on the device."""
 
     corrupt: tuple[CorruptSample, ...] = ()
 
@@ -150,7 +106,7 @@ class SyntheticBatches:
         return self._batches[self._next % _BATCHES]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def __enter__(self) -> SyntheticBatches:
         return self
@@ -160,7 +116,7 @@ class SyntheticBatches:
 
 
 def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
-    """The step, and words for what was chosen."""
+    """The step that training would run, and a description of its parts."""
     config = RunConfig().with_values(
         {**_DEFAULTS, "model.name": row.model, "data.image_size": row.image_size,
          "data.eval_resize": 0, **row.switches}
@@ -182,6 +138,8 @@ def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
 
 
 def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
+    """The `TrainStep` of training, including loss scaling, finite check, gradient buckets, LARS on
+    masters, and reading the outcome."""
     device = torch.device(row.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -204,7 +162,7 @@ def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
 
 
 def _topology(row: StepRow) -> Topology:
-    """A lone process, or a launcher's group of one rank, whose collectives really are called."""
+    """A single process, or a group of one rank, whose collectives are really called."""
     if not row.group:
         return Topology()
     with socket.socket() as free:
@@ -213,3 +171,91 @@ def _topology(row: StepRow) -> Topology:
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(own, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return Topology.from_env(os.environ)
+
+
+def measure_plain(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
+    """A plain PyTorch step: autocast, torch.compile, channels_last, cudnn.benchmark, fused momentum
+    SGD and, for fp16, GradScaler, on normalized images on the device. The model is ours with torch's
+    own operators, which is torchvision's architecture."""
+    device, kind = torch.device(row.device), row.switches["dtype"]
+    how, nhwc = row.switches.get("compile", "off"), row.switches.get("channels_last", True)
+    strict = kind == "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not strict
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    settings = ModelSettings(name=row.model)
+    model = create_model(settings, num_classes=row.classes, image_size=row.image_size).to(device)
+    images = torch.randn(row.batch_size, 3, row.image_size, row.image_size, device=device)
+    if nhwc:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(0, row.classes, (row.batch_size,), device=device)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5,
+        fused=True if device.type == "cuda" else None,
+    )  # fmt: skip
+    forward: Callable[[Tensor], Tensor] = model
+    if how != "off":
+        forward = torch.compile(model, mode=None if how == "default" else how)
+    scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
+    amp = _AMP.get(kind)
+    done: list[torch.cuda.Event] = []
+
+    def launch(number: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, amp) if amp else nullcontext():
+            loss = F.cross_entropy(forward(images), labels, label_smoothing=0.1)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        if device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            done.append(event)
+
+    def wait() -> None:
+        if done:
+            done.pop(0).synchronize()
+
+    times = steady_times(
+        launch, wait, lag=_LAG, repeats=row.steps, warm_up=row.warm_up, ready=ready
+    )
+    return times, f"{kind}, compile {how}, {'NHWC' if nhwc else 'NCHW'}, fused SGD"
+
+
+def measure(row: StepRow, ready: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Builds the step, warms it up, calls `ready` and times it."""
+    started, start_s = time.perf_counter(), 0.0
+
+    def warm() -> None:
+        nonlocal start_s
+        start_s = time.perf_counter() - started
+        ready()
+
+    measure_step = measure_ours if row.kind == "ours" else measure_plain
+    times, description = measure_step(row, warm)
+    low, high = times.spread
+    gib = torch.cuda.max_memory_allocated() / 2**30 if row.device == "cuda" else 0.0
+    return {
+        "name": row.name,
+        "step_s": times.median,
+        "step_s_p10": low,
+        "step_s_p90": high,
+        "steps": len(times.seconds),
+        "images_per_s": row.batch_size / times.median,
+        "memory_gib": round(gib, 2),
+        "start_s": round(start_s, 1),
+        "what": description,
+    }
+
+
+def _take_turns() -> None:
+    """Tells the parent that the row is warm, and waits until it may measure."""
+    sys.stdout.write(READY + "\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    result = measure(StepRow.from_json(sys.argv[1]), _take_turns)
+    sys.stdout.write(PREFIX + json.dumps(result) + "\n")

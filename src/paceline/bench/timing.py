@@ -1,8 +1,4 @@
-"""Times of repeated work.
-
-In: a function that does or queues one repetition. Out: seconds of each, after a warm-up. Device time is
-taken between events on the GPU's own clock; wall time includes whatever the host is too slow for.
-"""
+"""Times of repeated work, after a warm-up: device time between CUDA events, or wall time."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Long enough for the host to queue a whole optimizer step before the GPU begins it.
+# Long enough for the host to queue a whole optimizer step before the GPU starts it.
 _HEAD_START_CYCLES = 20_000_000
 
 
@@ -39,7 +35,7 @@ class Times:
 def device_times(
     work: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int
 ) -> Times:
-    """Time on the device alone: the host gets a head start, so that its launches do not count."""
+    """Time on the device alone: the host gets a head start, so that launch overhead does not count."""
     for _ in range(warm_up):
         work()
     if device.type != "cuda":
@@ -75,9 +71,9 @@ def steady_times(
     warm_up: int,
     ready: Callable[[], None] = lambda: None,
 ) -> Times:
-    """Wall time from one completed step to the next, while `lag` steps are always under way.
+    """Wall time between completed steps, with `lag` steps in flight.
 
-    `ready` is called between a first warm-up and the rest; it may wait for its turn to measure.
+    `ready` is called after a first part of the warm-up; it may block until the measurement may start.
     """
     first = max(warm_up // 2, 1)
     for number in range(first):

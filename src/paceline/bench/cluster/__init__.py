@@ -1,8 +1,5 @@
-"""A cluster on one machine: hosts as network namespaces, with links of a chosen rate.
-
-In: a number of hosts, ranks for each, a rate. Out: real processes that meet over a real network stack.
-Nothing here imports torch; only what runs on the cluster does.
-"""
+"""An emulated cluster on one machine: hosts are network namespaces, with links of a chosen rate.
+Torch-free."""
 
 from paceline.bench.cluster.emulated import EmulatedCluster
 from paceline.bench.cluster.job import ClusterJob, Ended

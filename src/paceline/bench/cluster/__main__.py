@@ -1,7 +1,7 @@
 """`python -m paceline.bench.cluster --hosts 4 --ranks 4 --rate 200mbit -- COMMAND…`
 
-In: the shape of a cluster and a command. Out: rank 0's output as it comes, and the first exit code that
-is not 0. COMMAND is a script, `-m MODULE` or a program, and runs under torchrun on every host.
+Runs COMMAND, a script, `-m MODULE` or a program, under torchrun on every host. Shows rank 0's output,
+and exits with the first exit code that is not 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`EmulatedCluster`: hosts as network namespaces, tied together by a switch.
+"""`EmulatedCluster`: hosts as network namespaces, connected by a switch.
 
-In: a number of hosts and the rate of their links. Out: processes on these hosts, under torchrun or by
-themselves; links that can be slowed, cut and mended. At the end, however it comes, all is torn down.
+Runs processes on the hosts, under torchrun or directly, and can slow, cut and restore links. It is
+torn down at the end of the context, at exit and on SIGTERM, SIGINT and SIGHUP; after SIGKILL the next
+cluster's `sweep` removes what is left.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from paceline.bench.cluster import link_probe
 from paceline.bench.cluster.job import (
@@ -46,98 +47,21 @@ from paceline.bench.cluster.network import (
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.signal_context import SignalContext
 
-# The clusters of this process, and their end with it.
-#
-# In: clusters as they open and close. Out: nothing; when the process exits or is asked to end
-# (SIGTERM, SIGINT, SIGHUP), all of them are torn down first. Then the signal goes on to whoever
-# would have heard it without us. A kill that cannot be heard leaves namespaces, which the next
-# `sweep` finds.
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-# Handlers of somebody else's making know what they do, and a signal that is ignored shall be.
+# Signals are handled only where the handler is Python's default: other handlers stay in charge.
 _REPLACED = (signal.SIG_DFL, signal.default_int_handler)
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class LiveClusters:
-    """One for the process; the first cluster that opens brings the handlers, the last takes them away."""
-
-    def __init__(self) -> None:
-        self._clusters: list[Closable] = []
-        self._signals: SignalContext | None = None
-        self._at_work = 0
-        self._waiting: int | None = None
-
-    def add(self, cluster: Closable) -> None:
-        self._clusters.append(cluster)
-        if self._signals is None and threading.current_thread() is threading.main_thread():
-            numbers = [number for number in _NUMBERS if signal.getsignal(number) in _REPLACED]
-            self._signals = SignalContext(numbers, self._hear)
-            self._signals.__enter__()
-
-    def discard(self, cluster: Closable) -> None:
-        if cluster in self._clusters:
-            self._clusters.remove(cluster)
-        if not self._clusters:
-            self._give_signals_back()
-
-    def __enter__(self) -> None:
-        """While namespaces are made or removed, a signal waits: half-done work cannot be undone."""
-        self._at_work += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._at_work -= 1
-        if self._waiting is not None and self._at_work == 0:
-            number, self._waiting = self._waiting, None
-            self._hear(number, None)
-
-    def close_all(self) -> None:
-        for cluster in list(reversed(self._clusters)):
-            with contextlib.suppress(LaunchError):
-                cluster.close()
-
-    def forget(self) -> None:
-        """In a fork: the clusters are its parent's."""
-        self._clusters.clear()
-        self._give_signals_back()
-        self._at_work, self._waiting = 0, None
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self._at_work:
-            self._waiting = number
-            return
-        self.close_all()
-        self._give_signals_back()
-        os.kill(os.getpid(), number)
-
-    def _give_signals_back(self) -> None:
-        # Python gives handlers back in the main thread only, where they were set.
-        if self._signals and threading.current_thread() is threading.main_thread():
-            self._signals.__exit__(None, None, None)
-            self._signals = None
-
-
-live_clusters = LiveClusters()
-atexit.register(live_clusters.close_all)
-os.register_at_fork(after_in_child=live_clusters.forget)
-
-
 Rates = str | Sequence[str | None] | None
 _FIRST_PORT = 29500
 _PROBE_LIMIT_S = 40.0
 
 
 class EmulatedCluster:
-    """A context: the cluster is there inside it, and gone after it.
+    """A context manager that builds the cluster and removes it.
 
         with EmulatedCluster(2, rate="200mbit") as cluster:
             ended = cluster.torchrun(["train.py"], ranks=[2, 1]).wait(timeout_s=60)
 
-    `rate` is one for all hosts or one for each; None leaves a link as fast as the machine is.
+    `rate` is one for all hosts or one for each; None does not limit the link.
     """
 
     def __init__(self, hosts: int, rate: Rates = None) -> None:
@@ -159,7 +83,7 @@ class EmulatedCluster:
 
     @property
     def namespaces(self) -> list[str]:
-        """Names of the hosts' namespaces, then the switch's, as `ip netns list` shows them."""
+        """Names of the hosts' namespaces, then the switch's, as in `ip netns list`."""
         return [namespace.name for namespace in (*self._hosts, self._switch)]
 
     def address(self, host: int) -> str:
@@ -198,10 +122,8 @@ class EmulatedCluster:
                 link.shape(rate)
 
     def close(self) -> None:
-        """Ends every process on the hosts and removes the cluster. A second call does nothing."""
-        if (
-            os.getpid() != self._owner_pid
-        ):  # a fork that leaves the context: the cluster is its parent's
+        """Kills every process on the hosts and removes the cluster. A second call does nothing."""
+        if os.getpid() != self._owner_pid:  # a forked process leaves the context
             return
         problems = []
         with live_clusters:
@@ -210,7 +132,7 @@ class EmulatedCluster:
             for namespace in (*self._hosts, self._switch):
                 try:
                     namespace.remove()
-                except LaunchError as error:  # the others must go all the same
+                except LaunchError as error:  # still remove the others
                     problems.append(error)
             for job in self._jobs:
                 job.reap()
@@ -221,7 +143,7 @@ class EmulatedCluster:
 
     @staticmethod
     def sweep() -> list[str]:
-        """Removes what owners left that were killed, with the processes in it; returns its names."""
+        """Removes namespaces of killed owners with their processes; returns the names."""
         abandoned = abandoned_namespaces()
         for namespace in abandoned:
             namespace.remove()
@@ -237,12 +159,11 @@ class EmulatedCluster:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> ClusterJob:
-        """Starts `command` under torchrun, one agent a host.
+        """Starts `command`, a script, `-m MODULE` or a program, under torchrun with one agent per host.
 
-        `ranks` is the same number on every host, or one for each of the first hosts. A command is a
-        script, `-m MODULE` or a program, each with its arguments.
+        `ranks` is one number for all hosts, or one for each of the first hosts.
         """
-        counts, (port, logs) = self._counts(ranks), self._room()
+        counts, (port, logs) = self._counts(ranks), self._job_place()
         starts = torchrun_starts(command, counts, port, env or {}, logs)
         return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
 
@@ -253,11 +174,9 @@ class EmulatedCluster:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> ClusterJob:
-        """Starts `command` once for each rank with torchrun's variables set, without its agents.
-
-        Nobody ends the other ranks when one fails.
-        """
-        counts, (port, logs) = self._counts(ranks), self._room()
+        """Starts `command` on every rank with torchrun's environment variables but without agents:
+        when one rank fails the others are not ended."""
+        counts, (port, logs) = self._counts(ranks), self._job_place()
         starts = plain_starts(command, counts, port, env or {}, logs)
         return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
 
@@ -271,7 +190,7 @@ class EmulatedCluster:
         """Starts one program on one host; it counts as the job's rank 0."""
         self._check(host)
         program, own = as_program(command), host_environment(env or {})
-        start = Start(host, program, own, self._room()[1], ("{stream}",))
+        start = Start(host, program, own, self._job_place()[1], ("{stream}",))
         return self._keep(ClusterJob([start], self._hosts, cwd or Path.cwd()))
 
     def set_rate(self, rate: str | None, host: int | None = None) -> None:
@@ -281,7 +200,7 @@ class EmulatedCluster:
             self._links[number].shape(rate)
 
     def cut(self, host: int) -> None:
-        """Packets from and to the host are lost from now on, as by a pulled cable."""
+        """Drops all packets from and to the host, like a pulled cable."""
         self._check(host)
         self._links[host].cut()
 
@@ -300,16 +219,16 @@ class EmulatedCluster:
         finally:
             server.kill()
         if not ended.ok:
-            said = (ended.err[0].strip().splitlines() or ["?"])[-1]
-            raise LaunchError(f"host {sender} cannot measure its link to host {receiver}: {said}")
+            reason = (ended.err[0].strip().splitlines() or ["?"])[-1]
+            raise LaunchError(f"host {sender} cannot measure its link to host {receiver}: {reason}")
         return LinkSpeed(*json.loads(ended.out[0]))
 
     def _keep(self, job: ClusterJob) -> ClusterJob:
         self._jobs.append(job)
         return job
 
-    def _room(self) -> tuple[int, Path]:
-        """A port that no earlier job of this cluster had, and a folder for the output."""
+    def _job_place(self) -> tuple[int, Path]:
+        """A port that no earlier job used, and a folder for the output."""
         number = next(self._numbers)
         return _FIRST_PORT + number % 1000, self._folder / f"job{number}"
 
@@ -334,3 +253,68 @@ def _one_for_each(hosts: int, rate: Rates) -> list[str | None]:
         if value is not None:
             bits_per_s(value)
     return rates
+
+
+class LiveClusters:
+    """The open clusters of this process, which are closed at exit and on signals. The first one
+    installs the signal handlers, and the last one removes them; a signal is raised again after the
+    tear-down."""
+
+    def __init__(self) -> None:
+        self._clusters: list[EmulatedCluster] = []
+        self._signals: SignalContext | None = None
+        self._at_work = 0
+        self._waiting: int | None = None
+
+    def add(self, cluster: EmulatedCluster) -> None:
+        self._clusters.append(cluster)
+        if self._signals is None and threading.current_thread() is threading.main_thread():
+            numbers = [number for number in _NUMBERS if signal.getsignal(number) in _REPLACED]
+            self._signals = SignalContext(numbers, self._on_signal)
+            self._signals.__enter__()
+
+    def discard(self, cluster: EmulatedCluster) -> None:
+        if cluster in self._clusters:
+            self._clusters.remove(cluster)
+        if not self._clusters:
+            self._restore_signals()
+
+    def __enter__(self) -> None:
+        """Signals are deferred while namespaces are created or removed."""
+        self._at_work += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._at_work -= 1
+        if self._waiting is not None and self._at_work == 0:
+            number, self._waiting = self._waiting, None
+            self._on_signal(number, None)
+
+    def close_all(self) -> None:
+        for cluster in list(reversed(self._clusters)):
+            with contextlib.suppress(LaunchError):
+                cluster.close()
+
+    def forget(self) -> None:
+        """In a forked process, whose parent owns the clusters."""
+        self._clusters.clear()
+        self._restore_signals()
+        self._at_work, self._waiting = 0, None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._at_work:
+            self._waiting = number
+            return
+        self.close_all()
+        self._restore_signals()
+        os.kill(os.getpid(), number)
+
+    def _restore_signals(self) -> None:
+        # Only the main thread may set signal handlers.
+        if self._signals and threading.current_thread() is threading.main_thread():
+            self._signals.__exit__(None, None, None)
+            self._signals = None
+
+
+live_clusters = LiveClusters()
+atexit.register(live_clusters.close_all)
+os.register_at_fork(after_in_child=live_clusters.forget)

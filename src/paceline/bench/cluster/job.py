@@ -1,7 +1,8 @@
-"""`ClusterJob`: processes under way on the hosts of a cluster.
+"""`ClusterJob`: processes on the hosts of an emulated cluster, their output and exit codes.
 
-In: what a launcher wants started. Out: exit codes and output of every process and every rank. Output goes
-into files, so that a rank never waits for somebody to read.
+`torchrun_starts` starts real torchrun agents with a rendezvous over the network; `plain_starts`
+starts each rank directly, which is seconds faster. Output goes to files, so that a rank never blocks
+on a full pipe.
 """
 
 from __future__ import annotations
@@ -19,27 +20,23 @@ from typing import BinaryIO
 from paceline.bench.cluster.network import INTERFACE, Namespace, host_address
 from paceline.core.errors import LaunchError
 
-# The ways to start ranks on the hosts of a cluster.
-#
-# In: a command and the number of ranks on each host. Out: for each process to be started its
-# host, its command line and its environment. `torchrun` is the real thing: an agent on each host,
-# with a rendezvous over the network. `plain` starts each rank by itself with the variables set,
-# which is seconds cheaper.
-
-
 _FOREIGN = ("SLURM_", "OMPI_", "PMI_", "PRTE_", "TORCHELASTIC_", "PACELINE_", "PET_")
 _FOREIGN_NAMES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
     "MASTER_PORT",
 }  # fmt: skip
+# Environment variable that identifies the processes of a job.
+_MARK = "EMULATED_CLUSTER_JOB"
+_POLL_S = 0.02
+_REAP_LIMIT_S = 2.0
+# Time in which the other ranks may notice a failed one by themselves before they are killed.
+_GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """One process to be started, the folder for what it says, and where its ranks' output lies there.
-
-    `rank_files` has a pattern for each rank of the process, with `{stream}` for stdout or stderr.
-    """
+    """One process to start. `logs` is the folder of its output; `rank_files` has a file pattern in it
+    for each rank of the process, with `{stream}` for stdout or stderr."""
 
     host: int
     command: list[str]
@@ -49,13 +46,13 @@ class Start:
 
 
 def host_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours without any launcher's traces, for a process on a host."""
+    """The environment of a process on a host: ours without variables of launchers."""
     env = {
         name: value
         for name, value in os.environ.items()
         if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN)
     }
-    # Without the name Gloo would ask the resolver for the host's own address.
+    # Without it Gloo would resolve the host's own name.
     env |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
     # All hosts share this machine's cores.
     env.setdefault("OMP_NUM_THREADS", "1")
@@ -63,7 +60,7 @@ def host_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def as_program(command: Sequence[str]) -> list[str]:
-    """A script or `-m MODULE` is run by this Python; anything else is a program already."""
+    """A script or `-m MODULE` runs in this Python; anything else is a program."""
     if command and (command[0] == "-m" or command[0].endswith(".py")):
         return [sys.executable, *command]
     return list(command)
@@ -72,7 +69,7 @@ def as_program(command: Sequence[str]) -> list[str]:
 def torchrun_starts(
     command: Sequence[str], ranks: Sequence[int], port: int, env: Mapping[str, str], logs: Path
 ) -> list[Start]:
-    """An agent for each host; the first host's keeps the store."""
+    """One agent per host; the first host's runs the store."""
     starts = []
     for host, count in enumerate(ranks):
         own = logs / f"host{host}"
@@ -92,7 +89,7 @@ def torchrun_starts(
 def plain_starts(
     command: Sequence[str], ranks: Sequence[int], port: int, env: Mapping[str, str], logs: Path
 ) -> list[Start]:
-    """Each rank with its place in its environment; nobody watches over them."""
+    """One process per rank, with its rank in the environment."""
     starts: list[Start] = []
     for host, count in enumerate(ranks):
         for local_rank in range(count):
@@ -107,18 +104,12 @@ def plain_starts(
     return starts
 
 
-# In the environment of all that a job starts, to tell it from another job on the same host.
-_MARK = "EMULATED_CLUSTER_JOB"
-_POLL_S = 0.02
-_REAP_LIMIT_S = 2.0
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a job ended.
 
-    `codes` has one for each process that was started: torchrun's agent of each host, or each rank; a
-    negative one is the signal that ended it. `out` and `err` are by rank, `process_err` by process.
+    `codes` has the exit code of each started process, a torchrun agent per host or a rank; negative
+    ones are signals. `out` and `err` are by rank, `process_err` by process.
     """
 
     codes: list[int]
@@ -131,7 +122,7 @@ class Ended:
         return not any(self.codes)
 
     def explain(self) -> str:
-        """All that was said, for the reader of a failure."""
+        """All output, to explain a failure."""
         parts = [f"exit codes {self.codes}"]
         for rank, (out, err) in enumerate(zip(self.out, self.err, strict=True)):
             parts += [f"-- rank {rank} out:\n{out}", f"-- rank {rank} err:\n{err}"]
@@ -140,7 +131,7 @@ class Ended:
 
 
 class ClusterJob:
-    """Started at once."""
+    """Starts all processes immediately."""
 
     def __init__(self, starts: Sequence[Start], hosts: Sequence[Namespace], cwd: Path) -> None:
         self._starts = list(starts)
@@ -163,7 +154,7 @@ class ClusterJob:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                # A Ctrl-C is for the cluster's owner, who ends us all.
+                # Ctrl-C is handled by the cluster's owner.
                 start_new_session=True,
             )
         self.processes.append(process)
@@ -172,15 +163,13 @@ class ClusterJob:
         return any(process.poll() is None for process in self.processes)
 
     def file(self, rank: int, stream: str) -> Path | None:
-        """Where rank's `stdout` or `stderr` goes; None as long as torchrun has not opened it.
-
-        After a restart by torchrun it is the last attempt's.
-        """
+        """The file of a rank's `stdout` or `stderr`, after a torchrun restart that of the last
+        attempt; None until torchrun has opened it."""
         logs, pattern = self._rank_files[rank]
         return max(logs.glob(pattern.format(stream=stream)), default=None)
 
     def wait(self, timeout_s: float) -> Ended:
-        """How all processes ended; where some do not within the time, all are killed."""
+        """Waits for all processes; kills all and raises LaunchError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.running():
             if time.monotonic() > deadline:
@@ -194,7 +183,8 @@ class ClusterJob:
         return self.ended()
 
     def wait_until(self, reached: Callable[[], object], timeout_s: float) -> None:
-        """Returns once `reached()` is true; an error where the job ends or time runs out first."""
+        """Returns once `reached()` is true; raises LaunchError if the job ends or time runs out
+        first."""
         deadline = time.monotonic() + timeout_s
         while not reached():
             if not self.running():
@@ -213,28 +203,27 @@ class ClusterJob:
         )
 
     def kill(self) -> None:
-        """Agents and ranks: torchrun gives each rank a session of its own, so they are found by mark."""
+        """Kills agents and ranks. torchrun gives each rank its own session, so they are found by
+        mark."""
         self.kill_started()
         for host in self._hosts:
             host.kill(self._mark)
         self.reap()
 
     def kill_started(self) -> None:
-        """Only what was started here. It may not have entered its host yet, and is not found there."""
+        """Kills the started processes, which may not have entered their namespace yet."""
         for process in self.processes:
             process.kill()
 
     def reap(self) -> None:
-        """Takes the exit codes of processes that were killed.
-
-        By asking, not by waiting: it may run in a signal's handler, above a wait for the same process.
-        """
+        """Collects exit codes of killed processes. Polls instead of waiting, because it may run in a
+        signal handler that interrupted a wait for the same process."""
         deadline = time.monotonic() + _REAP_LIMIT_S
         while self.running() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _failure(self, cause: str) -> LaunchError:
-        """Ends all; the line says why, and a note beneath a traceback what everybody said."""
+        """Kills all processes; the error has all output as a note below the traceback."""
         self.kill()
         error = LaunchError(cause)
         error.add_note(self.ended().explain())
@@ -245,20 +234,11 @@ def _read(file: Path | None) -> str:
     return file.read_text(errors="replace") if file and file.exists() else ""
 
 
-# Rank 0's output as it comes, and the one exit code of a job.
-#
-# In: a job under way on a cluster. Out: rank 0's standard output and error on ours; at the end
-# the last line of each other rank that failed, and the first exit code that is not 0. Where ranks
-# were started without agents, one that fails takes the others with it after a moment.
-
-
-_OUTPUT_POLL_S = 0.05
-# Ranks that were left behind find out by themselves, and say so, within this time; or never.
-_GRACE_S = 20.0
-
-
 def show(job: ClusterJob) -> int:
-    """Hands on rank 0's output until all have ended; returns the job's exit code."""
+    """Shows rank 0's output until all processes have ended; returns the first exit code that is not 0.
+
+    When a rank fails that has no agent, the others are killed after a grace period.
+    """
     _stream(job)
     return _conclude(job.ended())
 
@@ -267,7 +247,7 @@ def _stream(job: ClusterJob) -> None:
     shown = {"stdout": 0, "stderr": 0}
     failed_at: float | None = None
     while True:
-        running = job.running()  # asked first: what came until the end is shown, too
+        running = job.running()  # checked first, so that all output until the end is shown
         for stream, target in (("stdout", sys.stdout), ("stderr", sys.stderr)):
             file = job.file(0, stream)
             shown[stream] += _copy(file, shown[stream], target.buffer) if file else 0
@@ -277,7 +257,7 @@ def _stream(job: ClusterJob) -> None:
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
             job.kill()
-        time.sleep(_OUTPUT_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _copy(file: Path, start: int, target: BinaryIO) -> int:
@@ -290,11 +270,10 @@ def _copy(file: Path, start: int, target: BinaryIO) -> int:
 
 
 def _conclude(ended: Ended) -> int:
-    """Says which ranks failed, by the last line of each that is not shown already."""
+    """Prints the last line of each failed rank that differs from rank 0's, and the exit codes."""
     if ended.ok:
         return 0
     last = [(text.strip().splitlines() or [""])[-1] for text in ended.err]
-    # Where all say the same, rank 0 has said it already.
     lines = [f"rank {rank}: {line}\n" for rank, line in enumerate(last) if line and line != last[0]]
     sys.stderr.writelines(lines)
     if lines or not last[0]:

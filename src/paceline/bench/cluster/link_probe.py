@@ -1,7 +1,7 @@
-"""The speed of a link, by a small program at each end.
+"""Measures a link with a small program at each end: `serve`, and `send ADDRESS`, which prints JSON.
 
-In: `serve`, or `send ADDRESS`. Out: the sender prints round trip and bandwidth as JSON. It needs nothing
-but Python's own library, and starts in a moment. Medians, because others use the machine as well.
+Uses the standard library only, so that it starts quickly; reports medians, because the machine may be
+shared.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What a TCP stream gets of the link, without headers, and the idle link's round trip."""
+    """Bandwidth of one TCP stream, without headers, and round trip of the idle link."""
 
     bits_per_s: float
     round_trip_s: float
 
 
 def serve() -> None:
-    """Answers the small messages of one sender, then counts what comes and tells the samples."""
+    """Echoes small messages of one sender, then measures what it receives and sends the samples
+    back."""
     with socket.create_server(("", PORT)) as listener:
         listener.settimeout(_LIMIT_S)
         sys.stdout.write("ready\n")
@@ -41,19 +42,17 @@ def serve() -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(_ROUND_TRIPS):
             link.send(link.recv(1))
-        _receive(
-            link, _SAMPLE_S
-        )  # the stream finds its pace, and the bucket's first burst is spent
+        _receive(link, _SAMPLE_S)  # TCP ramps up, and the token bucket's first burst is used up
         samples = [_receive(link, _SAMPLE_S) for _ in range(_SAMPLES)]
         link.sendall(json.dumps(samples).encode())
-        # Closed with bytes unread, the connection would be reset, and the answer lost with it.
+        # Closing with unread bytes would reset the connection and lose the answer.
         link.shutdown(socket.SHUT_WR)
         while link.recv(1 << 18):
             pass
 
 
 def _receive(link: socket.socket, sample_s: float) -> float:
-    """Bits per second over one sample."""
+    """Bits per second of one sample."""
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < sample_s:
         count += len(link.recv(1 << 18))
@@ -70,8 +69,8 @@ def send(address: str) -> LinkSpeed:
             link.recv(1)
             trips.append(time.perf_counter() - start)
         link.setblocking(False)
-        told, deadline = b"", time.monotonic() + _LIMIT_S
-        while not told.endswith(b"]"):
+        answer, deadline = b"", time.monotonic() + _LIMIT_S
+        while not answer.endswith(b"]"):
             if time.monotonic() > deadline:
                 raise TimeoutError("the receiver did not answer")
             try:
@@ -79,10 +78,10 @@ def send(address: str) -> LinkSpeed:
             except BlockingIOError:
                 time.sleep(0.0005)
             try:
-                told += link.recv(1 << 12)
+                answer += link.recv(1 << 12)
             except BlockingIOError:
                 continue
-    return LinkSpeed(statistics.median(json.loads(told)), statistics.median(trips))
+    return LinkSpeed(statistics.median(json.loads(answer)), statistics.median(trips))
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""iproute2's `ip` and `tc`, called as programs.
+"""Network namespaces and links of an emulated cluster, made with iproute2's `ip` and `tc`.
 
-In: their arguments. Out: nothing, or an error of one line with what they said.
+Names carry an owner tag with the process id and its start time, because process ids are reused; so
+namespaces of a killed owner can be found and removed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,24 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, LaunchError
 
+INTERFACE = "eth0"
+SWITCH = "switch0"
+_SUBNET = "10.213.0"  # only inside the namespaces
+MAX_HOSTS = 250
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+# A queue longer than 50 ms would hide losses that a real switch has.
+_BUCKET = ("burst", "32kb", "latency", "50ms")
+_NAMES = Path("/var/run/netns")
+_KILL_LIMIT_S = 10.0
+_POLL_S = 0.01
+_TAG = re.compile(r"paceline-(\d+)-(\d+)-\d+(?:-|$)")
+_serials = itertools.count()
 _LIMIT_S = 20.0
 
 
 def find_tool(name: str) -> str | None:
-    """Its path. The folders of administration count also where they are not on the PATH."""
+    """The path of a tool on the PATH or in /usr/sbin or /sbin."""
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin:/sbin"]))
 
 
@@ -38,26 +52,15 @@ def call_tool(name: str, *arguments: str) -> None:
             capture_output=True,
             text=True,
             timeout=_LIMIT_S,
-            # A Ctrl-C is for the cluster's owner, who tears down; not for a tool at its work.
+            # Ctrl-C is handled by the cluster's owner.
             start_new_session=True,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{shown}: {error}", "install iproute2 and run as root") from None
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
-        said = lines[-1] if lines else f"exit code {done.returncode}"
-        raise LaunchError(f"{shown}: {said}")
-
-
-# Owner tags: names that say which process made a thing.
-#
-# In: this process, or the name of a thing found on the machine. Out: a tag that no other cluster
-# has; whether the process that made the thing is gone. A process id alone does not tell, as ids
-# are used again: the tag carries the time at which its process started, too.
-
-
-_TAG = re.compile(r"paceline-(\d+)-(\d+)-\d+(?:-|$)")
-_serials = itertools.count()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise LaunchError(f"{shown}: {reason}")
 
 
 def new_tag() -> str:
@@ -66,35 +69,24 @@ def new_tag() -> str:
 
 
 def owner_is_gone(name: str) -> bool:
-    """False, too, for names that are not ours: those are nobody's to remove."""
+    """Whether the owner of a tagged name has ended; False for names without our tag."""
     found = _TAG.match(name)
     return found is not None and _start_ticks(int(found[1])) != int(found[2])
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a living process started, in the kernel's clock ticks; None where there is none."""
+    """Start time of a running process in clock ticks; None if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in brackets, which may hold blanks and brackets.
+    # The second field is the program's name in parentheses, which may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-# `Namespace`: a network namespace under iproute2's care.
-#
-# In: a name. Out: a network stack of its own, in which programs can be started; on removal every
-# process inside ends, whoever started it.
-
-
-_NAMES = Path("/var/run/netns")
-_KILL_LIMIT_S = 10.0
-_POLL_S = 0.01
-
-
 class Namespace:
-    """Made by `add`, gone after `remove`; both can be called again."""
+    """A network namespace, created by `add`; `remove` kills every process inside."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -113,14 +105,11 @@ class Namespace:
         call_tool("tc", "-n", self.name, *arguments)
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` inside; `ip` becomes it, and keeps its process id."""
+        """The command line that runs `command` inside; the process id stays that of `ip`."""
         return [find_tool("ip") or "ip", "netns", "exec", self.name, *command]
 
     def processes(self, mark: str = "") -> list[int]:
-        """The living ones inside, or those of them with `mark` in the environment they started with.
-
-        A zombie has left its namespaces already.
-        """
+        """Running processes inside whose initial environment contains `mark`."""
         try:
             ours = (_NAMES / self.name).stat()
         except OSError:
@@ -136,7 +125,7 @@ class Namespace:
         return found
 
     def kill(self, mark: str = "") -> None:
-        """Ends these processes, also those that are forked meanwhile."""
+        """Kills these processes, including those forked meanwhile."""
         deadline = time.monotonic() + _KILL_LIMIT_S
         while pids := self.processes(mark):
             if time.monotonic() > deadline:
@@ -147,38 +136,22 @@ class Namespace:
             time.sleep(_POLL_S)
 
     def remove(self) -> None:
-        """Its links go with it, at both their ends."""
+        """Removes the namespace with both ends of its links."""
         if not self.exists():
             return
         self.kill()
         try:
             call_tool("ip", "netns", "delete", self.name)
         except LaunchError:
-            # Somebody else who sweeps may have been faster.
+            # Another process may have removed it already.
             if self.exists():
                 raise
 
 
 def abandoned_namespaces() -> list[Namespace]:
-    """Those that a cluster made whose owner is gone."""
+    """Namespaces of clusters whose owner has ended."""
     names = sorted(entry.name for entry in _NAMES.iterdir()) if _NAMES.is_dir() else []
     return [Namespace(name) for name in names if owner_is_gone(name)]
-
-
-# `HostLink`: the cable between a host and the switch.
-#
-# In: the two namespaces, the host's number and a rate. Out: a veth pair that carries no more than
-# the rate in either direction, and that can be cut and mended.
-
-
-INTERFACE = "eth0"
-SWITCH = "switch0"
-_SUBNET = "10.213.0"  # inside the namespaces only, so it can clash with nothing outside
-MAX_HOSTS = 250
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
-_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-# A queue longer than 50 ms at the rate would hide losses that a real switch has.
-_BUCKET = ("burst", "32kb", "latency", "50ms")
 
 
 def bits_per_s(rate: str) -> float:
@@ -195,7 +168,8 @@ def host_address(number: int) -> str:
 
 
 class HostLink:
-    """Host `number`'s; the other end is a port of the switch."""
+    """A veth pair between host `number` and a port of the switch, with a rate limit in both
+    directions."""
 
     def __init__(self, switch: Namespace, host: Namespace, number: int) -> None:
         self._switch, self._host = switch, host
@@ -204,16 +178,16 @@ class HostLink:
 
     def make(self) -> None:
         switch, host = self._switch, self._host
-        # Made where its ends belong: the root namespace never sees either.
+        # Created inside the namespaces: the root namespace never sees either end.
         switch.ip("link", "add", self._port, "type", "veth",
                   "peer", "name", INTERFACE, "netns", host.name)  # fmt: skip
-        # No IPv6 addresses: their discovery would take its share of a slow link.
+        # No IPv6 addresses, whose discovery would load a slow link.
         switch.ip("link", "set", self._port, "master", SWITCH, "addrgenmode", "none", "up")
         host.ip("link", "set", INTERFACE, "addrgenmode", "none", "up")
         host.ip("address", "add", f"{self._address}/24", "dev", INTERFACE)
 
     def shape(self, rate: str | None) -> None:
-        """Both ends, because a queue limits only what is sent. None takes the limit away."""
+        """Sets the rate at both ends, because a queue limits only sending; None removes the limit."""
         for end, device in ((self._host, INTERFACE), (self._switch, self._port)):
             if rate is not None:
                 bits = f"{bits_per_s(rate):.0f}bit"
@@ -223,7 +197,7 @@ class HostLink:
                     end.tc("qdisc", "delete", "dev", device, "root")
 
     def cut(self) -> None:
-        """As a pulled cable: what is sent is lost, and neither side is told."""
+        """Drops all packets without notifying either side, like a pulled cable."""
         self._switch.ip("link", "set", self._port, "down")
 
     def mend(self) -> None:
@@ -235,19 +209,14 @@ def make_switch(switch: Namespace) -> None:
     switch.ip("link", "set", SWITCH, "addrgenmode", "none", "up")
 
 
-# Whether this machine can have an emulated cluster.
-#
-# In: the machine. Out: nothing to complain of, or the reason in one line. The privileges are
-# tried out rather than read off, because containers take them away in many ways.
-
-
 def why_unavailable() -> str:
-    """Empty where clusters can be made; else why not."""
+    """Why this machine cannot emulate a cluster; empty if it can. Privileges are tried out, because
+    containers remove them in many ways."""
     return missing_prerequisite() or _failed_trial()
 
 
 def missing_prerequisite() -> str:
-    """What can be told without trying."""
+    """A reason that can be found without trying; empty if there is none."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid() != 0:
