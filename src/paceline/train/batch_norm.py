@@ -1,8 +1,4 @@
-"""Running statistics of batch norm.
-
-In: a model. Its running means and variances move into one flat buffer, each rank's own. Out:
-remembering them around a step that may be skipped; their average over ranks, for
-evaluation and export; their rows for the checkpoint.
+"""Running statistics of batch norm, each rank's own, in one flat buffer.
 
 The average over N ranks treats their statistics as those of N equal parts of one population: the mean
 of the means, and the mean of the variances plus the variance of the means.
@@ -21,7 +17,7 @@ from paceline.comm.group import Group
 
 
 class BatchNormState:
-    """Row 0 holds all running means, row 1 all running variances, layer after layer."""
+    """Moves a model's statistics into `flat`: row 0 holds all running means, row 1 all variances."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = [
@@ -31,7 +27,7 @@ class BatchNormState:
         ]
         self.names = [name for name, _ in layers]
         self.widths = [layer.num_features for _, layer in layers]
-        # Also where there is no such layer: a step joins these with flags on the model's device.
+        # Also without any such layer: a step combines these with flags on the model's device.
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.flat = torch.zeros(2, sum(self.widths), device=device)
         self.tracked = torch.zeros(len(layers), dtype=torch.int64, device=device)
@@ -42,8 +38,9 @@ class BatchNormState:
             assert layer.running_var is not None
             self.flat[0, start:stop] = layer.running_mean
             self.flat[1, start:stop] = layer.running_var
-            # By `.data` each view counts its own changes. Autograd would else take the update of one
-            # layer, where torch.compile makes it visible, for one of what another has saved.
+            # `.data` gives each view its own version counter. Otherwise autograd would take the
+            # update of one layer, which torch.compile makes visible, for a change of what another
+            # layer saved.
             layer.running_mean, layer.running_var = (
                 self.flat[0, start:stop].data,
                 self.flat[1, start:stop].data,
@@ -53,23 +50,23 @@ class BatchNormState:
         self._flat_before, self._tracked_before = self.flat.clone(), self.tracked.clone()
 
     def remember(self) -> None:
-        """Before a step, which a skip or a stop may undo."""
+        """Keeps the statistics before a step that may be skipped or stopped."""
         self._flat_before.copy_(self.flat)
         self._tracked_before.copy_(self.tracked)
 
     def roll_back(self) -> None:
-        """Back to what `remember` saw."""
+        """Restores what `remember` kept."""
         self.flat.copy_(self._flat_before)
         self.tracked.copy_(self._tracked_before)
 
-    def settle(self, discard: Tensor) -> None:
-        """Back to what `remember` saw where the flag on the device says so: a NaN in one batch must not
-        live on in the statistics. Nobody waits to read the flag."""
-        self.flat.copy_(torch.where(discard > 0, self._flat_before, self.flat))
-        self.tracked.copy_(torch.where(discard > 0, self._tracked_before, self.tracked))
+    def discard_if(self, flag: Tensor) -> None:
+        """Restores what `remember` kept if the flag on the device is set, so that a NaN in one batch
+        does not stay in the statistics. Does not synchronize with the device."""
+        self.flat.copy_(torch.where(flag > 0, self._flat_before, self.flat))
+        self.tracked.copy_(torch.where(flag > 0, self._tracked_before, self.tracked))
 
     def average(self, group: Group) -> Tensor:
-        """The average over ranks, computed alike on all of them, in float64 inside."""
+        """The average over ranks, bit-identical on all of them; computed in float64."""
         mean, variance = self.flat.double()
         sums = torch.stack([mean, variance, mean * mean])
         group.all_reduce_sum(sums)
@@ -77,7 +74,7 @@ class BatchNormState:
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
-        """Within this context the model holds the average; afterwards this rank's own again."""
+        """Inside the context the model holds the average over ranks."""
         own = self.flat.clone()
         self.flat.copy_(self.average(group))
         try:
@@ -86,17 +83,16 @@ class BatchNormState:
             self.flat.copy_(own)
 
     def rows(self, group: Group) -> Tensor | None:
-        """Every rank's statistics, [ranks, 2, width], on rank 0."""
+        """The statistics of all ranks, [ranks, 2, width], on rank 0."""
         return group.gather(self.flat)
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
-        """As `own_row` says."""
         self.flat.copy_(own_row(rows, group))
         self.tracked.copy_(tracked.to(self.tracked.device))
 
 
 def own_row(rows: Tensor, group: Group) -> Tensor:
-    """This rank's row; on another number of ranks than saved, the average on all."""
+    """This rank's row; the average if the number of ranks has changed."""
     return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
 
 

@@ -1,13 +1,12 @@
-"""`Training`: the parts of one run, built and agreed upon by all ranks.
+"""Builds a run: data, folder, checkpoint, model, training step and loader.
 
-In: a configuration and the group. Out: model, data, optimizer, exchange and folder, ready for the
-loop. Every stage that can fail on one rank alone is settled among all before the next begins.
+`build` returns a `Training`, which the loop runs. Every stage that can fail on one rank alone is
+agreed among all ranks before the next begins, so that all ranks fail with the same error.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
 from paceline.optim.schedule import LrSchedule
 from paceline.plan.plan_file import PlanFile
-from paceline.train.checkpoint import Checkpoint, CheckpointShelf
+from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
@@ -35,25 +34,27 @@ from paceline.train.inputs import (
     read_checkpoint,
     resolve_batch_sizes,
 )
-from paceline.train.machine import choose_threads, memory_told, seed_initial_weights
+from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
 from paceline.train.run_lock import RunLock
 from paceline.train.run_state import Progress, RunState, changes
 from paceline.train.step import TrainStep
-from paceline.train.step_parts import create_parts, create_step
+from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
 from paceline.train.tracing import RunTrace
 from paceline.train.weights import fingerprint
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Training:
-    """What the loop needs. `chosen` lists what was decided automatically, for display and record."""
+    """Everything the loop needs. `chosen` lists automatic choices for display and record;
+    `saved_step` is the step of the newest checkpoint in the folder, equal on all ranks, or -1."""
 
     config: RunConfig
     group: Group
     folder: RunFolder
+    lock: RunLock | None
     sizes: BatchSizes
     plan: BatchPlan
     schedule: LrSchedule
@@ -62,15 +63,13 @@ class Training:
     step: TrainStep
     source: Source
     validation: Source
-    shelf: CheckpointShelf
+    store: CheckpointStore
     progress: Progress
     stop: StopSignals
-    chosen: dict[str, str]
     plan_file: PlanFile
     trace: RunTrace
-    lock: RunLock | None
+    chosen: dict[str, str]
     observers: list[Observer] = field(default_factory=list)
-    # The step of the newest checkpoint in the folder, equal on all ranks; -1 where there is none.
     saved_step: int = -1
 
     @property
@@ -78,7 +77,7 @@ class Training:
         return self.group.rank == 0
 
     def emit(self, event: Event) -> None:
-        """Shows an event to all observers; one that cannot write fails the run at the next step."""
+        """Passes an event to all observers; a write error fails the run at the next step."""
         for observer in self.observers:
             try:
                 observer.on_event(event)
@@ -89,16 +88,17 @@ class Training:
                 )
 
     def check_folder(self) -> None:
-        """Before rank 0 writes: the folder is there, and still this run's."""
+        """Before rank 0 writes: raises if the folder is gone or another process has taken it over."""
         if self.lock is not None:
             self.lock.check()
 
     def write_trace(self) -> None:
-        """All ranks give their spans; rank 0 writes. A failure waits for the next exchange."""
+        """All ranks send their spans, and rank 0 writes them. A write error fails the run at the next
+        step."""
         try:
             note = self.trace.write()
         except PeerError:
-            raise  # another rank's fault, not ours to post
+            raise  # the error of another rank, which has published it
         except PacelineError as error:
             self.step.fault = error
             return
@@ -106,7 +106,7 @@ class Training:
             self.emit(NoteEvent(note))
 
     def close(self) -> None:
-        # CUDA graphs hold references to NCCL's communicators, so they go before the process groups.
+        # CUDA graphs hold references to NCCL communicators, so they go before the process groups.
         self.step.release()
         if not self.group.aborted:
             self.step.exchange.carrier.close()
@@ -114,7 +114,7 @@ class Training:
         self.source.close()
         self.validation.close()
         for observer in self.observers:
-            # A record that a full disk refused was told when it was written; it is not told twice.
+            # A full disk was already reported when the record was written.
             with contextlib.suppress(OSError):
                 observer.close()
         if self.lock is not None:
@@ -122,7 +122,7 @@ class Training:
 
 
 def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
-    """Builds the run on this rank, in step with all others."""
+    """Builds the run on this rank, together with all others."""
     sizes = resolve_batch_sizes(
         config.run.global_batch_size, config.run.batch_size, group.world_size
     )
@@ -130,7 +130,7 @@ def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
     with inputs.discarded_on_error():
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
-            # Written before there was such a setting: the run goes on with its own schedule.
+            # The checkpoint is older than this setting, and continues with its own schedule.
             config = config.with_values({"optim.warmup_max_share": 1.0})
         return _assemble(config, group, stop, sizes, replace(inputs, folder=folder), checkpoint)
 
@@ -144,7 +144,7 @@ def _assemble(
     checkpoint: Checkpoint | None,
 ) -> Training:
     source, folder = inputs.source, inputs.folder
-    threads = _choose_threads(config, group, checkpoint)
+    threads = _set_threads(config, group, checkpoint)
     plan = BatchPlan(
         samples=len(source),
         epochs=config.run.epochs,
@@ -154,25 +154,25 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
-    model, notes = group.settled("model", lambda: _create_model(config, source, group))
+    model, pretrained = group.settled("model", lambda: _create_model(config, source, group))
     parts = create_parts(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
         steps_per_epoch=schedule.steps_per_epoch,
     )  # fmt: skip
-    fusion = parts.exchange.plan
     start = {"initial weights": fingerprint(model)}
     group.settle("start", facts=start, remedy="use the same --pretrained file and versions")
 
     state = RunState(
-        config, plan, fusion, peak, tuple(source.classes), model, parts.optimizer,
-        parts.batch_norm, parts.scale, group, parts.average, inputs.labels,
+        config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
+        classes=tuple(source.classes), labels=inputs.labels, model=model,
+        optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
+        average=parts.average, group=group,
     )  # fmt: skip
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
-        path = folder.resume_from
-        elsewhere = not folder.holds_its_checkpoint
+        path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
         progress = group.settled(
             "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
         )
@@ -188,7 +188,6 @@ def _assemble(
     group.name_buffers(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
     parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
-    average = parts.average.describe(schedule.steps_per_epoch) if parts.average else ""
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
@@ -200,50 +199,43 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
-        **_remarks(config, folder, checkpoint, average, notes, schedule),
+        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule),
     }
     return Training(
-        config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
-        CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
-        parts.plan_file, trace, inputs.lock,
+        config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
+        schedule=schedule, model=model, state=state, step=step, source=source,
+        validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
+        trace=trace, chosen=chosen,
+        store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
     )  # fmt: skip
 
 
-def _remarks(
-    config: RunConfig,
-    folder: RunFolder,
-    checkpoint: Checkpoint | None,
-    average: str,
-    pretrained: Sequence[str],
-    schedule: LrSchedule,
-) -> dict[str, str]:
-    """What is told only where there is something to tell."""
-    remarks = {
-        "warm-up": schedule.describe_cut(),
-        "average": average,
-        "pretrained": "; ".join(pretrained),
-        "resume": "; ".join(filter(None, (folder.note, _salvaged(checkpoint)))),
-        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
-    }
-    return {name: words for name, words in remarks.items() if words}
-
-
-def _salvaged(checkpoint: Checkpoint | None) -> str:
-    if checkpoint is None or checkpoint.salvaged_by is None:
-        return ""
-    return (
-        f"not bit-exact: salvaged by rank {checkpoint.salvaged_by} after the loss of another rank; "
-        "weights and momenta are exact, batch-norm statistics are that rank's alone"
-    )
-
-
-def _choose_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
-    """Sets torch's threads and says how many. A checkpoint's count makes a resume bit-identical."""
-    threads, why = choose_threads(config, group.topology), ""
+def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
+    """Sets torch's number of threads. A resumed run uses the checkpoint's, to be bit-identical."""
+    threads, note = choose_threads(config, group.topology), ""
     if checkpoint and not config.run.threads and checkpoint.world_size == group.world_size:
-        threads, why = checkpoint.threads, " (as in the checkpoint)"
+        threads, note = checkpoint.threads, " (as in the checkpoint)"
     torch.set_num_threads(threads)
-    return f"{threads}{why}"
+    return f"{threads}{note}"
+
+
+def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.Module, list[str]]:
+    """The model with its initial or pretrained weights on this rank's device, and notes on the file."""
+    where = f"while moving {config.model.name} to {group.device}"
+    with explain_out_of_memory(where, "free the device, or choose a smaller model"):
+        seed_initial_weights(config.run.seed)
+        model = create_model(
+            config.model,
+            num_classes=config.model.num_classes or len(source.classes),
+            in_channels=config.data.channels,
+            image_size=config.data.image_size,
+        )
+        notes = []
+        if config.run.pretrained:
+            notes = load_pretrained(model, Path(config.run.pretrained))
+        if config.run.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model.to(group.device), notes
 
 
 def _describe_data(inputs: RunInputs) -> str:
@@ -257,30 +249,29 @@ def _describe_data(inputs: RunInputs) -> str:
 def _describe_model(config: RunConfig, model: nn.Module) -> str:
     weights = sum(parameter.numel() for parameter in model.parameters())
     stem = config.model.stem_for(config.data.image_size)
-    stemmed = f" with the {stem} stem" if config.model.name.startswith("resnet") else ""
-    return f"{config.model.name}{stemmed}, {weights:,} parameters"
+    with_stem = f" with the {stem} stem" if config.model.name.startswith("resnet") else ""
+    return f"{config.model.name}{with_stem}, {weights:,} parameters"
 
 
-def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.Module, list[str]]:
-    """Initial weights on this rank's device; a device too full for them is the user's to mend."""
-    where = f"while placing {config.model.name} on {group.device}"
-    with memory_told(where, "free the device, or choose a smaller model"):
-        return _create_model_on(config, source, group)
-
-
-def _create_model_on(
-    config: RunConfig, source: Source, group: Group
-) -> tuple[nn.Module, list[str]]:
-    seed_initial_weights(config.run.seed)
-    model = create_model(
-        config.model,
-        num_classes=config.model.num_classes or len(source.classes),
-        in_channels=config.data.channels,
-        image_size=config.data.image_size,
-    )
-    notes = []
-    if config.run.pretrained:
-        notes = load_pretrained(model, Path(config.run.pretrained))
-    if config.run.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model.to(group.device), notes
+def _optional_notes(
+    config: RunConfig,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    parts: StepParts,
+    pretrained: list[str],
+    schedule: LrSchedule,
+) -> dict[str, str]:
+    salvaged = ""
+    if checkpoint is not None and checkpoint.salvaged_by is not None:
+        salvaged = (
+            f"not bit-exact: salvaged by rank {checkpoint.salvaged_by} after the loss of another rank; "
+            "weights and momenta are exact, batch-norm statistics are of that rank only"
+        )
+    notes = {
+        "warm-up": schedule.describe_cut(),
+        "average": parts.average.describe(schedule.steps_per_epoch) if parts.average else "",
+        "pretrained": "; ".join(pretrained),
+        "resume": "; ".join(filter(None, (folder.note, salvaged))),
+        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
+    }
+    return {name: note for name, note in notes.items() if note}

@@ -1,8 +1,9 @@
-"""`Checkpoint`: the state of a run at the end of a step, and its file.
+"""`Checkpoint`, the state of a run after a step, and `CheckpointStore`, the checkpoints of a run
+folder.
 
-In: plain tables and tensors. Out: one file, readable with `torch.load(weights_only=True)`, written
-atomically. Batch-norm statistics are in it once for each rank. A SHA-256 over the content is in it
-too, because torch reads a file with damaged numbers without a word.
+A checkpoint is one file, written atomically and readable with `torch.load(weights_only=True)`. It
+holds the batch-norm statistics of every rank, and a SHA-256 of its content, because torch does not
+detect damaged numbers.
 """
 
 from __future__ import annotations
@@ -26,70 +27,31 @@ from paceline.core.untrusted import is_count
 from paceline.core.whole_file import LEFTOVERS, part_path, sync_directory, whole_file
 from paceline.version import __version__
 
-# Whole files of a run: checkpoints, records, weights.
-#
-# In: a path and its content. Out: the file in its place, on disk; or the old one untouched and an
-# error that says why.
-
-
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Temporary file, fsync, rename, fsync of the folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
-            file.write(content)
-    except OSError as error:
-        raise CheckpointError(*_explain(path, len(content), error)) from error
-
-
-def link_atomically(source: Path, path: Path) -> None:
-    """A second name for `source`; a copy where the file system has no hard links."""
-    temporary = part_path(path)
-    try:
-        try:
-            os.link(source, temporary)
-        except OSError:
-            shutil.copyfile(source, temporary)
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise CheckpointError(*_explain(path, source.stat().st_size, error)) from error
-
-
-def _explain(path: Path, length: int, error: OSError) -> tuple[str, str]:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"no space left to write {path} ({length / 1e6:.1f} MB)",
-            "free space or choose another --output, then --resume auto",
-        )
-    return (f"cannot write {path}: {error.strerror or error}", "check --output")
-
-
 FORMAT = "paceline-checkpoint"
 VERSION = 3
-# Before 3 there was no average.
-_READABLE = (2, 3)
-_FOREIGN = "weights of other programs are taken with --pretrained FILE"
+_READABLE = (2, 3)  # 2 has no average
+_FOREIGN = "load weights of other programs with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
+_TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
+_NAME = re.compile(r"step-(\d+)\.pt")
+_SALVAGED_NAME = re.compile(r"step-(\d+)\.salvaged\.pt")
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose content is not what was written."""
+    """The content of a checkpoint differs from what was written."""
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A file that is not a checkpoint of Paceline."""
+    """The file is not a Paceline checkpoint."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a bit-identical continuation needs.
+    """Everything that a bit-identical resume needs.
 
-    Schedule, data order and randomness are pure functions of the configuration and the step, so the
-    step is their whole state; `sampler`, `schedule` and `rng` say it in plain words for readers and are
-    checked on resuming.
+    Schedule, data order and random numbers are pure functions of configuration and step; `sampler`,
+    `schedule` and `rng` describe them for readers and are checked on resuming. `average` is the state
+    of `WeightAverage`, empty without one.
     """
 
     progress: dict[str, Any]
@@ -106,7 +68,6 @@ class Checkpoint:
     rng: dict[str, Any]
     classes: list[str]
     versions: dict[str, str]
-    # What `WeightAverage.capture` gave; empty where none was kept.
     average: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -115,8 +76,8 @@ class Checkpoint:
 
     @property
     def salvaged_by(self) -> int | None:
-        """The rank that wrote it alone, after another one was lost: it holds that rank's batch-norm
-        statistics only. None for a regular checkpoint."""
+        """The rank that wrote the checkpoint after another rank was lost; it holds the batch-norm
+        statistics of that rank only. None for a regular checkpoint."""
         rank = self.batch_norm.get("only_rank")
         return None if rank is None else int(rank)
 
@@ -136,14 +97,15 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Checkpoint:
-        """Refuses what is cut, damaged, foreign or of a later format, each in its own words."""
+        """Raises a CheckpointError that distinguishes damaged files, foreign files and later
+        formats."""
         try:
             table = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             table = table if isinstance(table, dict) else {}
             ours = bool(table.get("format") == FORMAT)
             parts = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
             intact = ours and bool(table.get("sha256") == content_hash(parts))
-        except Exception as error:  # noqa: BLE001  (damaged bytes make unpickling raise anything)
+        except Exception as error:  # noqa: BLE001  (unpickling damaged bytes can raise anything)
             raise _unreadable(path, content, error) from None
         if not ours:
             raise ForeignCheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
@@ -153,7 +115,7 @@ class Checkpoint:
                 f"{' and '.join(str(version) for version in _READABLE)}",
                 "use the Paceline version that wrote it",
             )
-        # A later format has other parts; where ours match their SHA-256 the version itself is damaged.
+        # A later format has other parts; if our parts match the SHA-256, the version number is damaged.
         if not intact or table.get("version") not in _READABLE:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
@@ -162,11 +124,8 @@ class Checkpoint:
         return cls(**parts)
 
 
-_TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
-
-
 def _check_types(parts: dict[str, Any], path: Path) -> None:
-    """A right checksum does not make a whole checkpoint: another program may have written it."""
+    """A correct SHA-256 is not enough: another program may have written the file."""
     step = parts["progress"].get("step") if isinstance(parts.get("progress"), dict) else None
     wrong = [
         name
@@ -175,7 +134,7 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
     ]
     if wrong or not is_count(step) or not isinstance(parts.get("average", {}), dict):
         what = wrong[0] if wrong else "progress.step"
-        raise CheckpointError(f"{path} is broken: {what} is missing or of another type", _OLDER)
+        raise CheckpointError(f"{path} is invalid: {what} is missing or of another type", _OLDER)
 
 
 def content_hash(value: Any) -> str:
@@ -215,29 +174,21 @@ def read_file(path: Path) -> bytes:
 
 
 def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError:
-    """Torch's own text is long and advises to trust the file; this says what is the matter."""
+    """torch's own message is long and advises to trust the file."""
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
     if foreign:
-        cause = f"{path} is not a Paceline checkpoint: it holds objects of {foreign[1]}"
+        cause = f"{path} is not a Paceline checkpoint: it contains objects of {foreign[1]}"
         return ForeignCheckpointError(cause, _FOREIGN)
-    reason = "it is cut short or damaged" if content else "it is empty"
-    return DamagedCheckpointError(f"{path} is broken or not a checkpoint: {reason}", _OLDER)
+    reason = "it is truncated or damaged" if content else "it is empty"
+    return DamagedCheckpointError(f"{path} is damaged or not a checkpoint: {reason}", _OLDER)
 
 
-# The checkpoints of one run: `step-00001200.pt`, and `best.pt`.
-#
-# In: checkpoints as they are made. Out: the last k and the best stay; the newest is found again.
-# A file is removed only after a newer one is safely in its place. `step-00001207.salvaged.pt` is
-# what one rank saved alone after another was lost; it counts only where no regular checkpoint is
-# as new.
+class CheckpointStore:
+    """The folder `RUN/checkpoints`: the last `keep` checkpoints (`step-00001200.pt`) and `best.pt`.
 
-
-_NAME = re.compile(r"step-(\d+)\.pt")
-_SALVAGED_NAME = re.compile(r"step-(\d+)\.salvaged\.pt")
-
-
-class CheckpointShelf:
-    """The folder `RUN/checkpoints`."""
+    A file is removed only after a newer one is in place. `step-00001207.salvaged.pt` was saved by one
+    rank alone after another was lost; it is used only if no regular checkpoint is as new.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
@@ -254,7 +205,7 @@ class CheckpointShelf:
         return self.folder / f"step-{step:08d}.salvaged.pt"
 
     def steps(self) -> list[int]:
-        """Steps that are saved here, in rising order."""
+        """Steps of regular checkpoints, in rising order."""
         return self._matching(_NAME)
 
     def salvaged_steps(self) -> list[int]:
@@ -268,8 +219,8 @@ class CheckpointShelf:
         return sorted(int(match[1]) for match in found if match)
 
     def candidates(self, *, salvaged: bool) -> list[Path]:
-        """What a run may go on from, the newest first; of one step, a regular checkpoint before a
-        salvaged one; the best one last, as its step is not in its name."""
+        """Files to resume from, newest first; of one step, the regular checkpoint before the salvaged
+        one. The best one is last, because its name has no step."""
         known = [(step, 1, self.path(step)) for step in self.steps()]
         if salvaged:
             known += [(step, 0, self.salvaged_path(step)) for step in self.salvaged_steps()]
@@ -281,30 +232,28 @@ class CheckpointShelf:
         return self.path(steps[-1]) if steps else None
 
     def put(self, checkpoint: Checkpoint, *, best: bool, forget: bool = True) -> Path:
-        """Writes, then, if `forget`, the oldest go. Half-written files of a killed process go too."""
+        """Writes the checkpoint; then removes temporary files and, if `forget`, the oldest
+        checkpoints."""
         path = self.path(checkpoint.step)
         try:
             self._write(checkpoint, path, best=best)
         except CheckpointError as error:
-            last = self.newest()
-            kept = (
-                f"{error.remedy}; the last good checkpoint, {last.name}, is untouched"
-                if last
-                else ""
-            )
-            raise CheckpointError(error.cause, kept or error.remedy) from error
+            last, remedy = self.newest(), error.remedy
+            if last:
+                remedy += f"; the last good checkpoint, {last.name}, is untouched"
+            raise CheckpointError(error.cause, remedy) from error
         try:
             self._tidy(checkpoint.step, forget=forget)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder} cannot be tidied after the save of {path.name}: {error.strerror}",
+                f"cannot remove old files of {self.folder} after saving {path.name}: {error.strerror}",
                 "make it writable again, then --resume auto",
             ) from error
         return path
 
     def _tidy(self, newest: int, *, forget: bool) -> None:
-        # A run that went back to an older checkpoint has left the later ones for good: they must not be
-        # taken for its newest. Kept under another name, because somebody may still want them.
+        # A run that was resumed from an older checkpoint has abandoned the later ones. They must
+        # not count as its newest, and are kept under another name.
         later = [self.path(step) for step in self.steps() if step > newest]
         salvaged = [(step, self.salvaged_path(step)) for step in self.salvaged_steps()]
         for file in later + [file for step, file in salvaged if step > newest]:
@@ -320,8 +269,8 @@ class CheckpointShelf:
 
     def _write(self, checkpoint: Checkpoint, path: Path, *, best: bool) -> None:
         if best:
-            # The best comes first: killed in between, a resumed run does the step again and finds it
-            # best again. The other way round it would go on and never make up for the missing link.
+            # The best comes first: after a kill in between, the resumed run repeats the step and
+            # finds it best again. In the other order it would continue without the best checkpoint.
             checkpoint.write(self.best)
             link_atomically(self.best, path)
         else:
@@ -329,8 +278,8 @@ class CheckpointShelf:
 
 
 def set_aside(file: Path, reason: str) -> Path:
-    """Renames `file` so that it is no checkpoint any more: `step-00000006.pt.damaged`. A file that has
-    that name already stays."""
+    """Renames a checkpoint to, for example, `step-00000006.pt.damaged`, or a numbered name if that
+    exists."""
     number, place = 1, file.with_name(f"{file.name}.{reason}")
     while place.exists():
         number += 1
@@ -339,11 +288,46 @@ def set_aside(file: Path, reason: str) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, or the best (else the newest) of a run folder."""
+    """`path` itself if it is a file, else the best or the newest checkpoint of the run folder."""
     if not path.is_dir():
         return path
-    shelf = CheckpointShelf(path / "checkpoints", 1)
-    found = shelf.best if shelf.best.is_file() else shelf.newest()
+    store = CheckpointStore(path / "checkpoints", 1)
+    found = store.best if store.best.is_file() else store.newest()
     if found is None:
-        raise CheckpointError(f"no checkpoint in {shelf.folder}", "give a run folder or a .pt file")
+        raise CheckpointError(f"no checkpoint in {store.folder}", "give a run folder or a .pt file")
     return found
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Writes a temporary file, fsyncs and renames it. On an error the old file is untouched."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise CheckpointError(*_explain(path, len(content), error)) from error
+
+
+def link_atomically(source: Path, path: Path) -> None:
+    """Makes `path` a hard link to `source`, or a copy if the file system has no hard links."""
+    temporary = part_path(path)
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise CheckpointError(*_explain(path, source.stat().st_size, error)) from error
+
+
+def _explain(path: Path, length: int, error: OSError) -> tuple[str, str]:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"no space left to write {path} ({length / 1e6:.1f} MB)",
+            "free space or choose another --output, then --resume auto",
+        )
+    return (f"cannot write {path}: {error.strerror or error}", "check --output")

@@ -1,7 +1,6 @@
-"""Divergence: when skipped steps mean that a run will not recover, and where it went wrong.
+"""Divergence: ends a run that keeps skipping steps, with an error that names step and layer.
 
-In: a step that was skipped because its gradients were not finite. Out: nothing while there is hope;
-else an error, equal on all ranks, that names step and layer. The last good checkpoint stays.
+The error is equal on all ranks, and the last good checkpoint is kept.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from torch import Tensor, nn
 from paceline.core.errors import RunError
 from paceline.models.resnet import fuse_norms
 from paceline.precision.policy import Policy
+from paceline.train.build import Training
 from paceline.train.step import StepOutcome
-from paceline.train.training import Training
 
-# A loss that is not finite comes from the forward pass, which no loss scale can mend.
+# Allowed steps in a row with a non-finite loss, which no loss scale can fix.
 _BAD_LOSSES = 10
-# Enough for batch norm to have a variance.
+# Images of the probe, enough for a batch-norm variance.
 _IMAGES = 4
 
 
 def check_divergence(training: Training, outcome: StepOutcome) -> None:
-    """All its grounds are numbers that the exchange made equal on all ranks."""
+    """Called after a skipped step. Uses only numbers that the exchange has made equal on all ranks."""
     row, limit = training.progress.skipped_in_a_row, training.config.run.max_skipped_steps
     scale = training.step.scale
     bad_loss = not math.isfinite(outcome.loss)
@@ -37,9 +36,14 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
         cause = f"gradients were not finite in {row} steps in a row"
     else:
         return
-    # Steps are counted as the display does, from 1; the first of the row is where it began.
+    # The first skipped step of the row, counted from 1 as in the display.
     began = outcome.number + 1 - row + 1
-    place = (_forward_place(training) if bad_loss else "") or _backward_place(training, outcome)
+    place = ""
+    if bad_loss:
+        data = training.config.data
+        shape = (_IMAGES, data.channels, data.image_size, data.image_size)
+        place = find_bad_layer(training.model, training.step.policy, shape)
+    place = place or _bad_gradient(training, outcome)
     kept = "; the last good checkpoint is kept" if training.saved_step >= 0 else ""
     raise RunError(
         f"diverged at step {began}: {cause}; {place}",
@@ -47,31 +51,22 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
     )
 
 
-def _forward_place(training: Training) -> str:
-    data = training.config.data
-    shape = (_IMAGES, data.channels, data.image_size, data.image_size)
-    return find_bad_layer(training.model, training.step.policy, shape)
-
-
-def _backward_place(training: Training, outcome: StepOutcome) -> str:
-    """The parameter nearest to the loss whose gradient was not finite: backward met it first."""
+def _bad_gradient(training: Training, outcome: StepOutcome) -> str:
+    """The parameter closest to the loss whose gradient was not finite, which backward computed
+    first."""
     names = training.step.exchange.names
     first = next((name for name in names if name in outcome.bad), None)
     if first is None:
-        return "no gradient tells the layer"
+        return "no gradient identifies the layer"
     return f"first in the gradient of {first} ({len(outcome.bad)} of {len(names)} tensors)"
 
 
-# Where numbers stop being finite, found by looking.
-#
-# In: a model whose loss is not finite. Out: the first weight, else the first layer's output, that
-# is not. Every rank holds the same weights and looks at the same noise, so all come to the same
-# answer.
-
-
 def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) -> str:
-    """Words for the place, or nothing. `images` is the shape of a few images. Leaves running statistics
-    changed: the run is over."""
+    """Describes the first non-finite weight, else the first layer with a non-finite output, else "".
+
+    Runs a forward pass on noise of the shape `images`, equal on all ranks, which changes running
+    statistics.
+    """
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             return f"the weight {name} is not finite"
@@ -86,7 +81,7 @@ def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) ->
 
     leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
     handles = [module.register_forward_hook(look(name)) for name, module in leaves]
-    fuse_norms(model, False)  # only torch's own operators call hooks
+    fuse_norms(model, False)  # fused kernels bypass hooks
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(images, generator=generator).to(policy.device, policy.dtype)
     try:

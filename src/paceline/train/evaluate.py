@@ -1,7 +1,7 @@
-"""Evaluation: top-1 and top-5 over the validation images, exact over all ranks.
+"""Evaluation of a model, or of a checkpoint file: exact top-1 and top-5 over the validation images.
 
-In: a model that already holds the averaged batch-norm statistics. Out: counts summed over ranks; each
-image is seen by exactly one rank, so the result does not depend on how many there are.
+Each image is evaluated by exactly one rank and counts are summed, so the result does not depend on
+the number of ranks (in half precision, within rounding of a few images).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.models.registry import create_model
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.inputs import common_settings
-from paceline.train.machine import choose_device, memory_error
+from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.triton_probe import triton_problem
 from paceline.train.weights import checkpoint_weights
@@ -42,7 +42,8 @@ from paceline.train.weights import checkpoint_weights
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Percentages and the mean loss over `samples` images. `corrupt_here` is this rank's."""
+    """Percentages and mean loss over `samples` images; `corrupt_here` are this rank's corrupt
+    samples."""
 
     top1: float
     top5: float
@@ -62,9 +63,10 @@ def evaluate(
     stop: StopSignals,
     corrupt_limit: int | None = None,
 ) -> EvalResult | signal.Signals:
-    """The signal, on all ranks, when one was asked to stop: the counts would be incomplete.
+    """Evaluates a model that holds the averaged batch-norm statistics.
 
-    More corrupt images than `corrupt_limit`, over all ranks together, are an error on all of them.
+    Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
+    they met more than `corrupt_limit` corrupt images together.
     """
     started = time.perf_counter()
     model.eval()
@@ -73,7 +75,7 @@ def evaluate(
     seen, failed, size = 0, 0, 0
     corrupt: list[CorruptSample] = []
     try:
-        # Blocks that are compiled for training would be compiled once more for this.
+        # Eager, because blocks compiled for training would be compiled again.
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"), policy.compute():
             for batch in batches:
                 if stop.received is not None:
@@ -90,8 +92,8 @@ def evaluate(
                 seen += len(labels)
                 corrupt += batch.corrupt
     except (PacelineError, RuntimeError, MemoryError) as error:
-        # The other ranks wait in the sum below, and are told there.
-        fault = error if isinstance(error, PacelineError) else _memory_error(error, size)
+        # The other ranks wait in the sum below, where they learn of it.
+        fault = error if isinstance(error, PacelineError) else _out_of_memory(error, size)
         if fault is None:
             raise
         group.post_fault(fault)
@@ -99,7 +101,7 @@ def evaluate(
     finally:
         model.train()
     if isinstance(batches, EvalBatches):
-        # It also knows those of a last batch of which nothing was left to hand over.
+        # Includes corrupt samples of a last batch that had no other samples.
         corrupt = list(batches.corrupt)
     asked = stop.stop_flags().values()
     own = torch.tensor([seen, len(corrupt), failed, *asked], dtype=torch.float64)
@@ -124,45 +126,36 @@ def evaluate(
 
 
 def _check_counts(samples: float, bad: float, corrupt_limit: int | None) -> None:
-    """Counts are equal on all ranks here, and so is the error."""
     if corrupt_limit is not None and bad > corrupt_limit:
         raise DataError(
             f"{bad:.0f} corrupt validation images, more than data.max_corrupt_share allows "
             f"({corrupt_limit})",
-            "mend the data (metrics*.jsonl names the samples), or raise the share",
+            "fix the data (metrics*.jsonl names the samples), or raise the share",
         )
     if not samples:
         raise DataError("no validation image could be decoded", "check the validation images")
 
 
-def _memory_error(error: Exception, size: int) -> RunError | None:
-    return memory_error(
+def _out_of_memory(error: Exception, size: int) -> RunError | None:
+    return out_of_memory(
         error,
         f"evaluating {size} images at a time",
         "use a smaller --batch-size, which lowers it too",
     )
 
 
-# Evaluating a checkpoint on disk.
-#
-# In: a file, and settings that override the checkpoint's. Out: the same exact counts that a run
-# reports, on one rank or many; in half precision, within rounding of a few images.
-
-
 def evaluate_file(
     path: Path, overrides: Mapping[str, Any], batch_size: int
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
-    """Result (or the signal that ended it), configuration and rank.
-
-    The checkpoint's own settings say how to read the images.
-    """
+    """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
+    signal that ended it, the configuration and the rank."""
     checkpoint = Checkpoint.read(path)
     config = RunConfig.from_tables(checkpoint.config).with_values(overrides)
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
     with Group(topology, config.comm, device, shared=shared) as group:
-        source = group.settled("data", lambda: _open(config, checkpoint, path))
+        source = group.settled("data", lambda: _open_validation(config, checkpoint, path))
         model = _restored(config, checkpoint).to(group.device)
         policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))
         allow_tf32(config.precision)
@@ -181,12 +174,12 @@ def evaluate_file(
         )  # fmt: skip
         with loader, StopSignals() as stop:
             result = evaluate(model, loader, normalize, policy, group, stop, limit)
-        if remark := loader.remark():
-            sys.stderr.write(f"paceline: note: {one_line(remark)}\n")
+        if note := loader.remark():
+            sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank
 
 
-def _open(config: RunConfig, checkpoint: Checkpoint, path: Path) -> Source:
+def _open_validation(config: RunConfig, checkpoint: Checkpoint, path: Path) -> Source:
     source = open_source(config.data, "val", checkpoint.classes)
     _check_classes(source.classes, checkpoint.classes, path)
     return source
@@ -206,7 +199,7 @@ def _restored(config: RunConfig, checkpoint: Checkpoint) -> nn.Module:
 
 
 def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:
-    """Other names under the same numbers would give a figure that means nothing."""
+    """With other class names under the same numbers the result would be meaningless."""
     if list(here) == list(trained):
         return
     if len(here) != len(trained):
@@ -214,4 +207,4 @@ def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> N
     else:
         number = next(i for i, name in enumerate(here) if name != trained[i])
         cause = f"class {number} is {here[number]!r} in the data, {trained[number]!r} in {path}"
-    raise CheckpointError(cause, "evaluate on the classes that it was trained on")
+    raise CheckpointError(cause, "evaluate on the classes of its training")

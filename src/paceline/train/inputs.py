@@ -1,7 +1,6 @@
-"""`RunInputs`: what a run reads, agreed upon by all ranks.
+"""What a run starts from: batch sizes, data, run folder and checkpoint, agreed among all ranks.
 
-In: a configuration and the group. Out: data and folder, and the checkpoint to start from. Each is settled
-among all ranks before the next: what is missing on one node alone ends all ranks with the same line.
+Each is agreed before the next, so that what is missing on one node ends all ranks with the same error.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig
@@ -30,11 +30,84 @@ from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, claim_run_folde
 from paceline.train.run_lock import RunLock
 from paceline.train.run_state import check_pinned
 
+# Without `--batch-size`, the largest micro-batch of a process.
+LARGEST_AUTOMATIC_MICRO_BATCH = 256
+DEFAULT_GLOBAL_BATCH = 256
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """`global_batch = micro_batch · ranks · accumulation`, always exactly."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    automatic: bool
+
+    def describe(self, world_size: int) -> str:
+        chosen = ", chosen automatically" if self.automatic else ""
+        return (
+            f"{self.global_batch} = {self.micro_batch} a process × {world_size} rank(s) × "
+            f"{self.accumulation} micro-step(s){chosen}"
+        )
+
+
+def resolve_batch_sizes(
+    global_batch: int | None, micro_batch: int | None, world_size: int
+) -> BatchSizes:
+    """Without a global batch it is the micro-batch times the number of ranks. Raises ConfigError,
+    with the nearest valid values, if the global batch is not divisible."""
+    if micro_batch is None:
+        return _automatic(global_batch or DEFAULT_GLOBAL_BATCH, world_size)
+    if global_batch is None:
+        return BatchSizes(micro_batch * world_size, micro_batch, 1, False)
+    unit = micro_batch * world_size
+    if global_batch % unit:
+        raise ConfigError(
+            "run.global_batch_size",
+            global_batch,
+            f"is not a multiple of {unit} = {micro_batch} (batch size) × {world_size} (ranks)",
+            f"use {_multiples(global_batch, unit)}, or --batch-size "
+            + _nearest_divisor(global_batch, world_size, micro_batch),
+        )
+    return BatchSizes(global_batch, micro_batch, global_batch // unit, False)
+
+
+def _automatic(global_batch: int, world_size: int) -> BatchSizes:
+    """As few micro-steps as the largest automatic micro-batch allows."""
+    if global_batch % world_size:
+        raise ConfigError(
+            "run.global_batch_size",
+            global_batch,
+            f"cannot be divided among {world_size} ranks",
+            f"use {_multiples(global_batch, world_size)}",
+        )
+    share = global_batch // world_size
+    accumulation = -(-share // LARGEST_AUTOMATIC_MICRO_BATCH)
+    while share % accumulation:
+        accumulation += 1
+    return BatchSizes(global_batch, share // accumulation, accumulation, True)
+
+
+def _multiples(value: int, unit: int) -> str:
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def _nearest_divisor(global_batch: int, world_size: int, wanted: int) -> str:
+    """The valid micro-batches closest to the wanted one."""
+    if global_batch % world_size:
+        return f"with a number of ranks that divides {global_batch}"
+    share = global_batch // world_size
+    divisors = [d for d in range(1, share + 1) if share % d == 0]
+    near = sorted(divisors, key=lambda d: (abs(d - wanted), d))[:2]
+    return " or ".join(str(d) for d in sorted(near))
+
 
 @dataclass(frozen=True)
 class RunInputs:
-    """`labels` is a digest of the training labels, by which a checkpoint knows its data again; where
-    the order depends on the sizes of the shards, of these too. `lock` is rank 0's."""
+    """`labels` is a digest of the training labels, and of the shard sizes where the sample order
+    depends on them, by which a resumed run recognizes its data. Only rank 0 holds a `lock`."""
 
     source: Source
     validation: Source
@@ -44,48 +117,40 @@ class RunInputs:
 
     @contextlib.contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """A start that fails within this context leaves neither a lock nor an empty folder."""
+        """An error inside the context releases the lock and removes an empty folder."""
         with self.folder.discarded_on_error(), _released_on_error(self.lock):
             yield
 
 
 def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
-    """Opens and reads on this rank, in step with all others."""
-    group.settle("configuration", facts=_common_facts(config))
+    """Opens the data and the run folder on this rank, together with all others."""
+    facts = common_settings(config)
+    facts |= {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
+    group.settle("configuration", facts=facts)
     source, validation = group.settled("data", lambda: _open_data(config))
-    labels = _digest(source)
+    labels = _digest(source.labels)
     if config.data.shuffle == "shards":
-        labels += f", shards {_shards_digest(source)}"
+        sizes = np.array(shard_sizes(source) or (), dtype=np.int64)
+        labels += f", shards {_digest(sizes)}"
     facts = {
         "training images": len(source),
         "training labels (digest)": labels,
         "validation images": len(validation),
-        "validation labels (digest)": _digest(validation),
+        "validation labels (digest)": _digest(validation.labels),
     }
     group.settle("data set", facts=facts, remedy="use the same data")
     return RunInputs(source, validation, labels, *_agree_on_folder(config, group))
 
 
-def _digest(source: Source) -> str:
-    return hashlib.sha256(source.labels.tobytes()).hexdigest()[:12]
-
-
-def _shards_digest(source: Source) -> str:
-    sizes = np.array(shard_sizes(source) or (), dtype=np.int64)
-    return hashlib.sha256(sizes.tobytes()).hexdigest()[:12]
+def _digest(values: npt.NDArray[np.int64]) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()[:12]
 
 
 def common_settings(config: RunConfig) -> dict[str, object]:
-    """Those that are equal on all ranks: all but a node's own paths and worker counts."""
-    # Tracing takes collectives: a continuation may differ in it, ranks may not.
+    """Settings that must be equal on all ranks: all but a node's own paths and worker counts."""
+    # Tracing uses collectives: a resumed run may change it, but ranks may not differ.
     own = (LOCAL_SETTINGS - {"run.trace", "run.trace_steps"}) | {"data.dir"}
     return {name: value for name, value in config.flat().items() if name not in own}
-
-
-def _common_facts(config: RunConfig) -> dict[str, object]:
-    """What all ranks compare before anything else."""
-    facts = common_settings(config)
-    return facts | {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
 
 
 def _open_data(config: RunConfig) -> tuple[Source, Source]:
@@ -107,7 +172,7 @@ def _open_data(config: RunConfig) -> tuple[Source, Source]:
 
 
 def _agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLock | None]:
-    """Rank 0 chooses and locks; the others are told."""
+    """Rank 0 chooses and locks the folder, and broadcasts it."""
     folder: RunFolder | None = None
     lock: RunLock | None = None
     error: PacelineError | None = None
@@ -118,8 +183,8 @@ def _agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLoc
             error = caught
     with _released_on_error(lock):
         group.settle("run folder", error)
-        told = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
-        path, _, resume = group.broadcast_bytes(told).decode().partition("\n")
+        chosen = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
+        path, _, resume = group.broadcast_bytes(chosen).decode().partition("\n")
     if folder is not None:
         return folder, lock
     return RunFolder(Path(path), Path(resume) if resume else None), None
@@ -132,17 +197,17 @@ def _released_on_error(lock: RunLock | None) -> contextlib.AbstractContextManage
 def read_checkpoint(
     config: RunConfig, folder: RunFolder, group: Group
 ) -> tuple[Checkpoint | None, RunFolder]:
-    """The checkpoint to start from, and the folder with what was found out about it.
+    """The checkpoint to start from, and the folder with the file that was used.
 
-    Rank 0 reads and sends the bytes, so that only its node needs the file. Where `--resume auto` meets a
-    damaged one it goes back to the newest sound one.
+    Rank 0 reads the file and broadcasts its bytes, so that only its node needs it. `--resume auto`
+    skips damaged checkpoints and uses the newest intact one.
     """
     if folder.resume_from is None:
         return None, folder
     content, error = None, None
     if group.rank == 0:
         try:
-            folder, content = _newest_sound(folder)
+            folder, content = _newest_intact(folder)
         except PacelineError as caught:
             error = caught
     group.settle("checkpoint", error)
@@ -165,11 +230,10 @@ def read_checkpoint(
     return checkpoint, replace(folder, resume_from=path)
 
 
-def _newest_sound(folder: RunFolder) -> tuple[RunFolder, bytes]:
-    """The first of `resume_from` and `older` that is whole, with its bytes; a note of those that are not.
-
-    Nothing is renamed yet: a resume that is refused later leaves the run as it was.
-    """
+def _newest_intact(folder: RunFolder) -> tuple[RunFolder, bytes]:
+    """The bytes of the first intact file of `resume_from` and `older`, and the folder with a note on
+    damaged ones. Nothing is renamed yet: a resume that is refused later must leave the run
+    unchanged."""
     assert folder.resume_from is not None
     damaged: list[Path] = []
     first: CheckpointError | None = None
@@ -179,102 +243,21 @@ def _newest_sound(folder: RunFolder) -> tuple[RunFolder, bytes]:
             if folder.older:
                 Checkpoint.from_bytes(content, path)
         except (DamagedCheckpointError, ForeignCheckpointError) as error:
-            # Under the name of a checkpoint of this run, what reads as foreign is damaged.
+            # A foreign file under the name of this run's checkpoint counts as damaged.
             first = first or error
             damaged.append(path)
             continue
         if not damaged:
             return folder, content
         names = ", ".join(bad.name for bad in damaged)
-        told = f"{names} is damaged and kept aside as *.damaged; going back to {path.name}"
-        note = "; ".join(filter(None, (folder.note, told)))
+        skipped = f"{names} is damaged and renamed to *.damaged; resuming from {path.name}"
+        note = "; ".join(filter(None, (folder.note, skipped)))
         return replace(folder, resume_from=path, note=note, damaged=tuple(damaged)), content
     assert first is not None
     if len(damaged) > 1:
         names = ", ".join(bad.name for bad in damaged)
         raise DamagedCheckpointError(
-            f"no sound checkpoint in {folder.checkpoints}: {names} are damaged",
-            "restore one, or start anew with another --output",
+            f"no intact checkpoint in {folder.checkpoints}: {names} are damaged",
+            "restore one, or start again with another --output",
         )
     raise first
-
-
-# Batch sizes: the global batch, the micro-batch of one process, and the accumulation between
-# them.
-#
-# In: what recipe and flags say, and the number of ranks. Out: three whole numbers with global =
-# micro · ranks · accumulation, or an error that names the nearest values that would do.
-
-
-# Without `-b` a process takes its share of the global batch in pieces of at most this many samples.
-LARGEST_AUTOMATIC_MICRO_BATCH = 256
-DEFAULT_GLOBAL_BATCH = 256
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """`global_batch = micro_batch · ranks · accumulation`, always exactly."""
-
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    automatic: bool
-
-    def describe(self, world_size: int) -> str:
-        """For the record: how the global batch is made up, and whether we chose it so."""
-        chosen = ", chosen automatically" if self.automatic else ""
-        return (
-            f"{self.global_batch} = {self.micro_batch} a process × {world_size} rank(s) × "
-            f"{self.accumulation} micro-step(s){chosen}"
-        )
-
-
-def resolve_batch_sizes(
-    global_batch: int | None, micro_batch: int | None, world_size: int
-) -> BatchSizes:
-    """With a micro-batch alone the global batch is micro · ranks; a global batch stays as it is."""
-    if micro_batch is None:
-        return _automatic(global_batch or DEFAULT_GLOBAL_BATCH, world_size)
-    if global_batch is None:
-        return BatchSizes(micro_batch * world_size, micro_batch, 1, False)
-    unit = micro_batch * world_size
-    if global_batch % unit:
-        raise ConfigError(
-            "run.global_batch_size",
-            global_batch,
-            f"is not a multiple of {unit} = {micro_batch} (batch size) × {world_size} (ranks)",
-            f"use {_multiples(global_batch, unit)}, or --batch-size "
-            + _nearest_divisor(global_batch, world_size, micro_batch),
-        )
-    return BatchSizes(global_batch, micro_batch, global_batch // unit, False)
-
-
-def _automatic(global_batch: int, world_size: int) -> BatchSizes:
-    """The fewest micro-steps whose micro-batch is not too large."""
-    if global_batch % world_size:
-        raise ConfigError(
-            "run.global_batch_size",
-            global_batch,
-            f"cannot be divided among {world_size} ranks",
-            f"use {_multiples(global_batch, world_size)}",
-        )
-    share = global_batch // world_size
-    accumulation = -(-share // LARGEST_AUTOMATIC_MICRO_BATCH)
-    while share % accumulation:
-        accumulation += 1
-    return BatchSizes(global_batch, share // accumulation, accumulation, True)
-
-
-def _multiples(value: int, unit: int) -> str:
-    below, above = value // unit * unit, (value // unit + 1) * unit
-    return f"{below} or {above}" if below else str(above)
-
-
-def _nearest_divisor(global_batch: int, world_size: int, wanted: int) -> str:
-    """Micro-batches next to the wanted one with which this global batch would do."""
-    if global_batch % world_size:
-        return f"with a number of ranks that divides {global_batch}"
-    share = global_batch // world_size
-    divisors = [d for d in range(1, share + 1) if share % d == 0]
-    near = sorted(divisors, key=lambda d: (abs(d - wanted), d))[:2]
-    return " or ".join(str(d) for d in sorted(near))

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, checkpoints, and the reasons to stop.
 
-In: a `Training`. Out: a `RunResult`, equal on all ranks. Decisions are made from numbers that the
-step's own exchange made equal everywhere, so no rank is ever alone in its branch.
+All decisions use numbers that the step's gradient exchange has made equal on all ranks, so that all
+ranks take the same branch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +16,7 @@ import torch
 from paceline.core.errors import PacelineError
 from paceline.core.events import (
     CheckpointEvent,
-    CorruptEvent,
     EvalEvent,
-    Event,
     NoteEvent,
     StartEvent,
     StepEvent,
@@ -27,17 +24,17 @@ from paceline.core.events import (
     TrustEvent,
 )
 from paceline.core.host_load import HostLoad
-from paceline.data.corrupt import CorruptSample, allowed_corrupt
+from paceline.data.corrupt import allowed_corrupt
 from paceline.data.create_loader import create_eval_loader
+from paceline.train.build import Training
 from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
+from paceline.train.input_report import InputReport
 from paceline.train.machine import hardware, versions
-from paceline.train.run_state import CorruptTally
 from paceline.train.step import StepOutcome
-from paceline.train.training import Training
 from paceline.train.weights import applied
 
-# Evaluation keeps no activations for a backward pass, so its batches may be larger than training's.
+# Evaluation keeps no activations, so its batches may be larger than those of training.
 _EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 
@@ -50,7 +47,7 @@ class RunResult:
 
 
 class TrainingLoop:
-    """Runs a `Training` from where it stands to its end."""
+    """Runs a `Training` from its current step to the end."""
 
     def __init__(self, training: Training) -> None:
         self._t = training
@@ -58,18 +55,18 @@ class TrainingLoop:
         self._started = time.perf_counter()
         if training.folder.holds_its_checkpoint:
             training.saved_step = training.progress.step
-        self._tally = CorruptTally(
+        self._input = InputReport(
             training.progress,
             training.plan.samples,
             training.config.data.max_corrupt_share,
             training.group,
+            training.emit,
         )
-        self._notes = InputNotes(training.emit, training.is_main)
         self._save_owed = False
         self._load, self._overload_noted = HostLoad(), False
 
     def run(self) -> RunResult:
-        """Ends with a checkpoint of the last step on disk, whatever the reason to stop."""
+        """Ends with a checkpoint of the last step, whatever the reason to stop."""
         t, progress = self._t, self._t.progress
         t.emit(
             StartEvent(
@@ -85,12 +82,12 @@ class TrainingLoop:
             )
         )
         if t.folder.resume_from is not None and t.saved_step < 0:
-            # Started from another folder's checkpoint: from here on this folder stands alone.
+            # Resumed from another folder's checkpoint: this folder gets its own.
             self._save(best=False)
         try:
             result = self._catch_up() or self._steps()
-        finally:  # also where an error ends it
-            self._notes.remark(t.step.loader.remark())
+        finally:  # also after an error
+            self._input.note(t.step.loader.remark())
         progress.train_s = self._elapsed()
         if t.saved_step != progress.step:
             self._save(best=False)
@@ -106,7 +103,7 @@ class TrainingLoop:
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
             if stop is None and self._save_owed and not pause:
-                # Asked for by a signal; the steps that are under way come first.
+                # Requested by a signal; steps in flight complete first.
                 stop, pause = self._collect(0), True
             if stop is not None:
                 return stop
@@ -122,7 +119,7 @@ class TrainingLoop:
         return self._collect(0) or RunResult("finished", None)
 
     def _collect(self, left: int) -> RunResult | None:
-        """Accounts for steps until `left` are under way; for all of them once one says stop."""
+        """Accounts for steps until `left` are in flight; for all of them once one requests a stop."""
         stop: signal.Signals | None = None
         while self._t.step.under_way > left:
             outcome = self._t.step.collect()
@@ -133,14 +130,12 @@ class TrainingLoop:
         return None if stop is None else RunResult(stop.name, stop)
 
     def account_for_launched_steps(self) -> None:
-        """Collects what is under way, as far as it was launched whole."""
+        """Accounts for all steps in flight."""
         self._collect(0)
 
     def _catch_up(self) -> RunResult | None:
-        """An evaluation that was due when the checkpoint was made, but was not done, comes first.
-
-        A run that had reached its target, but was killed before it could say so, ends here.
-        """
+        """Does an evaluation that was due at the checkpoint's step, and ends a run that had already
+        reached its target."""
         if self._evaluation_is_due(self._t.progress.step):
             return self._evaluate()
         if self._t.progress.evaluated_step != self._t.progress.step or not self._reached():
@@ -188,16 +183,12 @@ class TrainingLoop:
             ratios = t.step.update.optimizer.trust_ratios()
             names = t.step.update.names
             t.emit(TrustEvent(progress.step, dict(zip(names, ratios, strict=True))))
-        if outcome.corrupt_count:
-            new = self._tally.add(outcome.corrupt_here)
-            self._notes.corrupt(progress.step, new, "train")
-            self._notes.elsewhere(outcome.corrupt_count - len(outcome.corrupt_here))
-            self._tally.check()
+        self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
             check_divergence(t, outcome)
 
     def _core_wait_share(self) -> float | None:
-        """The latest reading; the first one that shows an overloaded host is also a note."""
+        """The latest reading; the first one of an overloaded host also emits a note."""
         if (reading := self._load.read()) is not None:
             text = reading.describe(torch.get_num_threads())
             if text and not self._overload_noted:
@@ -206,7 +197,7 @@ class TrainingLoop:
         return self._load.latest.waited if self._load.latest else None
 
     def _trust_is_due(self, step: int) -> bool:
-        """Reading the ratios waits for the device: only every so many steps, when asked for."""
+        """Reading the ratios synchronizes with the device, so it happens at intervals only."""
         interval = self._t.config.optim.trust_log_interval
         return interval > 0 and step % interval == 0
 
@@ -219,7 +210,7 @@ class TrainingLoop:
         return t.plan.ends_epoch(step - 1, t.config.run.eval_interval_epochs)
 
     def _evaluate(self) -> RunResult | None:
-        """Evaluates, keeps the best, saves; a result means that the run ends here."""
+        """Evaluates, and saves if due or best. Returns a result if the run ends here."""
         t, progress = self._t, self._t.progress
         loader = create_eval_loader(
             t.validation,
@@ -234,19 +225,18 @@ class TrainingLoop:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
             )
-        self._notes.remark(loader.remark(), "evaluation: ")
+        if note := loader.remark():
+            self._input.note(f"evaluation: {note}")
         if isinstance(found, signal.Signals):
             return RunResult(found.name, found)
         progress.train_s = self._elapsed()
         progress.evaluated_step = progress.step
         progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
-        progress.corrupt_val_samples = found.corrupt_count
-        # Weights that blew up still score by chance, and must not take the best one's place.
+        # Diverged weights may score by chance, and must not replace the best checkpoint.
         best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._may_be_best
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
-        self._notes.corrupt(progress.step, found.corrupt_here, "val")
-        self._notes.elsewhere(found.corrupt_count - len(found.corrupt_here))
+        self._input.evaluation(found.corrupt_here, found.corrupt_count)
         t.emit(
             EvalEvent(
                 step=progress.step,
@@ -281,69 +271,38 @@ class TrainingLoop:
 
     @property
     def _is_sound(self) -> bool:
-        """False in a row of skipped steps: the weights may be what makes the gradients infinite."""
+        """False while steps are being skipped: the weights may be the cause."""
         return self._t.progress.skipped_in_a_row == 0
 
     @property
     def _may_be_best(self) -> bool:
-        """One isolated overflow does not count against the weights: a dynamic loss scale skips a step
-        whenever it has grown too large. Several skips in a row do, and so does a loss that is not finite,
-        which no loss scale causes."""
+        """Several skipped steps in a row or a non-finite loss disqualify the weights. A single
+        overflow does not: a dynamic loss scale skips a step whenever it has grown too large."""
         return self._t.progress.skipped_in_a_row <= 1 and self._t.progress.loss_finite
 
     def _save_if_sound(self) -> None:
-        """Puts a save off until a step succeeds, lest bad checkpoints push the last good one out."""
+        """Postpones the save until a step succeeds, so that bad checkpoints do not replace good
+        ones."""
         self._save_owed = not self._is_sound
         if self._is_sound:
             self._save(best=False)
 
     def _save(self, *, best: bool) -> None:
-        """All ranks give their statistics; rank 0 writes. A failure waits for the next exchange."""
+        """All ranks send their statistics, and rank 0 writes. A write error fails the run at the next
+        step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
         checkpoint = t.state.capture(progress)
         t.saved_step = progress.step
-        # Whatever was asked for until now is served: signals reach ranks a moment apart.
+        # Serves all requests so far: a signal reaches ranks at slightly different times.
         self._save_owed = t.stop.save_requested = False
         if checkpoint is None:
             return
         try:
             t.check_folder()
             best = best and t.config.checkpoint.keep_best
-            path = t.shelf.put(checkpoint, best=best, forget=self._is_sound)
+            path = t.store.put(checkpoint, best=best, forget=self._is_sound)
         except PacelineError as error:
             t.step.fault = error
             return
         t.emit(CheckpointEvent(progress.step, str(path), time.perf_counter() - started, best))
-
-
-# `InputNotes`: what a run tells about its input, each thing once.
-#
-# In: corrupt samples and loaders' remarks, as steps and evaluations meet them. Out: events.
-
-
-class InputNotes:
-    """`is_main`: this rank has the display."""
-
-    def __init__(self, emit: Callable[[Event], None], is_main: bool) -> None:
-        self._emit = emit
-        self._is_main = is_main
-        self._told: set[str] = set()
-        self._named: set[str] = set()
-
-    def corrupt(self, step: int, samples: Iterable[CorruptSample], split: str) -> None:
-        for sample in samples:
-            if sample.name not in self._named:
-                self._named.add(sample.name)
-                self._emit(CorruptEvent(step, sample.name, sample.reason, split))
-
-    def elsewhere(self, count: int) -> None:
-        """What other ranks met is named in their own records."""
-        if count > 0 and self._is_main:
-            self._emit(NoteEvent(f"{count} corrupt on other ranks; see metrics.rank*.jsonl"))
-
-    def remark(self, text: str, where: str = "") -> None:
-        """Every evaluation may remark the same."""
-        if text and where + text not in self._told:
-            self._told.add(where + text)
-            self._emit(NoteEvent(where + text))

@@ -1,7 +1,4 @@
-"""What a run ran on: device, threads, versions, hardware.
-
-In: settings and this rank's place. Out: the device to use, and tables for summary and report.
-"""
+"""The machine of a rank: device, threads, versions, hardware; out-of-memory errors; random seeds."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from paceline.version import __version__
 
 
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:
-    """A GPU for each rank where there are GPUs. Several ranks share one over Gloo, or over NCCL where
-    `comm.share_gpus` says so."""
+    """One GPU per rank if there are GPUs. Ranks share a GPU over Gloo, or over NCCL with
+    `comm.share_gpus`."""
     ask_for_connections(topology.local_world_size if config.comm.share_gpus else 1)
     wanted = config.run.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -49,16 +46,16 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
 
 
 def _has_gpu_of_its_own(topology: Topology) -> bool:
-    """SLURM may hide the other ranks' GPUs from a rank (`srun --gpus-per-task=1`)."""
+    """Whether SLURM hides the other ranks' GPUs from this rank (`srun --gpus-per-task=1`)."""
     asked = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
     return topology.launcher == "slurm" and any(name in os.environ for name in asked)
 
 
 def choose_threads(config: RunConfig, topology: Topology) -> int:
-    """The node's cores, shared out among its ranks."""
+    """The node's cores divided by its ranks."""
     if config.run.threads:
         return config.run.threads
-    # srun binds each of its tasks to cores of its own, and says how many; they are not shared out.
+    # srun binds each task to its own cores, so they are not divided.
     own = os.environ.get("SLURM_CPUS_PER_TASK", "") if topology.launcher == "slurm" else ""
     if own.isdecimal() and int(own) > 0:
         return int(own)
@@ -69,7 +66,7 @@ def versions() -> dict[str, str]:
     found = {
         "paceline": __version__,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # a plain text: checkpoints admit nothing else
+        "torch": str(torch.__version__),  # a plain str: checkpoints allow nothing else
         "numpy": numpy.__version__,
         "pillow": PIL.__version__,
     }
@@ -79,7 +76,6 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: torch.device) -> dict[str, str]:
-    """Plain words for one rank's node."""
     found = {
         "device": str(device),
         "cpu": _cpu_name(),
@@ -109,50 +105,39 @@ def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-# Running out of memory: how to tell it from other errors.
-#
-# In: what a forward or backward pass raised, and words for the user. Out: the error that says
-# them, or None where it was something else.
-
-
-def memory_error(error: Exception, where: str, remedy: str) -> RunError | None:
-    """On GPU and CPU alike; the CPU allocator raises a plain RuntimeError."""
-    told = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if not told and "can't allocate memory" not in str(error):
+def out_of_memory(error: Exception, where: str, remedy: str) -> RunError | None:
+    """The error for the user if `error` means that memory ran out, on GPU or CPU; else None."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    # The CPU allocator raises a plain RuntimeError.
+    if not known and "can't allocate memory" not in str(error):
         return None
     return RunError(f"out of memory {where}", remedy)
 
 
 @contextmanager
-def memory_told(where: str, remedy: str) -> Iterator[None]:
-    """Within this context running out of memory is the error that says so; others stay what they are."""
+def explain_out_of_memory(where: str, remedy: str) -> Iterator[None]:
+    """Replaces out-of-memory errors inside the context by those of `out_of_memory`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        fault = memory_error(error, where, remedy)
+        fault = out_of_memory(error, where, remedy)
         if fault is None:
             raise
         raise fault from error
 
 
-# Randomness of the training step.
-#
-# In: (seed, step, micro-batch). Out: a seed for torch's generators. Dropout then depends on which
-# micro-batch of which step is computed, not on the rank that happens to compute it nor on
-# anything before it: a resumed run, and one on another number of ranks, draw the same numbers.
-
-
 def derive_seed(*parts: int | str) -> int:
-    """63 bits that depend on every part."""
+    """A seed of 63 bits that depends on every part."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Seeds CPU and GPU generators for micro-batch `number` of `step`."""
+    """Seeds torch's generators for micro-batch `number` of `step`. Dropout then depends neither on
+    the rank that computes the micro-batch nor on earlier steps: resumed runs, and runs on another
+    number of ranks, draw the same numbers."""
     torch.manual_seed(derive_seed(seed, step, number))
 
 
 def seed_initial_weights(seed: int) -> None:
-    """Seeds the generators for drawing the initial weights."""
     torch.manual_seed(derive_seed(seed, "weights"))

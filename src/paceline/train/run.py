@@ -1,7 +1,6 @@
-"""A whole training run on this rank: join, build, loop, conclude, leave.
+"""A whole training run on this rank: join the group, build, loop, write results, leave.
 
-In: a configuration, and observers for rank 0. Out: a `RunOutcome`; files in the run's folder. An error
-on this rank is left for the others to find before it goes on its way.
+An error on this rank is published to the other ranks before it is raised.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.data.sources.source_protocol import source_counters
 from paceline.report.run_page import write_report
+from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.inputs import common_settings
 from paceline.train.loop import RunResult, TrainingLoop
@@ -36,35 +36,38 @@ from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.run_lock import RunLock
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.tracing import TensorBoardWriter
-from paceline.train.training import Training, build
 from paceline.train.weights import applied, fingerprint, full_state, master_weights, write_weights
 
-# What CUDA says when no further call into the context can succeed.
+# Parts of CUDA's error messages after which the context is lost.
 _LOST_CONTEXT = (
     "illegal memory access", "illegal address", "device-side assert", "launch failure", "misaligned",
     "illegal instruction", "invalid program counter", "hardware stack", "ECC", "launch timed out",
     "MPS",
 )  # fmt: skip
+# Salvage: a device that does not finish its work within this time counts as hung, and each
+# surviving rank waits a little longer for the folder's lock than the one before it.
+_DEVICE_WAIT_S = 2.0
+_RANK_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """`summary` is what `summary.json` holds; empty where a signal ended the run."""
+    """`summary` is the content of `summary.json`, empty if a signal ended the run. With
+    `already_finished` the run had ended before: nothing was trained or written."""
 
     folder: Path
     rank: int
     result: RunResult
     summary: dict[str, Any]
     report: Path | None
-    # The run had ended before: nothing was trained, and nothing written.
     already_finished: bool = False
 
 
 def run_training(
     config: RunConfig, display: Callable[[], Observer], tell: Tell | None = None
 ) -> RunOutcome:
-    """Trains on this rank; rank 0 also shows events on the observer that `display` makes. `tell` shows
-    the error with which the watchdog ends this process, where nothing can be raised any more."""
+    """Trains on this rank. `display` makes the observer of rank 0's events. `tell` shows the error
+    with which the watchdog ends this process, where nothing can be raised any more."""
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
@@ -78,7 +81,7 @@ def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> 
         with _device_errors(group):
             outcome = _finished_before(training) or _run_loop(training, display)
     except DeviceError:
-        raise  # nothing can be closed on a lost context
+        raise  # nothing can be closed in a lost context
     except BaseException as error:
         group.leaving(error)
         training.close()
@@ -90,7 +93,7 @@ def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> 
 def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome:
     _open_records(training, display)
     stops = [*STOPS, *user_signals(training.config.checkpoint, "stop")]
-    # From here on signals are noted and agreed upon; before, they end the process at once.
+    # From here on ranks agree on signals; before, they end the process immediately.
     with training.stop, SignalWakeup(stops) as wakeup:
         training.group.watch_signals(wakeup.arrived)
         loop = TrainingLoop(training)
@@ -104,8 +107,7 @@ def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome
 
 @contextmanager
 def _device_errors(group: Group) -> Iterator[None]:
-    """Within this context a CUDA error after which the context is lost is one line; others stay what
-    they are."""
+    """Replaces CUDA errors after which the context is lost by a DeviceError of one line."""
     try:
         yield
     except torch.AcceleratorError as failure:
@@ -115,23 +117,23 @@ def _device_errors(group: Group) -> Iterator[None]:
         gone = group.lost_client()
         raise DeviceError(
             f"rank {group.rank}: {group.device} failed ({reason}){gone and ': '}{gone}",
-            "look into the kernel log (dmesg) for Xid errors; find a faulty kernel with "
-            "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; go on with --resume auto",
+            "check the kernel log (dmesg) for Xid errors; find a faulty kernel with "
+            "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; continue with --resume auto",
         ) from failure
 
 
 def _finished_before(training: Training) -> RunOutcome | None:
-    """The outcome of a run that was resumed though it had ended; its folder stays as it is."""
+    """The outcome of a resumed run that had already finished; its folder stays unchanged."""
     group, folder, progress = training.group, training.folder, training.progress
     if folder.resume_from is None or not training.state.is_over(progress):
         return None
     summary: dict[str, Any] = {}
     if group.rank == 0 and folder.holds_its_checkpoint:
         summary = _read_summary(folder.path)
-        # Killed before its summary was written, or resumed from an earlier checkpoint: not ended.
+        # Not finished if killed before the summary, or if resumed from an earlier checkpoint.
         if summary.get("steps") != progress.step:
             summary = {}
-    # Only rank 0 may be able to read the folder.
+    # The other ranks may not be able to read the folder.
     reason = group.broadcast_bytes(str(summary.get("stopped_by", "")).encode()).decode()
     if not reason:
         return None
@@ -143,7 +145,7 @@ def _finished_before(training: Training) -> RunOutcome | None:
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """What `summary.json` holds; nothing where there is none that can be read."""
+    """The content of `summary.json`; empty if it cannot be read."""
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -152,8 +154,8 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _open_records(training: Training, display: Callable[[], Observer]) -> None:
-    """The configuration and the observers. Not before the build: a resume that is refused must leave
-    the run that it named as it was."""
+    """Writes the configuration and opens the observers. Only after the build, because a resume that
+    is refused must leave the run unchanged."""
     config, folder, error = training.config, training.folder, None
     try:
         if training.is_main and config.run.tensorboard:
@@ -166,9 +168,13 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
             for damaged in folder.damaged:
                 set_aside(damaged, "damaged")
             if training.progress.step < training.plan.total_steps:
-                # A finished run that goes on is not finished any more.
+                # A finished run that is continued is no longer finished.
                 (folder.path / "summary.json").unlink(missing_ok=True)
-            folder.write_config(config.with_values(_resolved(training)))
+            # Without paths, so that the file can start the run elsewhere.
+            resolved = {"run.global_batch_size": training.sizes.global_batch}
+            folder.write_config(
+                config.with_values({"run.output": "", "run.resume": "", **resolved})
+            )
             training.plan_file.write(folder.path / "plan.toml")
     except PacelineError as caught:
         error = caught
@@ -180,15 +186,8 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     training.group.settle("records", error)
 
 
-def _resolved(training: Training) -> dict[str, Any]:
-    """What the saved configuration says otherwise than the command: the global batch that came out,
-    and neither where the run lies nor what it resumed, so that the file starts the run elsewhere."""
-    batch = training.sizes.global_batch
-    return {"run.output": "", "run.resume": "", "run.global_batch_size": batch}
-
-
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
-    """Checks that all ranks hold the same weights; rank 0 writes weights, summary and report."""
+    """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
     average, optimizer = training.state.average, training.step.update.optimizer
     weights = fingerprint(master_weights(training.model, optimizer))
@@ -213,7 +212,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 write_weights(state, folder / "weights.safetensors", names)
                 text = json.dumps(summary, indent=2) + "\n"
                 report = write_report(folder, summary=json.loads(text))
-                # Last: with it the run counts as finished, and nothing that is missing is made again.
+                # Last, because a run with a summary counts as finished.
                 write_atomically(folder / "summary.json", text.encode())
             except PacelineError as caught:
                 error = caught
@@ -222,12 +221,12 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
 
 
 def _input_counters(training: Training) -> dict[str, int]:
-    """What both splits counted, summed over all ranks; on other ranks than 0 their own."""
+    """Counters of both splits, summed over all ranks on rank 0."""
     total: Counter[str] = Counter()
     for source in (training.source, training.validation):
         total.update(source_counters(source))
-    told = training.group.gather_bytes(json.dumps(total).encode())
-    for other in (told or [])[1:]:
+    gathered = training.group.gather_bytes(json.dumps(total).encode())
+    for other in (gathered or [])[1:]:
         total.update(json.loads(other))
     return dict(total)
 
@@ -269,46 +268,36 @@ def _summary(
     }
 
 
-# Saves what a surviving rank holds after another rank was lost.
-#
-# In: the training and its loop, right after a collective broke. Out: `step-N.salvaged.pt` in the
-# run folder, or nothing. Weights, momenta and loss scale are equal on all ranks after every
-# completed step, so one rank has them all. Batch-norm statistics differ between ranks, and those
-# of the others are out of reach: the checkpoint holds this rank's alone and is marked as
-# salvaged. Training itself never reads these statistics, so the weights of a resumed run stay
-# exact; its evaluations differ until the statistics have renewed themselves.
-#
-# It never replaces a regular checkpoint, and the watchdog's deadline for leaving bounds its time.
-
-
-# A device that does not finish what it has to do within this time is taken for hung.
-_DEVICE_WAIT_S = 2.0
-# The lowest rank that is left goes first: each waits a little longer than the one before it.
-_RANK_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
-
-
 def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
-    """Tries; whatever goes wrong here must not hide `error`, with which this rank is about to end."""
+    """Saves what this rank holds after another rank was lost, as `step-N.salvaged.pt`.
+
+    Weights, momenta and loss scale are equal on all ranks after every completed step, so one rank has
+    them all. Batch-norm statistics differ between ranks: the checkpoint holds this rank's alone and
+    is marked. Training never reads them, so a resumed run's weights stay exact; its evaluations
+    differ until the statistics have renewed themselves. A regular checkpoint is never replaced, and
+    the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
+    ends.
+    """
     if not training.config.checkpoint.salvage:
         return
     training.group.leaving(error)
     with contextlib.suppress(Exception):
         checkpoint = _last_completed_step(training, loop)
         if checkpoint is not None:
-            _write(training, checkpoint)
+            _write_salvaged(training, checkpoint)
 
 
 def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint | None:
-    """The state after the last step that this rank has completed; None where it cannot be trusted."""
+    """The state after this rank's last completed step; None if it cannot be trusted."""
     step, progress = training.step, training.progress
     if step.under_way and training.group.backend == "nccl":
-        # The update is queued behind an exchange that NCCL gives up: its input is undefined.
+        # The update is queued after an exchange that NCCL aborts: its input is undefined.
         return None
     if not _device_answers(training.group.device):
         return None
     loop.account_for_launched_steps()
     step.roll_back()
-    # Whether this very step is on disk is known once the lock is held: rank 0 may have died in the save.
+    # Whether this step is already on disk is checked under the lock: rank 0 may have died while saving.
     if progress.step == 0 or progress.skipped_in_a_row:
         return None
     checkpoint = training.state.capture_alone(progress)
@@ -329,10 +318,10 @@ def _device_answers(device: torch.device) -> bool:
     return True
 
 
-def _write(training: Training, checkpoint: Checkpoint) -> None:
-    """Into the folder that rank 0 had locked: where it lives on, it still has the lock and writes itself;
-    where it is gone, whoever takes the lock first."""
-    shelf, rank = training.shelf, training.group.rank
+def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
+    """Rank 0 still holds the lock and writes; if it was lost, the rank that gets the lock first
+    writes."""
+    store, rank = training.store, training.group.rank
     lock = None
     if training.is_main:
         training.check_folder()
@@ -340,17 +329,17 @@ def _write(training: Training, checkpoint: Checkpoint) -> None:
         time.sleep(min(rank * _RANK_WAIT_S, _MOST_WAIT_S))
         lock = RunLock.acquire(training.folder.path, wait_s=0.0)
     else:
-        return  # not on storage that this node shares with rank 0's
+        return  # this node does not share the folder with rank 0
     try:
-        saved = [*shelf.steps(), *shelf.salvaged_steps()]
+        saved = [*store.steps(), *store.salvaged_steps()]
         if max(saved, default=-1) >= checkpoint.step:
             return
-        path = shelf.salvaged_path(checkpoint.step)
+        path = store.salvaged_path(checkpoint.step)
         checkpoint.write(path)
         training.emit(
             NoteEvent(
                 f"salvaged step {checkpoint.step} after the loss of another rank: {path} "
-                f"(batch-norm statistics of rank {rank} alone)"
+                f"(batch-norm statistics of rank {rank} only)"
             )
         )
     finally:

@@ -1,7 +1,7 @@
-"""The folder of a run, and where a resumed run finds its checkpoint.
+"""The folder of a run, and the checkpoint from which a resumed run starts.
 
-In: the configuration and whether the launcher restarted us. Out: a folder that is new, or that holds
-the very run that shall go on; never another run's. `claim_run_folder` locks it for this process.
+`claim_run_folder` chooses a new folder, or the folder of the run to resume, never that of another
+run, and locks it for this process.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.settings import flatten
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.core.whole_file import LEFTOVERS
-from paceline.train.checkpoint import CheckpointShelf, write_atomically
+from paceline.train.checkpoint import CheckpointStore, write_atomically
 from paceline.train.run_lock import RunLock
 
-# What may differ between a run and its continuation without making it another run.
+# Settings that a resumed run may change while it remains the same run.
 LOCAL_SETTINGS = frozenset(
     {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
     | {"run.trace", "run.trace_steps"}
     | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2"}
     | {"checkpoint.salvage", "checkpoint.accept_salvaged"}
     | {"data.workers", "data.prefetch_batches", "data.read_retries", "checkpoint.keep"}
-    # A cache changes no batch.
+    # Caches do not change batches.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
 )
-# What changes no figure of a run, besides: a finished run resumed with other values of these is the same.
+# Settings that do not affect the results of a run: a finished run may be resumed with other values.
 NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
     "run.name", "run.device", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share",
     "optim.trust_log_interval",
@@ -38,16 +38,17 @@ NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip
 ROOT = Path("runs")
-# Launchers end all ranks before they start new ones, but the end of a process takes a moment.
+# Launchers end all ranks before they start new ones, but processes take a moment to exit.
 _RESTART_WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`path` holds the run's files; `resume_from` is the checkpoint to start at, if any.
+    """`path` holds the run's files; `resume_from` is the checkpoint to start from, if any.
 
-    On rank 0, `note` tells what `--resume auto` did not find, `older` are the checkpoints to go back to
-    where `resume_from` is damaged (none where a user named it), and `damaged` those found to be so.
+    Only on rank 0: `note` describes what `--resume auto` did not find, `older` are fallbacks if
+    `resume_from` is damaged (none if the user named it), and `damaged` are the checkpoints found
+    damaged.
     """
 
     path: Path
@@ -62,17 +63,17 @@ class RunFolder:
 
     @property
     def holds_its_checkpoint(self) -> bool:
-        """Whether the checkpoint to start at lies in this very folder."""
+        """Whether `resume_from` lies in this folder."""
         found = self.resume_from
         return found is not None and found.resolve().parent == self.checkpoints.resolve()
 
     @contextlib.contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """A start that fails within this context leaves no empty folder behind."""
+        """An error inside the context removes the folder if it is empty."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OSError):  # what holds something stays
+            with contextlib.suppress(OSError):  # not empty
                 self.path.rmdir()
             raise
 
@@ -80,7 +81,7 @@ class RunFolder:
         return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
 
     def sweep(self) -> None:
-        """Removes what a killed process had begun to write here."""
+        """Removes temporary files of a killed process."""
         for leftover in self.path.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
 
@@ -89,12 +90,12 @@ class RunFolder:
 
 
 def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, RunLock]:
-    """The folder of `choose_run_folder`, locked before anything is written in it.
+    """The folder of `choose_run_folder`, locked before anything is written to it.
 
-    Raises `RunFolderInUseError` where another process has it, and leaves everything as it is.
+    Raises `RunFolderInUseError` without any change if another process holds the lock.
     """
     if config.run.output and not restarted:
-        # Before it is said that the folder holds a run: that one is under way.
+        # Checked first, because "already holds a run" would be misleading while that run is active.
         with _explained(config):
             RunLock.refuse_if_held(Path(config.run.output))
     first = choose_run_folder(config, restarted=restarted)
@@ -102,7 +103,7 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
         wait = {"wait_s": _RESTART_WAIT_S} if restarted else {}
         lock = RunLock.acquire(first.path, **wait)
     with first.discarded_on_error(), lock.released_on_error():
-        # What another process did here before the lock was ours counts.
+        # Another process may have changed the folder before it was locked.
         here = config.with_values({"run.output": str(first.path)})
         again = choose_run_folder(here, restarted=restarted)
     note = "; ".join(filter(None, (first.note or again.note, lock.note)))
@@ -110,14 +111,14 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
 
 
 def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
-    """`restarted`: torchrun started this process anew after a failure; that always resumes."""
+    """`restarted`: torchrun restarted this process after a failure, which always resumes."""
     with _explained(config):
         return _choose(config, restarted)
 
 
 @contextlib.contextmanager
 def _explained(config: RunConfig) -> Iterator[None]:
-    """What the file system refuses, as one line that names the folder."""
+    """Replaces file system errors by one line that names the folder."""
     try:
         yield
     except OSError as error:
@@ -146,13 +147,13 @@ def _choose(config: RunConfig, restarted: bool) -> RunFolder:
 
 
 def _from_file(file: Path, output: Path | None, restarted: RunConfig | None) -> RunFolder:
-    """An explicit checkpoint continues its own run unless another folder is named.
+    """Resumes the run of a given checkpoint, in its own folder unless another is given.
 
-    Started anew by its launcher (then `restarted` is the configuration), the run goes on from what it has
-    saved itself since.
+    After a restart by the launcher (`restarted` is then the configuration), the run resumes from what
+    it has saved itself since.
     """
     if file.is_dir():
-        newest = CheckpointShelf(file / "checkpoints", 1).newest()
+        newest = CheckpointStore(file / "checkpoints", 1).newest()
         if newest is None:
             raise CheckpointError(f"no checkpoint in {file / 'checkpoints'}", "check --resume")
         file = newest
@@ -178,23 +179,21 @@ def _occupied(output: Path) -> ConfigError:
 
 
 def _resumed(folder: Path, config: RunConfig) -> RunFolder:
-    """At its newest checkpoint, with the older ones to go back to."""
-    shelf, accepted = CheckpointShelf(folder / "checkpoints", 1), config.checkpoint.accept_salvaged
-    found = shelf.candidates(salvaged=accepted)
-    if found == [shelf.best]:
-        found = []  # what a kill between its two names leaves: the run starts over and finds it again
+    """Resumes from the newest checkpoint, with older ones as fallbacks."""
+    store, accepted = CheckpointStore(folder / "checkpoints", 1), config.checkpoint.accept_salvaged
+    found = store.candidates(salvaged=accepted)
+    if found == [store.best]:
+        found = []  # killed between writing and linking it: the run starts over
     note = ""
-    if not accepted and max(shelf.salvaged_steps(), default=-1) > max(shelf.steps(), default=-1):
-        name = shelf.salvaged_path(shelf.salvaged_steps()[-1]).name
-        note = f"{name} is newer but left out (checkpoint.accept_salvaged = false)"
+    if not accepted and max(store.salvaged_steps(), default=-1) > max(store.steps(), default=-1):
+        name = store.salvaged_path(store.salvaged_steps()[-1]).name
+        note = f"{name} is newer but ignored (checkpoint.accept_salvaged = false)"
     return RunFolder(folder, found[0] if found else None, note, tuple(found[1:]))
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """The newest folder of this name whose configuration is this one and that has not ended.
-
-    Where there is none, the note says so, and what keeps the newest unfinished one from being it.
-    """
+    """The newest unfinished folder of this name and configuration; else None and a note that says in
+    what the newest unfinished one differs."""
     wanted = _identity(config.to_tables())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
     other = ""
@@ -209,7 +208,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             continue
         different = _differences(_identity(with_defaults(there)), wanted)
         if "warmup_max_share" not in there.get("optim", {}):
-            # Written before there was such a setting: the run goes on with its own schedule.
+            # The run is older than this setting, and continues with its own schedule.
             different = [name for name in different if name != "optim.warmup_max_share"]
         if not different:
             return folder, ""
@@ -222,14 +221,15 @@ def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Names of settings that differ. A folder tells the global batch, a command may leave it open."""
+    """Names of settings that differ. A folder records the global batch; a command may leave it open."""
     left_open = {"run.global_batch_size"} - wanted.keys()
     names = (there.keys() | wanted.keys()) - left_open
     return sorted(name for name in names if there.get(name) != wanted.get(name))
 
 
 def _new_folder(name: str) -> Path:
-    """`runs/NAME-001`, or the next free number; two runs that start at once get two folders."""
+    """`runs/NAME-001`, or the next free number; runs that start at the same time get separate
+    folders."""
     number = 1
     while True:
         taken = [int(p.name.rpartition("-")[2]) for p in ROOT.glob(f"{name}-[0-9]*")

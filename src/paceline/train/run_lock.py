@@ -1,12 +1,9 @@
-"""`RunLock`: at most one job writes to a run folder at a time.
+"""`RunLock`: at most one job at a time writes to a run folder.
 
-In: a run folder. Out: a lock on the file `run.lock` in it, held by rank 0 until it leaves; or one error
-that names the host and the process that hold it. The operating system releases the lock when its process
-ends, however it ends: nothing has to be cleaned up after `kill -9`.
-
-The lock is `flock`. Between hosts it holds on file systems that pass it on (NFS 4, NFS 3 with `lockd`,
-Lustre mounted with `flock`). NFS mounted with `nolock` keeps it to one host. A file system without locks
-is reported in `note`.
+Rank 0 holds an `flock` on the file `run.lock`. The operating system releases it when the process
+ends, also after `kill -9`. It works across hosts on file systems that support it (NFS 4, NFS 3 with
+`lockd`, Lustre mounted with `flock`), and within one host on NFS mounted with `nolock`. A file system
+without locks is reported in `note`.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from paceline.core.errors import PacelineError
 NAME = "run.lock"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _PAUSE_S = 0.05
-# Longer than another process looks whether the lock is held (`refuse_if_held`).
+# Longer than another process holds the lock to probe it (`refuse_if_held`).
 _PROBE_S = 0.2
-# How long a holder that has just taken the lock may need to write down who it is.
+# Time that a new holder may need to write its identity.
 _IDENTITY_WAIT_S = 1.0
 
 
@@ -41,7 +38,7 @@ class RunFolderGoneError(PacelineError):
 
 
 class RunLock:
-    """A lock that this process holds. `note` tells where the file system cannot lock."""
+    """A lock held by this process. `note` is not empty if the file system cannot lock."""
 
     def __init__(self, folder: Path, descriptor: int, note: str = "") -> None:
         self._folder = folder
@@ -50,7 +47,7 @@ class RunLock:
 
     @classmethod
     def acquire(cls, folder: Path, wait_s: float = _PROBE_S) -> RunLock:
-        """Takes the lock of the existing `folder`; waits up to `wait_s` for a holder that is leaving."""
+        """Locks the existing `folder`; waits up to `wait_s` for the current holder to exit."""
         deadline = time.monotonic() + wait_s
         while True:
             lock = cls._try(folder)
@@ -62,7 +59,7 @@ class RunLock:
 
     @staticmethod
     def refuse_if_held(folder: Path) -> None:
-        """Raises where another process holds the lock. Takes and writes nothing."""
+        """Raises RunFolderInUseError if another process holds the lock. Writes nothing."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             (folder / NAME).open("rb") as file,
@@ -76,7 +73,7 @@ class RunLock:
 
     @classmethod
     def _try(cls, folder: Path) -> RunLock | None:
-        """The lock, or None where another process holds it."""
+        """The lock, or None if another process holds it."""
         file, note = folder / NAME, ""
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -91,32 +88,32 @@ class RunLock:
                     os.close(descriptor)
                     raise
                 note = f"{folder} is not locked against a second job ({error.strerror})"
-            # The holder before us removes the file as it leaves: this may be the removed one.
+            # The previous holder removes the file on exit: this may be the removed one.
             if _is_same(file, descriptor):
                 break
             os.close(descriptor)
         who = {"host": socket.gethostname(), "pid": os.getpid()}
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+        with contextlib.suppress(OSError):  # a full disk: the lock works without an identity
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(who).encode(), 0)
         return cls(folder, descriptor, note)
 
     def check(self) -> None:
-        """Before a write: raises where the folder is gone, or in other hands since."""
+        """Before a write: raises if the folder is gone or another process has locked it."""
         if _is_same(self._folder / NAME, self._descriptor):
             return
         if not (self._folder / "config.toml").exists():
             raise RunFolderGoneError(
                 f"run folder {self._folder} is gone: it was deleted or moved during the run",
-                "start the run again, or continue it where it is now with --resume auto --output",
+                "start the run again, or resume it where it is now with --resume auto --output",
             )
-        # Somebody has removed the lock file alone.
+        # Only the lock file was removed.
         again = RunLock.acquire(self._folder)
         os.close(self._descriptor)
         self._descriptor = again._descriptor
 
     def release(self) -> None:
-        """Removes the file, then lets go of the lock; again, it does nothing."""
+        """Removes the file and releases the lock; a second call does nothing."""
         if self._descriptor < 0:
             return
         with contextlib.suppress(OSError):
@@ -127,7 +124,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """An error within this context releases the lock."""
+        """An error inside the context releases the lock."""
         try:
             yield
         except BaseException:
@@ -136,7 +133,7 @@ class RunLock:
 
 
 def _is_same(file: Path, descriptor: int) -> bool:
-    """Whether `file` is still the very file that is open."""
+    """Whether `file` is still the open file."""
     try:
         return os.path.samestat(file.stat(), os.fstat(descriptor))
     except OSError:
@@ -151,7 +148,7 @@ def _in_use(folder: Path) -> RunFolderInUseError:
 
 
 def _holder(file: Path) -> str:
-    """`process 17 on node3`, as the holder has written it."""
+    """`process 17 on node3`, from the identity in the file."""
     deadline = time.monotonic() + _IDENTITY_WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,6 @@
-"""`RunState`: the parts of a run that a checkpoint captures and restores.
+"""`Progress`, the counters of a run, and `RunState`, which captures and restores checkpoints.
 
-In: a checkpoint. Out: the parts as they were at the end of that step; and the other way round. A
-checkpoint of another run is refused by the name of what differs.
+A checkpoint of another run is refused with the name of what differs.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig, with_defaults
-from paceline.core.errors import CheckpointError, RunError
+from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data.batch_plan import BatchPlan
-from paceline.data.corrupt import CorruptSample, allowed_corrupt
 from paceline.data.settings import DataSettings
 from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
-from paceline.optim.update_rows import MASTER
+from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
@@ -33,19 +31,49 @@ from paceline.train.machine import versions
 from paceline.train.run_folder import NEUTRAL_SETTINGS
 from paceline.train.weights import WeightAverage, full_state, restore_masters
 
-# A change of one of these makes it another run: the order of samples, the weights' shapes or the
-# meaning of the step count would not be the checkpoint's.
+# Settings that a resumed run must not change: sample order, shapes of the weights or the meaning of the
+# step count would differ.
 PINNED = (
     "run.seed", "model.name", "model.num_classes", "model.stem", "data.image_size", "data.channels",
     "optim.name",
 )  # fmt: skip
-# So does one of these; checkpoints from before there was a choice were made with the defaults.
+# These as well; checkpoints older than the settings have their defaults.
 _PINNED_ORDER = ("shuffle",)
 _PINNED_SHARD_ORDER = ("shuffle_run", "shuffle_window_shards")
 
 
+@dataclass
+class Progress:
+    """Completed work, equal on all ranks and saved with every checkpoint. Times add up over resumes."""
+
+    step: int = 0
+    images: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    # Whether the training loss of the latest step was finite.
+    loss_finite: bool = True
+    corrupt_samples: int = 0
+    corrupt: list[int] = field(default_factory=list)
+    corrupt_val_samples: int = 0
+    train_s: float = 0.0
+    step_s: float = 0.0
+    evaluated_step: int = -1
+    top1: float | None = None
+    top5: float | None = None
+    val_loss: float | None = None
+    best_top1: float = -1.0
+    best_step: int = -1
+    time_to_target_s: float | None = None
+    resumes: list[int] = field(default_factory=list)
+
+    @property
+    def images_per_s(self) -> float:
+        """Training throughput, without evaluation and saving."""
+        return self.images / self.step_s if self.step_s > 0 else 0.0
+
+
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
-    """Refuses the checkpoint of another run, before anything is built from it."""
+    """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
     there, here = flatten(checkpoint.config), config.flat()
     for name in PINNED:
         _compare(path, name, there.get(name), here.get(name))
@@ -53,12 +81,12 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     for key in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
         name = f"data.{key}"
         _compare(path, name, there.get(name, getattr(DataSettings, key)), here.get(name))
-    name = "optim.orthogonal"  # whose momentum means what
+    name = "optim.orthogonal"  # determines the meaning of the momentum
     _compare(path, name, there.get(name, OptimSettings.orthogonal), here.get(name))
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Collection[str]) -> str:
-    """What this run sets otherwise than the one that wrote the checkpoint, for the record."""
+    """Settings that differ between this run and the one that wrote the checkpoint."""
     there, here = flatten(with_defaults(checkpoint.config)), config.flat()
     names = sorted((there.keys() | here.keys()) - set(ignored))
     different = [name for name in names if there.get(name) != here.get(name)]
@@ -69,22 +97,13 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
     if before != now:
         raise CheckpointError(
             f"{path} has {name} = {before!r}, this run {now!r}",
-            "resume with the checkpoint's settings, or start anew with --pretrained",
+            "resume with the checkpoint's settings, or start a new run with --pretrained",
         )
 
 
-def _refuse_changes(path: Path, different: str) -> None:
-    """Settings that no step was trained with must not enter the record of a run that is over."""
-    if different:
-        raise CheckpointError(
-            f"{path} is the end of its run, no step is left to train with {different}",
-            "start a new run with these settings, or resume an earlier checkpoint",
-        )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunState:
-    """All that changes from step to step, and what gives it its meaning."""
+    """Everything that changes from step to step, and the settings that determine its meaning."""
 
     config: RunConfig
     batches: BatchPlan
@@ -100,15 +119,13 @@ class RunState:
     labels: str = ""
 
     def restore(self, checkpoint: Checkpoint, path: Path, *, elsewhere: bool = False) -> Progress:
-        """Fills the parts in place; refused before anything is touched if it is another run's.
-        `elsewhere`: the run that resumes has another folder than the one that wrote the checkpoint."""
+        """Restores all parts in place; raises before anything is changed if the checkpoint is of
+        another run. `elsewhere`: the resumed run has another folder than the one that wrote the
+        checkpoint."""
         self._check(checkpoint, path)
-        if self.is_over(Progress.from_table(checkpoint.progress)):
-            # How the global batch was given does not matter; its size has been compared.
-            ignored = NEUTRAL_SETTINGS | {"run.global_batch_size"}
-            if elsewhere:
-                ignored |= {"run.average_epochs"}  # evaluated anew there
-            _refuse_changes(path, changes(checkpoint, self.config, ignored))
+        progress = Progress(**checkpoint.progress)
+        if self.is_over(progress):
+            self._check_unchanged(checkpoint, path, elsewhere)
         try:
             missing = self.model.load_state_dict(checkpoint.model, strict=False).missing_keys
             self._restore_optimizer(checkpoint.optimizer)
@@ -125,10 +142,9 @@ class RunState:
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
         if self.average is not None:
             self.average.restore(checkpoint.average, self.group)
-        progress = Progress.from_table(checkpoint.progress)
         progress.resumes.append(progress.step)
         if bool(checkpoint.average) != (self.average is not None):
-            # Figures of averaged weights and of the last step's are of two kinds.
+            # Results of averaged weights and of the last step's cannot be compared.
             progress.evaluated_step = progress.best_step = -1
             progress.best_top1, progress.time_to_target_s = -1.0, None
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
@@ -136,7 +152,7 @@ class RunState:
         return progress
 
     def _restore_optimizer(self, saved: dict[str, Any]) -> None:
-        """Takes the state, and keeps this run's own momentum, decay and so on: flags win."""
+        """Restores the state but keeps this run's hyper-parameters, which flags may have changed."""
         own = self.optimizer.state_dict()["param_groups"]
         if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
             raise ValueError("the optimizer's parameter groups differ")
@@ -155,7 +171,7 @@ class RunState:
         ):  # fmt: skip
             _compare(path, name, before, now)
         if sampler["position"] < min(checkpoint.step * batches.global_batch, batches.total_samples):
-            # The last batch of a shorter run was cut; going on from it would leave samples out.
+            # The last batch of a shorter run was not full; continuing would skip samples.
             raise CheckpointError(
                 f"{path} is the end of a shorter run, whose last batch was not full",
                 "raise --epochs from a checkpoint before its last step",
@@ -166,21 +182,34 @@ class RunState:
                 "raise --epochs",
             )
 
+    def _check_unchanged(self, checkpoint: Checkpoint, path: Path, elsewhere: bool) -> None:
+        """A finished run must not record settings with which no step was trained."""
+        # The size of the global batch has been compared; how it was given does not matter.
+        ignored = NEUTRAL_SETTINGS | {"run.global_batch_size"}
+        if elsewhere:
+            ignored |= {"run.average_epochs"}  # evaluated again there
+        different = changes(checkpoint, self.config, ignored)
+        if different:
+            raise CheckpointError(
+                f"{path} is the end of its run, no step is left to train with {different}",
+                "start a new run with these settings, or resume an earlier checkpoint",
+            )
+
     def is_over(self, progress: Progress) -> bool:
-        """Whether no step is left to train: all are done, or the target is reached."""
+        """Whether no step is left: all are done, or the target is reached."""
         target, top1 = self.config.run.target_top1, progress.top1
         reached = target is not None and top1 is not None and top1 >= target
         evaluated = progress.evaluated_step == progress.step
         return progress.step >= self.batches.total_steps or (reached and evaluated)
 
     def capture(self, progress: Progress) -> Checkpoint | None:
-        """The checkpoint of this moment, on rank 0. All ranks call: statistics are gathered."""
+        """The current checkpoint, on rank 0. A collective: all ranks send their statistics."""
         rows = self.batch_norm.rows(self.group)
         average = self.average.capture(self.group) if self.average else {}
         return None if rows is None else self._checkpoint(progress, rows, average)
 
     def capture_alone(self, progress: Progress) -> Checkpoint:
-        """The checkpoint of this moment without the other ranks: all but their batch-norm statistics."""
+        """The current checkpoint of this rank alone, without the other ranks' batch-norm statistics."""
         rows = self.batch_norm.flat.detach().cpu()[None].clone()
         average = self.average.capture_alone() if self.average else {}
         return self._checkpoint(progress, rows, average, only_rank=self.group.rank)
@@ -194,7 +223,7 @@ class RunState:
     ) -> Checkpoint:
         batches = self.batches
         return Checkpoint(
-            progress=progress.to_table(),
+            progress=asdict(progress),
             config=self.config.to_tables(),
             world_size=self.group.world_size,
             threads=torch.get_num_threads(),
@@ -229,7 +258,7 @@ class RunState:
 
 
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    """Masters are in the checkpoint as the model's weights: a run in another format can take them."""
+    """Masters are saved as the model's weights, so that a run in another number format can use them."""
     slim = {
         number: {key: value for key, value in entry.items() if key != MASTER}
         for number, entry in state["state"].items()
@@ -238,89 +267,10 @@ def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(classes: Sequence[str]) -> str:
-    """All names are compared, the first few shown."""
+    """Number, first names and a digest of all names."""
     digest = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:6]
     return f"{len(classes)}: {', '.join(classes[:3])} … ({digest})"
 
 
 def _is_statistic(name: str) -> bool:
     return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
-
-
-# `Progress`: how far a run has come. Saved with every checkpoint, equal on all ranks.
-
-
-@dataclass
-class Progress:
-    """Counts of completed work. Times add up over all processes that worked on the run."""
-
-    step: int = 0
-    images: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    # Whether the latest step's training loss was finite.
-    loss_finite: bool = True
-    corrupt_samples: int = 0
-    corrupt: list[int] = field(default_factory=list)
-    corrupt_val_samples: int = 0
-    train_s: float = 0.0
-    step_s: float = 0.0
-    evaluated_step: int = -1
-    top1: float | None = None
-    top5: float | None = None
-    val_loss: float | None = None
-    best_top1: float = -1.0
-    best_step: int = -1
-    time_to_target_s: float | None = None
-    resumes: list[int] = field(default_factory=list)
-
-    def to_table(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_table(cls, table: dict[str, Any]) -> Progress:
-        return cls(**table)
-
-    @property
-    def images_per_s(self) -> float:
-        """Training throughput: evaluation and saving are not in it."""
-        return self.images / self.step_s if self.step_s > 0 else 0.0
-
-
-# `CorruptTally`: which training samples were found corrupt, by all ranks and over all resumes.
-#
-# In: what each rank's loader reports. Out: a set in the run's progress that is equal on all
-# ranks, and an error once it is larger than the share that the user allows. A loader knows only
-# what it met itself since its process began, and would count a sample again on every rank and
-# after every resume.
-
-
-class CorruptTally:
-    """Writes `progress.corrupt` (indices, rising) and its length, `progress.corrupt_samples`."""
-
-    def __init__(self, progress: Progress, samples: int, share: float, group: Group) -> None:
-        self._progress = progress
-        self._samples = samples
-        self._share = share
-        self._limit = allowed_corrupt(share, samples)
-        self._group = group
-
-    def add(self, here: Sequence[CorruptSample]) -> list[CorruptSample]:
-        """All ranks call it once one of them met corrupt samples; returns this rank's new ones."""
-        known = set(self._progress.corrupt)
-        found = torch.zeros(self._samples, dtype=torch.int32, device=self._group.device)
-        found[[sample.index for sample in here]] = 1
-        self._group.all_reduce_sum(found)
-        self._progress.corrupt = sorted(known | set(found.nonzero().flatten().tolist()))
-        self._progress.corrupt_samples = len(self._progress.corrupt)
-        return [sample for sample in here if sample.index not in known]
-
-    def check(self) -> None:
-        """Raises, on all ranks alike, once there are more than allowed."""
-        if self._progress.corrupt_samples > self._limit:
-            raise RunError(
-                f"{self._progress.corrupt_samples} corrupt of {self._samples} samples by step "
-                f"{self._progress.step}, more than data.max_corrupt_share = {self._share:g} "
-                f"allows ({self._limit})",
-                "mend the data (metrics*.jsonl names the samples), or raise the share",
-            )

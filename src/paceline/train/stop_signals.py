@@ -1,9 +1,8 @@
-"""Signals that ask a run to save, or to save and stop.
+"""Signals that request a checkpoint, or a checkpoint and a stop.
 
-In: SIGINT (Ctrl-C), SIGTERM (scheduler, torchrun), SIGHUP (a lost terminal), and SIGUSR1 and SIGUSR2,
-whose meaning `checkpoint.on_sigusr1` and `checkpoint.on_sigusr2` set. Out: flags that the step reads and
-shares with the other ranks. Handlers only take note: the save that follows is never broken, not by a
-second signal either.
+SIGINT (Ctrl-C), SIGTERM (scheduler, torchrun) and SIGHUP (lost terminal) stop;
+`checkpoint.on_sigusr1` and `checkpoint.on_sigusr2` set the meaning of SIGUSR1 and SIGUSR2. Handlers
+only set flags, which the step shares with all ranks; a second signal does not interrupt the save.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Protocol
 
 from paceline.core.signal_context import SignalContext
 
-# The field of the exchange in which each request to stop travels. Where ranks got different ones, the
+# Field of the exchange's signals for each stop request. If ranks received different signals, the
 # first in this order counts.
 STOP_FIELDS = {
     "terminate": signal.SIGTERM,
@@ -29,7 +28,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalSettings(Protocol):
-    """What SIGUSR1 and SIGUSR2 mean, `save` (and go on) or `stop` (after a save)."""
+    """Meaning of SIGUSR1 and SIGUSR2: `save` and continue, or `stop` after a save."""
 
     @property
     def on_sigusr1(self) -> str: ...
@@ -39,20 +38,20 @@ class SignalSettings(Protocol):
 
 
 def user_signals(settings: SignalSettings, meaning: str) -> tuple[signal.Signals, ...]:
-    """Those of SIGUSR1 and SIGUSR2 that mean `save`, or `stop`."""
+    """Those of SIGUSR1 and SIGUSR2 that have the given meaning."""
     known = {signal.SIGUSR1: settings.on_sigusr1, signal.SIGUSR2: settings.on_sigusr2}
     return tuple(number for number, set_to in known.items() if set_to == meaning)
 
 
 class StopSignals(SignalContext):
-    """A context in which the signals are noted instead of obeyed at once."""
+    """A context in which signals set flags instead of ending the process."""
 
     def __init__(
         self,
         stops: Collection[signal.Signals] = STOPS,
         saves: Collection[signal.Signals] = (),
     ) -> None:
-        """A SIGHUP that is ignored stays ignored: that is what nohup is for."""
+        """A SIGHUP that is ignored, as under nohup, stays ignored."""
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             stops = [number for number in stops if number is not signal.SIGHUP]
         super().__init__([*stops, *saves], self._note)
@@ -73,30 +72,30 @@ class StopSignals(SignalContext):
             self.received = signal.Signals(number)
 
     def take_save_request(self) -> bool:
-        """Whether a save was asked for since the last call."""
+        """Whether a save was requested since the last call."""
         if not self.save_requested:
             return False
-        # Only now: a request that arrives in between is served by the same save.
+        # A request that arrives in between is served by the same save.
         self.save_requested = False
         return True
 
     def stop_flags(self) -> dict[str, float]:
-        """This rank's request to stop, by field of the exchange."""
+        """This rank's stop request by field of the exchange's signals."""
         return {name: float(self.received is number) for name, number in STOP_FIELDS.items()}
 
 
 def agreed_stop(sums: Sequence[float]) -> signal.Signals | None:
-    """The signal that all ranks obey, from the sums over ranks in the order of `STOP_FIELDS`."""
+    """The signal that stops all ranks, from sums over ranks in the order of `STOP_FIELDS`."""
     asked = zip(STOP_FIELDS.values(), sums, strict=True)
     return next((number for number, ranks in asked if ranks), None)
 
 
 @contextmanager
 def interrupted_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process there and then, for as long as there is nothing to save.
+    """Inside the context Ctrl-C ends the process immediately, as long as there is nothing to save.
 
-    Python's own handler waits for the call in progress to return, and one that waits for other ranks
-    may take minutes.
+    Python's own handler runs only after the current call returns, and waiting for other ranks can take
+    minutes.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -107,8 +106,8 @@ def interrupted_at_once() -> Iterator[None]:
 
 @contextmanager
 def without_save_requests(settings: SignalSettings) -> Iterator[None]:
-    """Ignores the signals that ask for a save: by default they end a process, and before the first step
-    and after the last there is nothing to save. `StopSignals` listens to them in between."""
+    """Inside the context, signals that request a save are ignored: by default they end the process, and
+    before the first and after the last step there is nothing to save."""
     before = {n: signal.signal(n, signal.SIG_IGN) for n in user_signals(settings, "save")}
     try:
         yield

@@ -1,8 +1,4 @@
-"""`RunTrace`: the spans of all ranks over a window of steps, in one file of the run's folder.
-
-In: the settings `run.trace` and `run.trace_steps`, the group and the exchange. Out: `trace.json`, written
-by rank 0 as soon as the window is over, or at the run's end. All ranks take part.
-"""
+"""Traces of a run: `trace.json` with the spans of all ranks (`run.trace`), and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -26,13 +22,13 @@ NAME = "trace.json"
 
 
 class RunTrace:
-    """Without `run.trace` it does nothing."""
+    """The spans of all ranks over the steps of `run.trace_steps`. Does nothing without `run.trace`."""
 
     def __init__(
         self, settings: RunSettings, group: Group, buffers: list[BufferWords], folder: Path,
         first_step: int = 0,
     ) -> None:  # fmt: skip
-        """`first_step`: where a resumed run begins; past the window there is nothing to trace."""
+        """`first_step`: that of a resumed run, which may be past the window."""
         self._group = group
         self._buffers = buffers
         self.path = folder / NAME
@@ -45,32 +41,32 @@ class RunTrace:
 
     @property
     def spans(self) -> Spans:
-        """What the step tells its spans to."""
         return self.timeline or NoTimeline()
 
     def beside(self, observer: ExchangeObserver) -> ExchangeObserver:
-        """Both look on at the exchange."""
+        """An observer of the exchange that passes everything to `observer` and to the trace."""
         return Observers([observer, self.timeline]) if self.timeline else observer
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` steps are done and the window with them."""
+        """Whether the window is complete after `step` steps."""
         return self.timeline is not None and step >= self.timeline.last
 
     def write(self) -> str:
-        """Gathers and writes; a line about it, empty where there is nothing (more) to write."""
+        """Gathers the spans of all ranks; rank 0 writes them. Returns a note, or "" if there is
+        nothing to write."""
         if self.timeline is None:
             return ""
         spans, self.timeline = self.timeline.spans(), None
         offsets = measure_offsets(self._group)
         mine = json.dumps({"host": socket.gethostname(), "spans": spans}).encode()
-        said = self._group.gather_bytes(mine)
-        if said is None or offsets is None:
+        gathered = self._group.gather_bytes(mine)
+        if gathered is None or offsets is None:
             return ""
         ranks = []
-        for rank, (data, offset) in enumerate(zip(said, offsets, strict=True)):
-            word = json.loads(data)
-            traced = [self._traced(TimelineSpan(*span)) for span in word["spans"]]
-            ranks.append(TracedRank(rank, word["host"], *offset, traced))
+        for rank, (data, offset) in enumerate(zip(gathered, offsets, strict=True)):
+            sent = json.loads(data)
+            traced = [self._traced(TimelineSpan(*span)) for span in sent["spans"]]
+            ranks.append(TracedRank(rank, sent["host"], *offset, traced))
         document = trace_document(ranks)
         write_atomically(self.path, json.dumps(document).encode())
         worst_us = max(offset.residual_s for offset in offsets) * 1e6
@@ -94,13 +90,8 @@ class RunTrace:
         return TracedSpan(name, span.track, span.start_s, span.stop_s, details)
 
 
-# TensorBoard, for those who have it (`pip install paceline[tensorboard]`).
-#
-# In: the run's events. Out: scalars under `RUN/tensorboard`.
-
-
 class TensorBoardWriter:
-    """An `Observer`."""
+    """An `Observer` that writes scalars to `RUN/tensorboard`."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         try:
@@ -110,7 +101,7 @@ class TensorBoardWriter:
                 "run.tensorboard", True, "tensorboard is not installed",
                 "pip install 'paceline[tensorboard]', or leave it out",
             ) from None  # fmt: skip
-        # Steps that a killed process logged after its last checkpoint are hidden again.
+        # Hides steps that a killed process logged after its last checkpoint.
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
 
     def on_event(self, event: Event) -> None:

@@ -1,12 +1,7 @@
-"""`WeightAverage`: the weights of the last steps, averaged.
+"""The weights of a run in full precision: masters, their average over the last steps, export files.
 
-In: masters and batch-norm statistics as they are after each step. Out: their running average in fp32,
-which evaluation, export and whoever reads a checkpoint's weights take in place of the last step's;
-training itself never sees it. Until as many steps are done as it reaches back it is their plain mean, so
-nothing of the initial weights is in it; from then on a step's weight decays exponentially with its age.
-
-Weights swing about a better point than any that they pass, and the average lies nearer to it. How far it
-reaches back is told in epochs, which means the same at every batch size.
+The model computes in half precision while the optimizer holds fp32 masters; checkpoints, export and
+comparisons use the masters.
 """
 
 from __future__ import annotations
@@ -27,18 +22,59 @@ from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim.lars import LARS
 from paceline.train.batch_norm import BatchNormState, own_row, pool
 from paceline.train.checkpoint import Checkpoint, write_atomically
-from paceline.train.machine import memory_told
+from paceline.train.machine import explain_out_of_memory
 
 _REMEDY = "use run.average_epochs=0, or free the device"
 
 
+def master_weights(
+    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Masters by parameter name, or `weights` in their place; frozen parameters as they are."""
+    chosen = optimizer.masters() if weights is None else weights
+    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
+    return {name: masters.get(id(p), p).detach() for name, p in model.named_parameters()}
+
+
+def full_state(
+    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The model's state dict with masters, or `weights` in their order, instead of parameters."""
+    chosen = optimizer.masters() if weights is None else weights
+    # A parameter shared by two modules has two keys and one master.
+    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
+    state = model.state_dict(keep_vars=True)
+    return {name: _widened(masters.get(id(value), value).detach()) for name, value in state.items()}
+
+
+def restore_masters(model: nn.Module, optimizer: LARS, state: Mapping[str, Tensor]) -> None:
+    """Fills the masters from a state dict of `full_state`; the model's own weights are loaded
+    separately."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for parameter, master in zip(_parameters(optimizer), optimizer.masters(), strict=True):
+        master.detach().copy_(state[names[id(parameter)]])
+
+
+def _parameters(optimizer: LARS) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
 class WeightAverage:
-    """`weights` are in the optimizer's order, `statistics` this rank's own."""
+    """Running average in fp32 of masters and batch-norm statistics over the last steps.
+
+    Evaluation and export use it in place of the last step's weights; training never does. It is the
+    plain mean, without the initial weights, until `steps` steps are done; after that the weight of a
+    step decays exponentially with its age. `weights` are in the optimizer's order, `statistics` are
+    this rank's own.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: LARS, batch_norm: BatchNormState, steps: float
     ) -> None:
-        """`steps`: how many it reaches back."""
         self.steps = steps
         self._model = model
         self._optimizer = optimizer
@@ -46,11 +82,12 @@ class WeightAverage:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.weights = [m.detach().float().clone() for m in optimizer.masters()]
         self.statistics = batch_norm.flat.clone()
-        # How many steps are in it. On the device, where it is decided whether one counts.
+        # Number of steps in the average. On the device, because a flag there decides whether a step
+        # counts.
         self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
 
     def add(self, discard: Tensor) -> None:
-        """One more step, unless the flag on the device says that nothing of it remains."""
+        """Adds the current step unless the flag on the device is set."""
         counts = 1 - discard.double()
         share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
         now = [m.detach().float() for m in self._optimizer.masters()]
@@ -62,9 +99,11 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within this context the model computes with the average; afterwards with its own again."""
+        """Inside the context the model computes with the average."""
         with torch.no_grad():
-            with memory_told("while putting the averaged weights in place", _REMEDY):
+            with explain_out_of_memory(
+                "while loading the averaged weights into the model", _REMEDY
+            ):
                 own = [p.clone() for p in self._parameters]
                 statistics = self._batch_norm.flat.clone()
             torch._foreach_copy_(self._parameters, self.weights)
@@ -77,20 +116,20 @@ class WeightAverage:
                 self._batch_norm.flat.copy_(statistics)
 
     def full_state(self) -> dict[str, Tensor]:
-        """The model's state dict with the average in place of its weights, for export and checkpoint."""
+        """The model's state dict with the average in place of its weights."""
         return full_state(self._model, self._optimizer, self.weights)
 
     def named(self) -> dict[str, Tensor]:
-        """Each parameter's average by name, as `master_weights` names the masters."""
+        """The average of each parameter by name, as in `master_weights`."""
         return master_weights(self._model, self._optimizer, self.weights)
 
     def capture(self, group: Group) -> dict[str, Any]:
-        """For a checkpoint, on rank 0; all ranks call."""
+        """State for the checkpoint, on rank 0. A collective."""
         rows = group.gather(self.statistics)
         return {} if rows is None else self._captured(rows)
 
     def capture_alone(self) -> dict[str, Any]:
-        """For a checkpoint of this rank alone: its own statistics."""
+        """State for a checkpoint of this rank alone."""
         return self._captured(self.statistics.detach().cpu()[None].clone())
 
     def _captured(self, rows: Tensor) -> dict[str, Any]:
@@ -103,7 +142,7 @@ class WeightAverage:
         }
 
     def restore(self, saved: dict[str, Any], group: Group) -> None:
-        """As captured. From a run that kept none it begins with the weights that are there."""
+        """Restores captured state. Without any, the average starts with the current weights."""
         if not saved:
             self._count.zero_()
             for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
@@ -125,7 +164,7 @@ def create_average(
     epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: LARS,
     batch_norm: BatchNormState,
 ) -> WeightAverage | None:  # fmt: skip
-    """None where `run.average_epochs` is 0."""
+    """None if `run.average_epochs` is 0."""
     if epochs == 0:
         return None
     steps = epochs * steps_per_epoch
@@ -135,73 +174,24 @@ def create_average(
             f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
             f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
         )  # fmt: skip
-    with memory_told("while copying the weights for their average", _REMEDY):
+    with explain_out_of_memory("while copying the weights for their average", _REMEDY):
         return WeightAverage(model, optimizer, batch_norm, steps)
 
 
 def applied(average: WeightAverage | None) -> Context[None]:
-    """Where there is no average the model stays as it is."""
+    """`average.applied()`, or a context that does nothing."""
     return nullcontext() if average is None else average.applied()
 
 
-# The weights of a run in full precision.
-#
-# In: the model, which computes in half precision, and the optimizer, which holds the fp32
-# masters. Out: one state dict of fp32 weights, for checkpoints, export and comparison; and the
-# other way round.
-
-
-def master_weights(
-    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Each parameter's master, or what is in its place in `weights`, by name; a frozen parameter has none
-    and is taken as it is."""
-    chosen = optimizer.masters() if weights is None else weights
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
-    return {name: masters.get(id(p), p).detach() for name, p in model.named_parameters()}
-
-
-def full_state(
-    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
-) -> dict[str, Tensor]:
-    """The model's state dict with masters, or `weights` in their order, in place of its parameters."""
-    chosen = optimizer.masters() if weights is None else weights
-    # A parameter shared by two modules has two keys and one master.
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
-    state = model.state_dict(keep_vars=True)
-    return {name: _widened(masters.get(id(value), value).detach()) for name, value in state.items()}
-
-
-def restore_masters(model: nn.Module, optimizer: LARS, state: Mapping[str, Tensor]) -> None:
-    """Fills the masters from a state dict of `full_state`; the model has its weights already."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    for parameter, master in zip(_parameters(optimizer), optimizer.masters(), strict=True):
-        master.detach().copy_(state[names[id(parameter)]])
-
-
-def _parameters(optimizer: LARS) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _widened(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-
-# Weights for other programs.
-#
-# In: a model's state dict with averaged batch-norm statistics. Out: a safetensors file with
-# torchvision's keys, and a fingerprint by which ranks and runs compare their weights bit by bit.
-
-
 def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Atomically, each tensor contiguous in torchvision's (NCHW) order."""
+    """Writes a safetensors file atomically, each tensor contiguous (NCHW)."""
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     write_atomically(path, save(tensors, metadata={"format": "pt", **metadata}))
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The state dict of a checkpoint, of its `WeightAverage` where it has one; batch-norm statistics
-    averaged over the ranks. CheckpointError where its parts do not fit each other."""
+    """The state dict of a checkpoint, with averaged weights if it has any, and batch-norm statistics
+    averaged over the ranks."""
     try:
         return _pooled_weights(checkpoint)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
@@ -230,7 +220,7 @@ def _pooled_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
-    """SHA-256 over all parameters, in order. Equal iff the weights are bit-identical."""
+    """SHA-256 of all parameters in order; equal if and only if the weights are bit-identical."""
     named = weights.named_parameters() if isinstance(weights, nn.Module) else weights.items()
     digest = hashlib.sha256()
     for name, parameter in named:
