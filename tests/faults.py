@@ -126,7 +126,7 @@ def at_message(nth: int, action: Action) -> None:
 
 def freeze(name: str) -> None:
     """The parameter of this name is not trained here."""
-    import paceline.train.training as module
+    import paceline.train.build as module
 
     real = module.create_model
 

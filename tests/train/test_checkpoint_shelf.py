@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from paceline.core.errors import CheckpointError
-from paceline.train.checkpoint import Checkpoint, CheckpointShelf, find_checkpoint, set_aside
+from paceline.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint, set_aside
 
 
 class Saved:
@@ -20,12 +20,12 @@ class Saved:
         path.write_text(str(self.step))
 
 
-def put(shelf: CheckpointShelf, step: int, *, best: bool = False) -> Path:
+def put(shelf: CheckpointStore, step: int, *, best: bool = False) -> Path:
     return shelf.put(cast(Checkpoint, Saved(step)), best=best)
 
 
 def test_the_last_k_and_the_best_stay(tmp_path: Path) -> None:
-    shelf = CheckpointShelf(tmp_path / "c", keep=2)
+    shelf = CheckpointStore(tmp_path / "c", keep=2)
     for step in (10, 20, 30, 40):
         put(shelf, step, best=step == 20)
     assert shelf.steps() == [30, 40]
@@ -36,7 +36,7 @@ def test_the_last_k_and_the_best_stay(tmp_path: Path) -> None:
 def test_leftovers_of_a_killed_save_are_removed_and_never_taken_for_checkpoints(
     tmp_path: Path,
 ) -> None:
-    shelf = CheckpointShelf(tmp_path, keep=2)
+    shelf = CheckpointStore(tmp_path, keep=2)
     (tmp_path / ".step-00000050.pt.0123456789abcdef.tmp").write_text("half")
     assert shelf.newest() is None
     put(shelf, 60)
@@ -44,7 +44,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_taken_for_checkpoints(
 
 
 def test_later_ones_of_a_run_that_went_back_are_set_aside(tmp_path: Path) -> None:
-    shelf = CheckpointShelf(tmp_path, keep=2)
+    shelf = CheckpointStore(tmp_path, keep=2)
     for step in (40, 50):
         put(shelf, step)
     for step in (10, 20, 30):
@@ -58,7 +58,7 @@ def test_later_ones_of_a_run_that_went_back_are_set_aside(tmp_path: Path) -> Non
 
 
 def test_a_salvaged_one_counts_only_where_no_regular_one_is_as_new(tmp_path: Path) -> None:
-    shelf = CheckpointShelf(tmp_path, keep=2)
+    shelf = CheckpointStore(tmp_path, keep=2)
     for step in (10, 20):
         put(shelf, step, best=step == 10)
     for step in (15, 20, 25):
@@ -87,7 +87,7 @@ def test_what_is_set_aside_replaces_nothing(tmp_path: Path) -> None:
 def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         find_checkpoint(tmp_path)
-    shelf = CheckpointShelf(tmp_path / "checkpoints", keep=2)
+    shelf = CheckpointStore(tmp_path / "checkpoints", keep=2)
     put(shelf, 1)
     assert find_checkpoint(tmp_path) == shelf.path(1)
     put(shelf, 2, best=True)
@@ -98,7 +98,7 @@ def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:
 def test_a_folder_that_turns_read_only_after_the_write_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf = CheckpointShelf(tmp_path, 1)
+    shelf = CheckpointStore(tmp_path, 1)
     put(shelf, 1)
 
     def refused(self: Path, missing_ok: bool = False) -> None:

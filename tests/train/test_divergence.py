@@ -13,7 +13,7 @@ from paceline.core.events import Event, StepEvent
 from paceline.models.resnet import SmallResNet
 from paceline.precision.policy import choose_policy
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.checkpoint import Checkpoint, CheckpointShelf
+from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.divergence import find_bad_layer
 from paceline.train.loop import TrainingLoop
 from paceline.train.run import run_training
@@ -119,13 +119,13 @@ def test_a_save_that_was_put_off_is_made_up_for(
     monkeypatch.setattr(
         TrainingLoop, "_save_is_due", lambda self, step: self._save_owed or step in (1, 21)
     )
-    put = CheckpointShelf.put
+    put = CheckpointStore.put
 
-    def note(self: CheckpointShelf, checkpoint: Checkpoint, **how: Any) -> Path:
+    def note(self: CheckpointStore, checkpoint: Checkpoint, **how: Any) -> Path:
         saved.append(checkpoint.step)
         return put(self, checkpoint, **how)
 
-    monkeypatch.setattr(CheckpointShelf, "put", note)
+    monkeypatch.setattr(CheckpointStore, "put", note)
     run_training(
         small_config(tmp_path / "a", **values, checkpoint__keep_best=False), lambda: display
     )

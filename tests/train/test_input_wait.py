@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from paceline.train.input_wait import InputWait, _causes
+from paceline.train.input_report import InputWait, _causes
 
 
 class Clocked:
@@ -23,7 +23,7 @@ def test_on_a_cpu_the_wait_itself_is_the_stall() -> None:
     for spent in ({"decode": 3.0, "read": 1.0}, {"copy": 1.0}):
         with wait:
             time.sleep(0.02)
-        wait.put_down_to(spent)
+        wait.attribute(spent)
     stall = wait.stall()
     assert set(stall) == {"decode", "read", "copy"}
     assert stall["decode"] == pytest.approx(3 * stall["read"])
@@ -44,10 +44,10 @@ def test_a_device_that_was_busy_meanwhile_lost_nothing() -> None:
 def test_the_devices_own_work_on_a_batch_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood still for 1 ms, then augmented for 8."""
     wait, marks = InputWait(torch.device("cuda")), iter((Clocked(0.0), Clocked(9.0)))
-    monkeypatch.setattr("paceline.train.input_wait.marked", lambda device: next(marks))
+    monkeypatch.setattr("paceline.train.input_report.marked", lambda device: next(marks))
     with wait:
         time.sleep(0.002)
-    wait.put_down_to({"augment": 1.0}, Clocked(1.0))
+    wait.attribute({"augment": 1.0}, Clocked(1.0))
     assert wait.stall() == {"augment": pytest.approx(0.001)}
 
 

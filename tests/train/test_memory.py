@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.core.errors import RunError
-from paceline.train.machine import memory_error, memory_told
+from paceline.train.machine import explain_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,14 @@ def test_within_the_context_the_lack_is_told_and_other_errors_pass_as_they_are()
     lack, other = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes")
     with (
         pytest.raises(RunError, match="^out of memory here; less$") as told,
-        memory_told("here", "less"),
+        explain_out_of_memory("here", "less"),
     ):
         raise lack
     assert told.value.__cause__ is lack
-    with pytest.raises(RuntimeError, match="shapes") as passed, memory_told("here", "less"):
+    with (
+        pytest.raises(RuntimeError, match="shapes") as passed,
+        explain_out_of_memory("here", "less"),
+    ):
         raise other
     assert passed.value is other
     assert passed.value.__cause__ is None

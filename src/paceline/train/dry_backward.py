@@ -48,7 +48,7 @@ class DryBackward:
             with self.policy.compute():
                 outputs = self.forward(self.normalize(zeros, device))
             outputs.float().sum().backward()  # type: ignore[no-untyped-call]
-        self.batch_norm.settle(torch.ones((), device=device))
+        self.batch_norm.discard_if(torch.ones((), device=device))
         if on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()

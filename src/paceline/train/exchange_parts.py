@@ -25,7 +25,7 @@ from paceline.core.errors import CheckpointError, ConfigError
 from paceline.plan.expected import Expected
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.train.machine import memory_told
+from paceline.train.machine import explain_out_of_memory
 from paceline.train.pinned_plan import PinnedPlan
 
 
@@ -55,7 +55,7 @@ class ExchangeParts:
 
         def make() -> GradientExchange:
             where = f"with the gradients' buffers on {group.device}"
-            with memory_told(where, "free memory, or choose a smaller model"):
+            with explain_out_of_memory(where, "free memory, or choose a smaller model"):
                 return GradientExchange(
                     self.trained.items(), group, self.plan, accumulate=accumulate,
                     carrier=carrier, overlap=overlap,

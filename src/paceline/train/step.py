@@ -27,8 +27,8 @@ from paceline.data.loader_protocol import TrainBatches
 from paceline.data.normalize import Normalizer
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.input_wait import InputWait
-from paceline.train.machine import memory_told, seed_micro_batch
+from paceline.train.input_report import InputWait
+from paceline.train.machine import explain_out_of_memory, seed_micro_batch
 from paceline.train.micro_step import MicroStep
 from paceline.train.mixing import Mixing
 from paceline.train.step_error import step_error
@@ -134,7 +134,7 @@ class TrainStep:
                 waiting = time.perf_counter()
                 with self.spans.span("data", host=True), wait:
                     batch = next(self.loader)
-                wait.put_down_to(batch.spent, batch.begun)
+                wait.attribute(batch.spent, batch.begun)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
                 number = self.group.rank + turn * self.group.world_size
@@ -185,12 +185,12 @@ class TrainStep:
 
     def _reduce(self, signals: Signals) -> None:
         remedy = "free memory, or lower comm.fusion_mib: messages get smaller"
-        with memory_told("in the exchange of gradients", remedy):
+        with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
     def _update(self, rate: float) -> None:
         remedy = "use a smaller --batch-size, or run.average_epochs=0"
-        with memory_told("in the update", remedy):
+        with explain_out_of_memory("in the update", remedy):
             self.update.run(rate)
 
     def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -7,7 +7,7 @@ defect of ours and must keep its traceback.
 from __future__ import annotations
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.train.machine import memory_error
+from paceline.train.machine import out_of_memory
 
 
 def step_error(error: Exception, step: int, micro_batch: int) -> PacelineError | None:
@@ -19,7 +19,7 @@ def step_error(error: Exception, step: int, micro_batch: int) -> PacelineError |
 
 
 def _memory_error(error: Exception, step: int, size: int) -> RunError | None:
-    return memory_error(
+    return out_of_memory(
         error,
         f"at step {step + 1} with a batch size of {size} a process",
         f"use a smaller one, such as --batch-size {max(1, size // 2)}; "

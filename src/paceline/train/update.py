@@ -71,7 +71,7 @@ class Update:
         self.optimizer.step()
         overflow = self.optimizer.overflow
         discard = torch.maximum(overflow, self._halted)
-        self._batch_norm.settle(discard)
+        self._batch_norm.discard_if(discard)
         if self.average is not None:
             self.average.add(discard)
         extras = torch.stack([overflow, self._halted, self._scale.value])
