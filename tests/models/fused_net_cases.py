@@ -32,8 +32,8 @@ def pooled() -> nn.Module:
 
 
 class Bottlenecks(nn.Module):
-    """Narrow, because the interpreter is slow, and few ReLUs: one that lies at 0 and falls to either
-    side by rounding is a large error."""
+    """Narrow, because the interpreter is slow, with few ReLUs: at an input near 0 rounding decides the
+    side, which is a large error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Bottlenecks(nn.Module):
 
 
 def images(size: int, batch: int = 6) -> Tensor:
-    """Large enough that the last maps have more than a few values: batch norm of few is unstable."""
+    """Large enough for a stable batch norm of the last maps."""
     x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
     return x.contiguous(memory_format=torch.channels_last)
 
@@ -87,7 +87,7 @@ def test_a_fused_net_learns_what_a_plain_one_learns(
     logits, grads = run(fused, x)
     plain_logits, plain_grads = run(plain, x)
     exact_logits, exact_grads = run(exact, x.double())
-    # As far from the exact values as torch's own operators are, give or take.
+    # About as far from the exact values as torch's own operators.
     assert away(logits, exact_logits) < 5 * away(plain_logits, exact_logits) + 1e-6
     for name, gradient in exact_grads.items():
         limit = 5 * away(plain_grads[name], gradient) + 1e-5
@@ -121,7 +121,7 @@ def test_images_with_an_empty_channel_give_the_same() -> None:
 def test_the_fused_features_of_alexnet() -> None:
     torch.manual_seed(0)
     model = AlexNet(num_classes=5, norms=NORM_NAMES)
-    model.classifier = nn.Identity()  # 59 million weights that take no part
+    model.classifier = nn.Identity()  # 59 million weights that are not used
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
     assert fuse_norms(model) == 1
@@ -135,7 +135,7 @@ def test_the_fused_features_of_alexnet() -> None:
     for name, parameter in exact.named_parameters():
         ours = model.get_parameter(name).grad
         if name.endswith("bias") and ".bn" not in name:
-            assert ours is None, "the norm behind it takes a convolution's bias out again"
+            assert ours is None, "the norm removes a convolution's bias"
             continue
         assert ours is not None
         assert parameter.grad is not None

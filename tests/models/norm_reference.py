@@ -1,4 +1,5 @@
-"""Batch norm, sum, ReLU and pool one after the other in float64: what the fused kernels must give."""
+"""Batch norm, sum, ReLU and pool as separate operators in float64, to compare the fused kernels
+with."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def norm_for(channels: int) -> nn.BatchNorm2d:
 
 
 def assert_near(ours: Tensor, theirs: Tensor, tolerance: float, name: str = "") -> None:
-    """Within `tolerance` of the largest element there is."""
+    """Within `tolerance` of the largest element."""
     assert ours.shape == theirs.shape, name
     ours, theirs = ours.detach().double(), theirs.detach().double()
     away = (ours - theirs).abs().max()
@@ -49,7 +50,7 @@ class Found:
 
 
 class Wanted:
-    """Inputs, and the outputs, gradients and statistics that belong to them."""
+    """Inputs with their exact outputs, gradients and statistics."""
 
     def __init__(
         self, shape: tuple[int, ...], kind: torch.dtype, *, residual: bool = False, relu: bool = True,

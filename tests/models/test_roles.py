@@ -1,19 +1,22 @@
-"""Parameter roles: biases and norms apart, each parameter once, on odd models too."""
+"""Parameter groups: biases and norms separately, each parameter once, also in unusual models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.models.registry import create_model, named_roles, parameter_groups
-from paceline.models.settings import MODEL_NAMES, ModelSettings
+from paceline.models import MODEL_NAMES, ModelSettings, create_model, named_roles, parameter_groups
 
 
-def ids(parameters):
+def ids(parameters: Iterable[nn.Parameter]) -> list[int]:
     return [id(p) for p in parameters]
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_in_our_models_exactly_the_matrices_decay(name):
+def test_exactly_the_matrices_of_our_models_decay(name: str) -> None:
     with torch.device("meta"):
         model = create_model(ModelSettings(name=name), num_classes=10)
     weights, rest = parameter_groups(model, 5e-5)
@@ -23,77 +26,57 @@ def test_in_our_models_exactly_the_matrices_decay(name):
     assert ids(rest["params"]) == ids(p for p in model.parameters() if p.ndim == 1)
 
 
-def test_every_kind_of_norm_is_found_by_its_type():
+def test_norms_are_recognized_by_type_and_biases_by_name() -> None:
     norms = [
         *(nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4)),
         *(nn.GroupNorm(2, 4), nn.LayerNorm([4, 4]), nn.RMSNorm(4)),
         *(nn.InstanceNorm1d(4, affine=True), nn.InstanceNorm2d(4, affine=True)),
     ]
-    groups = parameter_groups(nn.Sequential(*norms), 0.1)
-    assert [group["role"] for group in groups] == ["bias_norm"]
-    assert len(groups[0]["params"]) == 2 * len(norms) - 1  # RMSNorm has no bias
+    (group,) = parameter_groups(nn.Sequential(*norms), 0.1)
+    assert group["role"] == "bias_norm"
+    assert len(group["params"]) == 2 * len(norms) - 1  # RMSNorm has no bias
+    roles = named_roles(nn.ModuleList([nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)]))
+    biases = {"0.in_proj_bias", "0.out_proj.bias", "1.bias_ih_l0", "1.bias_hh_l0"}
+    assert {name for name, role in roles.items() if role == "bias_norm"} == biases
+    bare = nn.Module()
+    bare.scale = nn.Parameter(torch.ones(1))
+    assert named_roles(bare) == {"scale": "weight"}
 
 
-def test_a_model_without_bias_or_norm_has_one_group():
-    groups = parameter_groups(nn.Linear(3, 2, bias=False), 0.1)
-    assert [(group["role"], group["weight_decay"]) for group in groups] == [("weight", 0.1)]
-
-
-def test_a_model_without_parameters_has_no_group():
+def test_empty_groups_are_left_out() -> None:
+    (group,) = parameter_groups(nn.Linear(3, 2, bias=False), 0.1)
+    assert (group["role"], group["weight_decay"]) == ("weight", 0.1)
     assert parameter_groups(nn.ReLU(), 0.1) == []
 
 
-def test_a_shared_parameter_comes_once_under_its_first_name():
-    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "out": nn.Linear(3, 5)})
-    model["out"].weight = model["embed"].weight
+def test_shared_parameters_count_once_as_weights() -> None:
+    embed, out = nn.Embedding(5, 3), nn.Linear(3, 5)
+    out.weight = embed.weight
+    model = nn.ModuleDict({"embed": embed, "out": out})
     assert named_roles(model) == {"embed.weight": "weight", "out.bias": "bias_norm"}
     groups = parameter_groups(model, 0.1)
-    assert [ids(group["params"]) for group in groups] == [
-        [id(model["embed"].weight)],
-        [id(model["out"].bias)],
-    ]
+    assert [ids(group["params"]) for group in groups] == [ids([embed.weight]), ids([out.bias])]
+    norm, linear = nn.LayerNorm([4, 4]), nn.Linear(4, 4)
+    linear.weight = norm.weight
+    assert named_roles(nn.ModuleDict({"norm": norm, "l": linear}))["norm.weight"] == "weight"
+    twice = parameter_groups(nn.Sequential(linear, nn.ReLU(), linear), 0.1)
+    assert [len(group["params"]) for group in twice] == [1, 1]
 
 
-def test_a_parameter_shared_by_norm_and_convolution_decays():
-    model = nn.ModuleDict({"norm": nn.LayerNorm([4, 4]), "linear": nn.Linear(4, 4)})
-    model["linear"].weight = model["norm"].weight
-    assert named_roles(model)["norm.weight"] == "weight"
-
-
-def test_a_module_used_twice_counts_once():
-    layer = nn.Linear(2, 2)
-    groups = parameter_groups(nn.Sequential(layer, nn.ReLU(), layer), 0.1)
-    assert [len(group["params"]) for group in groups] == [1, 1]
-
-
-def test_frozen_parameters_have_a_role_but_no_group():
+def test_frozen_parameters_have_a_role_but_no_group() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].requires_grad_(False)
-    groups = parameter_groups(model, 0.1)
-    assert [group["role"] for group in groups] == ["bias_norm"]
-    assert ids(groups[0]["params"]) == ids(model[1].parameters())
+    (group,) = parameter_groups(model, 0.1)
+    assert ids(group["params"]) == ids(model[1].parameters())
     assert named_roles(model)["0.weight"] == "weight"
 
 
-def test_biases_of_attention_and_recurrence_are_biases():
-    roles = named_roles(nn.ModuleList([nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)]))
-    assert roles["0.in_proj_bias"] == roles["0.out_proj.bias"] == "bias_norm"
-    assert roles["1.bias_ih_l0"] == roles["1.bias_hh_l0"] == "bias_norm"
-    assert roles["0.in_proj_weight"] == roles["1.weight_ih_l0"] == "weight"
-
-
-def test_a_bare_parameter_of_the_model_itself_is_a_weight():
-    model = nn.Module()
-    model.scale = nn.Parameter(torch.ones(1))
-    assert named_roles(model) == {"scale": "weight"}
-
-
-def test_groups_are_what_an_optimizer_takes():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(parameter_groups(model, 0.5), lr=1.0)
-    model[0].weight.grad = torch.zeros_like(model[0].weight)
-    model[0].bias.grad = torch.zeros_like(model[0].bias)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+def test_torch_optimizers_accept_the_groups() -> None:
+    linear = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(parameter_groups(linear, 0.5), lr=1.0)
+    before = {name: p.detach().clone() for name, p in linear.named_parameters()}
+    for p in linear.parameters():
+        p.grad = torch.zeros_like(p)
     optimizer.step()
-    torch.testing.assert_close(model[0].weight, before["0.weight"] * 0.5)
-    assert torch.equal(model[0].bias, before["0.bias"])
+    torch.testing.assert_close(linear.weight, before["weight"] * 0.5)
+    assert torch.equal(linear.bias, before["bias"])

@@ -1,3 +1,5 @@
+"""LARS and SGD: the equation, formats, norms, device switches, torch's protocols, refused values."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -6,81 +8,65 @@ import pytest
 import torch
 from torch import nn
 
-from optim.lars_reference import (
+from optim.reference import (
     ETA,
+    KINDS,
     OPTIONS,
     RATES,
-    Reference,
+    LarsReference,
     assert_near,
     bits_equal,
+    check_bad_gradient,
+    check_switches,
     everything,
     fill_gradients,
-    option_id,
+    grad_of,
     parameters,
+    run,
 )
-from paceline.core.errors import PacelineError
-from paceline.optim import LARS, lars_foreach
+from paceline.core.errors import PacelineError, RunError
+from paceline.optim import LARS, SGD, lars_foreach
 
-KINDS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(params=["in place", "by select"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of the list operations: the CPU's, and the GPU's, which never reads a flag."""
-    if request.param == "by select":
-        monkeypatch.setattr(lars_foreach, "on_host", lambda device: False)
+PLAIN = {"lr_in_momentum": True, "nesterov": False, "clip": False, "adapt": True,
+         "weight_decay": 0.0, "eps": 0.0}  # fmt: skip
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=option_id)
-def test_three_steps_follow_the_equation(options: dict[str, Any], kind: torch.dtype) -> None:
-    ps = parameters(kind, kind, kind)
-    references = [Reference(p) for p in ps]
-    optimizer = LARS(ps, 1.0, trust_coefficient=ETA, **options)
-    for step, lr in enumerate(RATES):
-        optimizer.param_groups[0]["lr"] = lr
-        fill_gradients(ps, step)
-        optimizer.step()
-        for p, reference in zip(ps, references, strict=True):
-            assert p.grad is not None
-            reference.step(p.grad, lr, options)
-    ratios = [reference.ratio for reference in references]
-    assert optimizer.trust_ratios() == pytest.approx(ratios, rel=1e-6)
-    for p, master, reference in zip(ps, optimizer.masters(), references, strict=True):
-        assert_near(master, reference.weight)
-        assert_near(optimizer.state[p]["momentum_buffer"], reference.momentum)
-        assert torch.equal(p, master.to(kind))
+def test_three_steps_follow_the_equation(kind: torch.dtype) -> None:
+    for options in OPTIONS:
+        ps = parameters(kind, kind, kind)
+        references = [LarsReference(p) for p in ps]
+        optimizer = LARS(ps, 1.0, trust_coefficient=ETA, **options)
+        for step, lr in enumerate(RATES):
+            optimizer.param_groups[0]["lr"] = lr
+            run(optimizer, ps, [step])
+            for p, reference in zip(ps, references, strict=True):
+                reference.step(grad_of(p), lr, options)
+        ratios = [reference.ratio for reference in references]
+        assert optimizer.trust_ratios() == pytest.approx(ratios, rel=1e-6), options
+        for p, master, reference in zip(ps, optimizer.masters(), references, strict=True):
+            assert_near(master, reference.weight)
+            assert_near(optimizer.state[p]["momentum_buffer"], reference.momentum)
+            assert torch.equal(p, master.to(kind))
 
 
 def test_groups_keep_their_own_values() -> None:
     ps = parameters(torch.float32, torch.float32)
     own = {"lr_in_momentum": False, "nesterov": True, "weight_decay": 0.2, "eps": 0.5}
-    options = [
-        {"lr_in_momentum": True, "nesterov": False, "weight_decay": 0.0, "eps": 0.0},
-        own,
-    ]
-    optimizer = LARS(
-        [
-            {"params": ps[:1]},
-            {"params": ps[1:], "lr": 0.3, "momentum": 0.5, "adapt": False, "clip": True, **own},
-        ],
-        0.7,
-        trust_coefficient=ETA,
-    )
-    references = [Reference(p) for p in ps]
+    own |= {"adapt": False, "clip": True}
+    groups = [{"params": ps[:1]}, {"params": ps[1:], "lr": 0.3, "momentum": 0.5, **own}]
+    optimizer = LARS(groups, 0.7, trust_coefficient=ETA)
+    references = [LarsReference(p) for p in ps]
     for step in range(2):
-        fill_gradients(ps, step)
-        optimizer.step()
-        assert ps[0].grad is not None
-        assert ps[1].grad is not None
-        references[0].step(ps[0].grad, 0.7, options[0] | {"adapt": True, "clip": False})
-        references[1].step(ps[1].grad, 0.3, options[1] | {"adapt": False, "clip": True}, m=0.5)
+        run(optimizer, ps, [step])
+        references[0].step(grad_of(ps[0]), 0.7, PLAIN)
+        references[1].step(grad_of(ps[1]), 0.3, PLAIN | own, m=0.5)
     for p, reference in zip(ps, references, strict=True):
         assert_near(p, reference.weight)
 
 
-def test_a_half_parameter_moves_by_less_than_its_own_resolution() -> None:
+def test_masters_keep_what_half_parameters_cannot() -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = LARS([p], 1e-4, momentum=0.0, adapt=False)
     for _ in range(10):
@@ -94,25 +80,27 @@ def test_a_half_parameter_moves_by_less_than_its_own_resolution() -> None:
 def test_gradients_of_another_format_than_the_parameter() -> None:
     for kind, gradient_kind in ((torch.float16, torch.float32), (torch.float32, torch.bfloat16)):
         (p,) = parameters(kind)
-        reference = Reference(p)
+        reference = LarsReference(p)
         p.grad_dtype = gradient_kind
         p.grad = torch.randn(p.shape).to(gradient_kind)
         optimizer = LARS([p], 0.5, trust_coefficient=ETA)
         optimizer.step()
-        options = dict.fromkeys(("nesterov", "clip", "weight_decay", "eps"), 0)
-        reference.step(p.grad, 0.5, {**options, "adapt": True, "lr_in_momentum": True})
+        reference.step(grad_of(p), 0.5, PLAIN)
         assert_near(optimizer.masters()[0], reference.weight)
 
 
-def test_a_zero_norm_makes_the_ratio_one() -> None:
-    zeros = nn.Parameter(torch.zeros(5))
-    still = nn.Parameter(torch.full((5,), 2.0))
+def test_zero_norms_and_a_zero_rate() -> None:
+    zeros, still = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.full((5,), 2.0))
     optimizer = LARS([zeros, still], 0.5, momentum=0.0, weight_decay=0.1)
     zeros.grad, still.grad = torch.ones(5), torch.zeros(5)
     optimizer.step()
     assert optimizer.trust_ratios() == [1.0, 1.0]
     assert torch.equal(zeros.detach(), torch.full((5,), -0.5))
     torch.testing.assert_close(still.detach(), torch.full((5,), 2.0 - 0.5 * 0.1 * 2.0))
+    (p,) = parameters(torch.float32)
+    before = p.detach().clone()
+    run(LARS([p], 0.0, clip=True), [p], [0])
+    assert torch.equal(p.detach(), before)
 
 
 @pytest.mark.parametrize("size", [1, 512, 513, 70_001, 2_000_003])
@@ -120,7 +108,7 @@ def test_a_zero_norm_makes_the_ratio_one() -> None:
 def test_norms_on_the_cpu_are_those_of_fp64(fill: str, size: int) -> None:
     torch.manual_seed(size)
     weight, gradient = torch.randn(size) * 3e-2, torch.randn(size) * 1e-3
-    if fill == "equal":  # rounding errors all go one way
+    if fill == "equal":  # all rounding errors have the same sign
         weight, gradient = torch.full((size,), 0.37), torch.full((size,), 1e-3)
     p = nn.Parameter(weight.clone())
     optimizer = LARS([p], 1.0, trust_coefficient=1.0)
@@ -130,37 +118,19 @@ def test_norms_on_the_cpu_are_those_of_fp64(fill: str, size: int) -> None:
     assert optimizer.trust_ratios() == pytest.approx([wanted], rel=1.5e-6)  # two norms, one ratio
 
 
-def test_norms_are_as_accurate_at_the_largest_sizes_and_in_any_memory_order() -> None:
+def test_norms_are_accurate_at_the_largest_sizes_and_in_any_memory_order() -> None:
     large = torch.full((40_000_000,), 0.37)
-    wanted = 0.37 * 40_000_000**0.5
-    kernel = torch.randn(96, 33, 5, 7).to(memory_format=torch.channels_last)
+    nhwc = torch.randn(96, 33, 5, 7).to(memory_format=torch.channels_last)
     gaps = torch.randn(300, 40)[:, ::2]
-    found = lars_foreach.accurate_norms([large, kernel, gaps])
-    assert float(found[0]) == pytest.approx(wanted, rel=1e-6)
-    for norm, tensor in zip(found[1:], (kernel, gaps), strict=True):
-        assert float(norm) == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+    found = lars_foreach.accurate_norms([large, nhwc, gaps])
+    wanted = [0.37 * 40_000_000**0.5, float(nhwc.double().norm()), float(gaps.double().norm())]
+    assert [float(norm) for norm in found] == pytest.approx(wanted, rel=1e-6)
     inf, nan = torch.full((2000,), 1e30), torch.full((2000,), float("nan"))
-    assert [torch.isfinite(n).item() for n in lars_foreach.accurate_norms([inf, nan])] == [
-        False
-    ] * 2
+    assert not any(torch.isfinite(norm) for norm in lars_foreach.accurate_norms([inf, nan]))
 
 
-def test_a_rate_of_zero_with_clip_moves_nothing() -> None:
-    (p,) = parameters(torch.float32)
-    before = p.detach().clone()
-    optimizer = LARS([p], 0.0, clip=True)
-    fill_gradients([p], 0)
-    optimizer.step()
-    assert torch.equal(p.detach(), before)
-    assert optimizer.trust_ratios() == [1.0]
-
-
-def test_parameters_without_gradient_or_elements_are_left_alone() -> None:
-    idle, empty, moved = (
-        nn.Parameter(torch.ones(3)),
-        nn.Parameter(torch.empty(0, 4)),
-        nn.Parameter(torch.ones(2)),
-    )
+def test_parameters_without_gradient_or_elements_stay_unchanged() -> None:
+    idle, empty, moved = (nn.Parameter(torch.ones(shape)) for shape in ((3,), (0, 4), (2,)))
     groups = [{"params": [idle, empty]}, {"params": []}, {"params": [moved]}]
     optimizer = LARS(groups, 1.0, weight_decay=0.5, adapt=False)
     optimizer.step()
@@ -173,53 +143,200 @@ def test_parameters_without_gradient_or_elements_are_left_alone() -> None:
 
 
 def test_repetition_gives_the_same_bits() -> None:
-    def run() -> list[torch.Tensor]:
+    def made() -> list[torch.Tensor]:
         draw = torch.Generator().manual_seed(0)
         p = nn.Parameter(torch.randn(300_000, generator=draw).half())
         optimizer = LARS([p], 5.0, weight_decay=1e-4)
-        for step in range(3):
-            fill_gradients([p], step)
-            optimizer.step()
+        run(optimizer, [p], range(3))
         return everything(optimizer)
 
-    assert bits_equal(run(), run())
+    assert bits_equal(made(), made())
 
 
-def test_in_half_has_no_masters_and_loses_small_gradients() -> None:
+def test_in_half_has_no_masters_and_under_and_overflows() -> None:
     halves = [nn.Parameter(torch.ones(64, dtype=torch.float16)) for _ in range(2)]
     ablated, whole = LARS([halves[0]], 1.0, in_half=True), LARS([halves[1]], 1.0)
     for p, optimizer in zip(halves, (ablated, whole), strict=True):
-        p.grad = torch.full_like(p, 1e-4)  # its square, 1e-8, is below half of fp16's least number
+        p.grad = torch.full_like(p, 1e-4)  # its square, 1e-8, underflows in fp16
         optimizer.step()
     assert set(ablated.state[halves[0]]) == {"momentum_buffer"}
     assert ablated.state[halves[0]]["momentum_buffer"].dtype == torch.float16
     assert ablated.masters()[0] is halves[0]
-    assert ablated.trust_ratios() == [1.0]  # the norm fell to 0
+    assert ablated.trust_ratios() == [1.0]
     assert whole.trust_ratios() == pytest.approx([10.0], rel=1e-3)
     assert torch.equal(halves[0].detach(), torch.ones(64).half())
     assert not torch.equal(halves[1].detach(), torch.ones(64).half())
-
-
-def test_in_half_overflows_where_fp32_does_not() -> None:
-    ps = [nn.Parameter(torch.ones(64, dtype=torch.float16)) for _ in range(2)]
-    optimizers = [LARS([ps[0]], 1.0, in_half=True), LARS([ps[1]], 1.0)]
-    for p, optimizer in zip(ps, optimizers, strict=True):
-        p.grad = torch.full_like(p, 300.0)  # 9e4 is beyond fp16's 65504
+    for p, optimizer in zip(halves, (ablated, whole), strict=True):
+        p.grad = torch.full_like(p, 300.0)  # its square, 9e4, overflows in fp16
         optimizer.step()
-    assert [int(optimizer.overflow) for optimizer in optimizers] == [1, 0]
+    assert (int(ablated.overflow), int(whole.overflow)) == (1, 0)
+
+
+# --- device switches and torch's protocols -----------------------------------------------------
+
+
+def stepped() -> tuple[list[nn.Parameter], LARS]:
+    """An optimizer during a run: momentum is not zero, and gradients are set."""
+    ps = parameters(*KINDS)
+    optimizer = LARS(
+        [{"params": ps[:2]}, {"params": ps[2:], "adapt": False}], 0.5, weight_decay=0.01
+    )
+    run(optimizer, ps, [0])
+    fill_gradients(ps, 1)
+    return ps, optimizer
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_one_bad_gradient_changes_no_bit(which: int, poison: float) -> None:
+    check_bad_gradient(*stepped(), which, poison)
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_switches() -> None:
+    check_switches(stepped()[1])
+    (ps, optimizer), (_, other) = stepped(), stepped()
+    before = everything(optimizer)
+    optimizer.active = torch.tensor([1.0, 0.0, 1.0])
+    grad_of(ps[1])[0] = float("nan")  # inactive: not checked
+    optimizer.step()
+    other.step()
+    after, expected = everything(optimizer), everything(other)
+    assert optimizer.overflow == 0
+    # Two tensors for the fp32 parameter, three for each half one.
+    assert bits_equal(after[2:5], before[2:5])
+    assert bits_equal(after[:2] + after[5:], expected[:2] + expected[5:])
+
+
+@pytest.mark.parametrize(
+    ("switch", "value", "line"),
+    [
+        ("active", torch.ones(2), r"active has shape \(2,\); give it 3 contiguous values"),
+        ("hold", torch.zeros(2), r"hold has shape \(2,\); give it 1 contiguous value"),
+        ("hold", torch.zeros((), device="meta"), "hold lies on meta"),
+    ],
+)
+def test_a_switch_of_the_wrong_shape_or_device_is_refused(
+    switch: str, value: torch.Tensor, line: str
+) -> None:
+    _, optimizer = stepped()
+    setattr(optimizer, switch, value)
+    with pytest.raises(RunError, match=line):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_grad_scale_divides_inside_the_step() -> None:
+    (ps, optimizer), (_, plain) = stepped(), stepped()
+    for p in ps:
+        grad_of(p).mul_(64.0)
+    kept = [grad_of(p).clone() for p in ps]
+    optimizer.grad_scale = torch.tensor(64.0)
+    optimizer.step()
+    plain.step()
+    assert bits_equal(everything(optimizer), everything(plain))
+    assert bits_equal([grad_of(p) for p in ps], kept)
+
+
+def test_torch_grad_scaler_works() -> None:
+    def trained(scaled: bool) -> tuple[list[torch.Tensor], list[float]]:
+        ps = parameters(torch.float32, torch.float32)
+        optimizer = LARS(ps, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        scales = []
+        for step in range(3):
+            if step == 1 and not scaled:
+                continue
+            optimizer.zero_grad()
+            factor = float("inf") if step == 1 else 1.0
+            scaler.scale(torch.stack([(p * p * factor).sum() for p in ps]).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return everything(optimizer), scales
+
+    scaled, scales = trained(scaled=True)
+    assert scales == [1024.0, 512.0, 512.0]
+    assert bits_equal(scaled, trained(scaled=False)[0])
+    (p,), (q,) = parameters(torch.float32), parameters(torch.float32)
+    for parameter, unscale_first in ((p, True), (q, False)):
+        optimizer = LARS([parameter], 0.5, adapt=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale((parameter * parameter).sum()).backward()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert torch.equal(p, q), "divided once"
+
+
+def test_closures_schedulers_and_tensor_rates() -> None:
+    (p,) = parameters(torch.float32)
+    optimizer = LARS([p], 0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)  # type: ignore[arg-type]
+    assert first is not None
+    assert second is not None
+    assert second < first
+    one = nn.Parameter(torch.ones(1))
+    rate: Any = torch.tensor(1.0)
+    optimizer = LARS([one], rate, momentum=0.0, adapt=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    for _ in range(2):
+        one.grad = torch.ones(1)
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(one.detach(), torch.tensor([1 - 1.0 - 0.1]))
+
+
+# --- SGD ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_sgd_equals_torch_sgd(nesterov: bool, weight_decay: float) -> None:
+    kinds = (torch.float32,) * 5
+    ps, qs = parameters(*kinds), parameters(*kinds)
+    ours = SGD(ps, 0.3, 0.9, weight_decay, nesterov)
+    theirs = torch.optim.SGD(qs, 0.3, momentum=0.9, weight_decay=weight_decay, nesterov=nesterov)
+    for step, lr in enumerate((0.3, 0.1, 0.5, 0.2)):
+        for optimizer, own in ((ours, ps), (theirs, qs)):
+            optimizer.param_groups[0]["lr"] = lr
+            fill_gradients(own, step)
+            optimizer.step()
+    for p, q in zip(ps, qs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    assert ours.trust_ratios() == [1.0] * 5
+
+
+def test_half_parameters_follow_full_ones_through_their_masters() -> None:
+    halves = parameters(torch.float16)
+    full = [halves[0].detach().float().requires_grad_()]
+    ours = SGD(halves, 0.01, weight_decay=0.1)
+    theirs = torch.optim.SGD(full, 0.01, momentum=0.9, weight_decay=0.1)
+    for step in range(20):
+        fill_gradients(halves, step)
+        full[0].grad = grad_of(halves[0]).float()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(ours.masters()[0], full[0].detach(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(halves[0].detach(), ours.masters()[0].half())
+
+
+# --- refused values ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("lr", -1.0),
-        ("lr", float("nan")),
-        ("momentum", 1.0),
-        ("weight_decay", -0.1),
-        ("trust_coefficient", float("inf")),
-        ("eps", -1.0),
-    ],
-)
+    [("lr", -1.0), ("lr", float("nan")), ("momentum", 1.0), ("weight_decay", -0.1),
+     ("trust_coefficient", float("inf")), ("eps", -1.0)],
+)  # fmt: skip
 def test_values_that_cannot_be_used_are_named(name: str, value: float) -> None:
     (p,) = parameters(torch.float32)
     with pytest.raises(ValueError, match=rf"^{name} = "):
@@ -228,37 +345,24 @@ def test_values_that_cannot_be_used_are_named(name: str, value: float) -> None:
         LARS([{"params": [p], name: value}], 0.1)
 
 
-def test_nesterov_without_momentum_and_fused_in_half_are_refused() -> None:
+def test_combinations_and_tensors_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     (p,) = parameters(torch.float32)
-    with pytest.raises(ValueError, match="nesterov = True: needs momentum"):
+    with pytest.raises(ValueError, match=r"nesterov = True: needs momentum"):
         LARS([p], 0.1, momentum=0.0, nesterov=True)
     with pytest.raises(ValueError, match="in_half = True"):
         LARS([p], 0.1, in_half=True, fused=True)
-
-
-def test_tensors_that_cannot_be_used_are_refused() -> None:
-    with pytest.raises(PacelineError, match=r"shape \(3,\) is torch.float64.*use dense float32"):
+    with pytest.raises(PacelineError, match=r"torch.float64.*use dense float32"):
         LARS([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 0.1)
-    gaps = torch.zeros(4, 4)[:, ::2].requires_grad_()
+    gaps = torch.zeros(4, 4)[:, ::2].detach().requires_grad_()
     with pytest.raises(PacelineError, match="gaps or overlaps"):
-        LARS([gaps.detach().requires_grad_()], 0.1).prepare()
-
-
-def test_a_sparse_gradient_is_refused_with_a_remedy() -> None:
+        LARS([gaps], 0.1).prepare()
     table = nn.Embedding(5, 3, sparse=True)
-    optimizer = LARS(table.parameters(), 0.1)
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
         PacelineError, match=r"sparse gradient .* \(5, 3\) in group 0; make it dense"
     ):
-        optimizer.step()
-
-
-def test_fused_on_the_cpu_without_the_interpreter_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+        LARS(table.parameters(), 0.1).step()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    (p,) = parameters(torch.float32)
     assert LARS([p], 0.1).path == "foreach"
-    with pytest.raises(PacelineError, match=r"fused = True: .*(TRITON_INTERPRET|not installed)"):
+    with pytest.raises(PacelineError, match=r"(TRITON_INTERPRET|not installed)"):
         LARS([p], 0.1, fused=True).prepare()

@@ -1,117 +1,216 @@
+"""Muon: orthogonalization, the equation, groups and lists, device switches, checkpoints."""
+
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from optim.lars_reference import assert_near, bits_equal, everything, fill_gradients
-from optim.muon_reference import DECAY, ETA, Reference
-from optim.protocol_checks import check_bad_gradient, check_switch
+from optim.reference import (
+    DECAY,
+    ETA,
+    KINDS,
+    MuonReference,
+    assert_near,
+    bits_equal,
+    check_bad_gradient,
+    check_switches,
+    everything,
+    fill_gradients,
+    grad_of,
+    orthogonal_reference,
+    run,
+)
 from paceline.core.errors import PacelineError, RunError
-from paceline.optim import LARS, Muon, lars_foreach, lars_fused
-from paceline.optim.state import Gates
+from paceline.optim import LARS, Muon, is_matrix, lars_fused, orthogonalize
 
-SHAPES = [(6, 5, 3, 3), (7, 11), (12, 3), (40,), (5,)]
-MATRICES = 3
-KINDS = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = [(16, 8, 3, 3), (64, 16, 1, 1), (10, 48), (48, 10), (7, 7), (6, 4, 5), (2, 2)]
 
 
-@pytest.fixture(autouse=True, params=["in place", "by select"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of the list operations: the CPU's, and the GPU's, which never reads a flag."""
-    if request.param == "by select":
-        monkeypatch.setattr(lars_foreach, "on_host", lambda device: False)
+def drawn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def create(
-    kind: torch.dtype = torch.float32, kinds: tuple[type[LARS], ...] = (Muon,), **options: Any
-) -> tuple[LARS, list[nn.Parameter]]:
-    draw = torch.Generator().manual_seed(0)
-    ps = [nn.Parameter(torch.randn(shape, generator=draw).to(kind)) for shape in SHAPES]
-    groups = [
-        {"params": ps[:MATRICES], "weight_decay": DECAY},
-        {"params": ps[MATRICES:], "adapt": False, "lr": 0.2},
-    ]
-    if kinds == (Muon,):
-        groups[1]["orthogonal"] = False
-    return kinds[0](groups, 0.9, trust_coefficient=ETA, **options), ps
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_become_about_equal_and_the_norm_stays(shape: tuple[int, ...]) -> None:
+    tensor = drawn(shape)
+    (found,) = orthogonalize([tensor])
+    torch.testing.assert_close(found.norm(), tensor.norm())
+    values = torch.linalg.svdvals(found.flatten(1).double())
+    assert values.max() / values.min() < 1.2 / 0.6, values
+    expected = orthogonal_reference(tensor)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_formats_and_batches_do_not_matter() -> None:
+    tensors = [drawn(shape, seed) for seed, shape in enumerate([*SHAPES, *SHAPES])]
+    for together, tensor in zip(orthogonalize(tensors), tensors, strict=True):
+        torch.testing.assert_close(together, orthogonalize([tensor])[0], rtol=1e-4, atol=1e-5)
+    for shape in ((16, 8, 3, 3), (16, 8, 1, 1), (16, 1, 3, 3)):
+        plain = drawn(shape)
+        nhwc = plain.contiguous(memory_format=torch.channels_last)
+        (found,), (expected,) = orthogonalize([nhwc]), orthogonalize([plain])
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    half = drawn((12, 20)).mul(1e-3).half()
+    (small,) = orthogonalize([half])
+    assert small.dtype == torch.float32
+    torch.testing.assert_close(small, orthogonalize([half.float()])[0])
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-12, 1e-18, 1e-22, 1e-24, 1e-27, 1e-30, 1e-38])
+def test_tiny_gradients_stay_tiny_and_finite(size: float) -> None:
+    """Their squares underflow in fp32, so that the norm is too small, or 0."""
+    tensor = drawn((16, 48)) * size
+    rank_1 = torch.outer(drawn((16,)), drawn((48,), 1)) * size
+    for made, wanted in zip(orthogonalize([tensor, rank_1]), (tensor, rank_1), strict=True):
+        assert torch.isfinite(made).all()
+        assert made.norm() <= 1.01 * wanted.double().norm()
+    if size >= 1e-12:
+        (found,), (expected,) = orthogonalize([tensor]), orthogonalize([tensor / size])
+        torch.testing.assert_close(found / size, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_zeros_non_finite_values_and_flags() -> None:
+    bad = [drawn((4, 6)) for _ in range(3)]
+    for tensor, value in zip(bad, (float("nan"), float("inf"), 3e38), strict=True):
+        tensor[:, 2] = value  # the square of the last overflows
+    zero, *found, good = orthogonalize([torch.zeros(4, 6), *bad, drawn((4, 6))])
+    assert torch.equal(zero, torch.zeros(4, 6))
+    assert not any(torch.isfinite(tensor).all() for tensor in found)
+    assert torch.isfinite(good).all(), "though it shares their batch"
+    shapes = [(4, 6), (6, 4), (4, 6), (3, 3, 2, 2), (6, 4), (4, 6)]
+    for which, value in ((0, 0.5), (2, float("nan")), (3, 3e38), (5, float("nan"))):
+        tensors = [drawn(shape, seed) for seed, shape in enumerate(shapes)]
+        expected = orthogonalize(tensors)
+        expected[which] = torch.zeros(shapes[which])
+        tensors[which].fill_(value)
+        flags = [torch.tensor(place == which) for place in range(len(shapes))]
+        for made, wanted in zip(orthogonalize(tensors, flags), expected, strict=True):
+            assert torch.equal(made, wanted)
+    with pytest.raises(ValueError, match="2 flags for 1 tensors"):
+        orthogonalize([drawn((4, 6))], [torch.tensor(False)] * 2)
 
 
 @pytest.mark.parametrize(
-    ("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.6, True), (0.0, False)]
-)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scale", [None, 1024.0])
-def test_matrices_follow_the_equation(
-    nesterov: bool, momentum: float, kind: torch.dtype, scale: float | None
-) -> None:
-    optimizer, ps = create(kind, momentum=momentum, nesterov=nesterov)
-    references = [Reference(p) for p in ps[:MATRICES]]
-    if scale is not None:
-        optimizer.grad_scale = torch.tensor(scale)
-    for step, lr in enumerate((0.9, 0.1, 0.4, 0.4)):
-        optimizer.param_groups[0]["lr"] = lr
-        fill_gradients(ps, step, scale or 1.0)
-        optimizer.step()
-        for p, reference in zip(ps, references, strict=False):
-            assert p.grad is not None
-            reference.step(p.grad.double() / (scale or 1.0), lr, momentum, nesterov)
-    assert optimizer.overflow == 0
-    for p, master, reference in zip(ps, optimizer.masters(), references, strict=False):
-        assert_near(master, reference.weight, 2e-5)
-        assert_near(optimizer.state[p]["momentum_buffer"], reference.momentum, 1e-6)
-        assert torch.equal(p, master.to(p.dtype))
+    ("shape", "expected"),
+    [((3,), False), ((), False), ((1, 8), False), ((8, 1), False), ((8, 1, 1, 1), False),
+     ((2, 2), True), ((8, 1, 3, 3), True)],
+)  # fmt: skip
+def test_only_matrices_can_be_orthogonal(shape: tuple[int, ...], expected: bool) -> None:
+    odd = nn.Parameter(torch.ones(shape))
+    assert is_matrix(odd) == expected
+    optimizer = Muon([nn.Parameter(torch.ones(2, 3))], 0.1)
+    if not expected:
+        with pytest.raises(PacelineError, match="orthogonal=False"):
+            optimizer.add_param_group({"params": [odd]})
+        assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [odd], "orthogonal": expected})
+    odd.grad = torch.ones(shape)
+    optimizer.step()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_groups_are_updated_as_by_lars_to_the_bit(kind: torch.dtype) -> None:
-    muon, ps = create(kind)
-    lars, qs = create(kind, kinds=(LARS,), nesterov=True)
-    for step in range(3):
-        for optimizer, own in ((muon, ps), (lars, qs)):
-            fill_gradients(own, step)
-            optimizer.step()
-    for p, q in zip(ps[MATRICES:], qs[MATRICES:], strict=True):
-        assert bits_equal([p.detach()], [q.detach()])
-        assert bits_equal([muon.state[p]["momentum_buffer"]], [lars.state[q]["momentum_buffer"]])
-    assert not torch.equal(ps[0], qs[0])
+# --- the step ----------------------------------------------------------------------------------
+
+# Shapes recur within groups and across them: these are orthogonalized together.
+FILTER, OTHER = (6, 5, 3, 3), (7, 11)
+GROUPS: list[tuple[list[tuple[int, ...]], dict[str, Any]]] = [
+    ([OTHER, FILTER, OTHER], {"momentum": 0.9, "weight_decay": DECAY}),
+    ([(40,), (5,)], {"orthogonal": False, "adapt": False, "lr": 0.2}),
+    ([FILTER, OTHER, FILTER], {"momentum": 0.5, "weight_decay": DECAY, "nesterov": False}),
+]
+MATRICES = [(0, 0), (1, 0), (2, 0), (5, 2), (6, 2), (7, 2)]  # parameter, group
+OTHERS = (3, 4)
+
+
+def create(
+    kind: torch.dtype = torch.float32, of: type[LARS] = Muon
+) -> tuple[LARS, list[nn.Parameter]]:
+    draw, groups = torch.Generator().manual_seed(0), []
+    for shapes, options in GROUPS:
+        weights = [torch.randn(shape, generator=draw).to(kind) for shape in shapes]
+        nhwc = [w.to(memory_format=torch.channels_last) if w.dim() == 4 else w for w in weights]
+        own = options if of is Muon else {k: v for k, v in options.items() if k != "orthogonal"}
+        groups.append({"params": [nn.Parameter(w) for w in nhwc], **own})
+    optimizer = of(groups, 0.9, trust_coefficient=ETA, nesterov=True)
+    return optimizer, [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def stepped() -> tuple[list[nn.Parameter], LARS]:
-    """An optimizer in the midst of a run."""
+    """An optimizer during a run."""
     optimizer, ps = create(torch.float16)
-    fill_gradients(ps, 0)
-    optimizer.step()
+    run(optimizer, ps, [0])
     fill_gradients(ps, 1)
     return ps, optimizer
 
 
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("scale_shape", [None, (), (1,)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_matrix_follows_the_equation_with_its_own_group(
+    kind: torch.dtype, scale_shape: tuple[int, ...] | None
+) -> None:
+    gone, inactive = {(1, 1)}, {(1, 2), (2, 6)}  # step, parameter
+    optimizer, ps = create(kind)
+    scale = 1.0 if scale_shape is None else 1024.0
+    if scale_shape is not None:
+        optimizer.grad_scale = torch.full(scale_shape, scale)
+    references = {index: MuonReference(ps[index]) for index, _ in MATRICES}
+    for step, (lr, momentum) in enumerate(((0.9, 0.9), (0.1, 0.9), (0.4, 0.6), (0.4, 0.2))):
+        optimizer.param_groups[0] |= {"lr": lr, "momentum": momentum}
+        fill_gradients(ps, step, scale)
+        optimizer.active = torch.tensor([float((step, i) not in inactive) for i in range(len(ps))])
+        for index, number in MATRICES:
+            gradient, group = grad_of(ps[index]), optimizer.param_groups[number]
+            if (step, index) in gone:
+                ps[index].grad = None
+            elif (step, index) not in inactive:
+                own = gradient.double() / scale
+                references[index].step(own, group["lr"], group["momentum"], group["nesterov"])
+        before = [p.grad.clone() for p in ps if p.grad is not None]
+        optimizer.step()
+        assert bits_equal([p.grad for p in ps if p.grad is not None], before)
+    assert optimizer.overflow == 0
+    for index, reference in references.items():
+        master = optimizer.masters()[index]
+        assert_near(master, reference.weight, 2e-5)
+        assert_near(optimizer.state[ps[index]]["momentum_buffer"], reference.momentum, 1e-6)
+        assert torch.equal(ps[index], master.to(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_groups_are_updated_as_by_lars_to_the_bit(kind: torch.dtype) -> None:
+    (muon, ps), (lars, qs) = create(kind), create(kind, LARS)
+    run(muon, ps, range(3))
+    run(lars, qs, range(3))
+    for index in OTHERS:
+        for ours, theirs in ((ps[index], qs[index]),):
+            assert bits_equal([ours.detach()], [theirs.detach()])
+            states = [muon.state[ours]["momentum_buffer"]], [lars.state[theirs]["momentum_buffer"]]
+            assert bits_equal(*states)
+    assert not torch.equal(ps[0], qs[0])
+
+
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("which", range(len(SHAPES)))
+@pytest.mark.parametrize("which", [0, 1, 3, 7])
 def test_one_bad_gradient_changes_no_bit_and_is_named(which: int, poison: float) -> None:
-    ps, optimizer = stepped()
-    check_bad_gradient(ps, optimizer, which, poison)
+    check_bad_gradient(*stepped(), which, poison)
 
 
-@pytest.mark.parametrize("switch", ["hold", "found_inf"])
-def test_hold_and_found_inf_change_no_bit(switch: str) -> None:
-    _, optimizer = stepped()
-    check_switch(optimizer, switch)
-
-
-def test_an_inactive_matrix_is_untouched_and_unchecked() -> None:
-    ps, optimizer = stepped()
-    _, other = stepped()
-    optimizer.active = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
-    assert ps[1].grad is not None
-    ps[1].grad[0] = float("nan")
+@pytest.mark.usefixtures("both_ways")
+def test_switches_and_gradients_of_other_strides() -> None:
+    check_switches(stepped()[1])
+    (ps, optimizer), (_, other) = stepped(), stepped()
+    optimizer.active = torch.tensor([1.0, 0.0] + [1.0] * 6)
+    grad_of(ps[1]).view(-1)[0] = float("nan")  # inactive: not checked
+    ps[5].grad = grad_of(ps[5]).contiguous(memory_format=torch.channels_last)
     before, held = everything(optimizer), len(optimizer.state[ps[0]]) + 1
     optimizer.step()
     other.step()
@@ -119,213 +218,35 @@ def test_an_inactive_matrix_is_untouched_and_unchecked() -> None:
     assert optimizer.overflow == 0
     assert bits_equal(after[held : 2 * held], before[held : 2 * held])
     assert bits_equal(after[:held] + after[2 * held :], expected[:held] + expected[2 * held :])
-
-
-def test_a_matrix_without_a_gradient_is_left_alone() -> None:
-    ps, optimizer = stepped()
-    before = [t.clone() for t in (ps[1].detach(), *optimizer.state[ps[1]].values())]
-    ps[1].grad = None
-    optimizer.step()
-    assert bits_equal([ps[1].detach(), *optimizer.state[ps[1]].values()], before)
-
-
-def test_a_gradient_of_zeros_and_a_weight_of_zeros_are_safe() -> None:
-    ps, optimizer = stepped()
-    with torch.no_grad():
-        ps[0].zero_()
-        optimizer.masters()[0].zero_()
-    for p in ps:
-        assert p.grad is not None
-        p.grad.zero_()
-    for _ in range(2):
-        optimizer.step()
-    assert all(torch.isfinite(tensor).all() for tensor in everything(optimizer))
-
-
-def test_a_gradient_that_stays_0_leaves_only_the_decay_as_in_lars() -> None:
-    """What is left of the momentum would be made as long as a real step, for hundreds of steps."""
-    optimizer, ps = create(momentum=0.9)
-    fill_gradients(ps, 0)
-    optimizer.step()
-    before = ps[0].detach().clone()
-    assert ps[0].grad is not None
-    ps[0].grad.zero_()
-    for step in range(1, 601):
-        optimizer.step()
-        assert optimizer.overflow == 0  # also where the momentum has become tiny
-        assert optimizer.trust_ratios()[0] == 1.0
-        if step < 5:
-            torch.testing.assert_close(ps[0].detach(), before * (1 - 0.9 * DECAY) ** step)
-    momentum = optimizer.state[ps[0]]["momentum_buffer"]
-    assert momentum.abs().max() < 1e-20
-
-
-def test_momentum_may_change_between_steps() -> None:
-    """A recorded graph reads it on the device, so it must not be frozen anywhere."""
-    optimizer, ps = create(momentum=0.5)
-    reference = Reference(ps[0])
-    for step, momentum in enumerate((0.5, 0.9, 0.2)):
-        optimizer.param_groups[0]["momentum"] = momentum
-        fill_gradients(ps, step)
-        optimizer.step()
-        assert ps[0].grad is not None
-        reference.step(ps[0].grad, 0.9, momentum, True)
-    assert_near(ps[0], reference.weight, 2e-5)
-
-
-def test_a_checkpoint_goes_on_to_the_bit() -> None:
-    ps, optimizer = stepped()
-    saved = io.BytesIO()
-    torch.save(optimizer.state_dict(), saved)
-    saved.seek(0)
-    resumed, qs = create(torch.float16)
-    with torch.no_grad():
-        for p, q in zip(ps, qs, strict=True):
-            q.copy_(p)
-    resumed.load_state_dict(torch.load(saved, weights_only=True))
-    for step in range(2, 5):
-        for own, one in ((ps, optimizer), (qs, resumed)):
-            fill_gradients(own, step)
-            one.step()
-    assert bits_equal(everything(resumed), everything(optimizer))
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_goes_on_by_itself(how: Any) -> None:
-    _, optimizer = stepped()
-    copied = how(optimizer)
-    qs = [p for group in copied.param_groups for p in group["params"]]
-    before = everything(optimizer)
-    fill_gradients(qs, 1)
-    copied.step()
-    assert bits_equal(everything(optimizer), before)
-    optimizer.step()
-    assert bits_equal(everything(copied), everything(optimizer))
-
-
-def test_a_group_may_join_after_a_step() -> None:
-    """With a momentum of its own, which must not be another group's."""
-    optimizer, ps = create(momentum=0.5)
-    fill_gradients(ps, 0)
-    optimizer.step()
-    late = nn.Parameter(torch.randn(9, 4, generator=torch.Generator().manual_seed(5)))
-    optimizer.add_param_group({"params": [late], "momentum": 0.8, "weight_decay": DECAY})
-    reference = Reference(late)
-    for step in range(1, 4):
-        fill_gradients([*ps, late], step)
-        optimizer.step()
-        assert late.grad is not None
-        reference.step(late.grad, 0.9, 0.8, True)
-    assert_near(late, reference.weight, 2e-5)
-
-
-def test_a_step_gone_wrong_is_forgotten_with_a_checkpoint() -> None:
-    ps, optimizer = stepped()
-    twins, twin = stepped()
-    saved = copy.deepcopy(optimizer.state_dict())
-    kept = [p.detach().clone() for p in ps]
-    for group in optimizer.param_groups:
-        group["lr"] = float("inf")
-    optimizer.step()
-    optimizer.load_state_dict(saved)
-    with torch.no_grad():
-        for p, weights in zip(ps, kept, strict=True):
-            p.copy_(weights)
-    fill_gradients(ps, 1)
-    fill_gradients(twins, 1)
-    optimizer.step()
-    twin.step()
-    assert bits_equal(everything(optimizer), everything(twin))
-
-
-def test_groups_of_another_optimizer_stay_what_they_are_here() -> None:
-    lars, qs = create(kinds=(LARS,))
-    fill_gradients(qs, 0)
-    lars.step()
-    optimizer, ps = create()
-    optimizer.load_state_dict(lars.state_dict())
-    assert [group["orthogonal"] for group in optimizer.param_groups] == [True, False]
-    fill_gradients(ps, 1)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    saved["param_groups"][1]["orthogonal"] = True
-    with pytest.raises(PacelineError, match="put it into a group with orthogonal=False"):
-        optimizer.load_state_dict(saved)
-
-
-def test_a_capture_without_preparation_gets_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, ps = create()
-    fill_gradients(ps, 0)
-    monkeypatch.setattr("paceline.optim.lars.capturing", lambda device: True)
-    with pytest.raises(RunError, match="would freeze the learning rate"):
-        optimizer.step()
-    optimizer._engine = lars_fused.FusedStep()
-    with pytest.raises(RunError, match="call prepare"):
-        optimizer.step()
-
-
-def test_a_recording_keeps_the_table_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, ps = create()
-    fill_gradients(ps, 0)
-    optimizer.step()
-    assert isinstance(optimizer, Muon)
-    monkeypatch.setattr("paceline.optim.muon.capturing", lambda device: True)
-    optimizer._transform(optimizer._rows(), Gates())
-    recorded = weakref.ref(optimizer._own)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
-    optimizer.upload()
-    gc.collect()
-    assert recorded() is not None
-    assert recorded() is not optimizer._own
-
-
-def test_a_state_dict_of_torchs_muon_is_loaded() -> None:
-    """It has no word of who is orthogonal."""
-    draw = torch.Generator().manual_seed(0)
-    theirs = nn.Parameter(torch.randn(6, 4, generator=draw))
-    other = torch.optim.Muon([theirs], lr=0.1, momentum=0.9)
-    theirs.grad = torch.randn(6, 4, generator=draw)
-    other.step()
-    ours = nn.Parameter(theirs.detach().clone())
-    optimizer = Muon([ours], 0.1)
-    optimizer.load_state_dict(other.state_dict())
-    assert torch.equal(
-        optimizer.state[ours]["momentum_buffer"], other.state[theirs]["momentum_buffer"]
-    )
-    assert optimizer.param_groups[0]["orthogonal"] is True
-    ours.grad = theirs.grad
-    optimizer.step()
-
-
-@pytest.mark.parametrize("shape", [(8,), (1, 8), (8, 1), ()])
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
-    optimizer = Muon([nn.Parameter(torch.ones(2, 3))], 0.1)
-    odd = nn.Parameter(torch.ones(shape))
-    with pytest.raises(PacelineError, match="put it into a group with orthogonal=False"):
-        optimizer.add_param_group({"params": [odd]})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [odd], "orthogonal": False})
-    odd.grad = torch.ones(shape)
-    optimizer.step()
-
-
-def test_a_gradient_of_other_strides_and_a_sparse_one() -> None:
-    optimizer, ps = create()
-    twin, qs = create()
-    for own in (ps, qs):
-        fill_gradients(own, 0)
-    assert ps[0].grad is not None
-    ps[0].grad = ps[0].grad.contiguous(memory_format=torch.channels_last)
-    optimizer.step()
-    twin.step()
-    assert bits_equal(everything(optimizer), everything(twin))
-    ps[1].grad = ps[1].grad.to_sparse() if ps[1].grad is not None else None
+    ps[0].grad = grad_of(ps[0]).to_sparse()
     with pytest.raises(PacelineError, match="sparse gradient"):
         optimizer.step()
 
 
+def test_zero_gradients_leave_only_the_decay() -> None:
+    """The rest of the momentum would be scaled to a full step, for hundreds of steps."""
+    optimizer, ps = create()
+    run(optimizer, ps, [0])
+    optimizer.state[ps[1]]["momentum_buffer"].fill_(1e25)  # its squared norm overflows
+    with torch.no_grad():
+        ps[2].zero_()
+    before = [p.detach().clone() for p in ps]
+    for p in ps:
+        grad_of(p).zero_()
+    for step in range(1, 601):
+        optimizer.step()
+        assert optimizer.overflow == 0  # also when the momentum has become tiny
+        assert optimizer.trust_ratios()[0] == 1.0
+        if step < 5:
+            for index in (0, 1, 2):
+                decayed = before[index] * (1 - 0.9 * DECAY) ** step
+                torch.testing.assert_close(ps[index].detach(), decayed)
+    assert optimizer.state[ps[0]]["momentum_buffer"].abs().max() < 1e-20
+    assert all(torch.isfinite(tensor).all() for tensor in everything(optimizer))
+
+
 def test_few_steps_take_an_ill_conditioned_layer_further_than_lars() -> None:
-    """What it is for: inputs whose directions differ a hundredfold, and thirty steps."""
+    """The purpose of Muon: inputs whose directions differ a hundredfold, and thirty steps."""
 
     def distance_after(kind: type[LARS], eta: float) -> float:
         draw = torch.Generator().manual_seed(3)
@@ -336,13 +257,88 @@ def test_few_steps_take_an_ill_conditioned_layer_further_than_lars() -> None:
         for step in range(30):
             optimizer.param_groups[0]["lr"] = 1 - step / 30
             optimizer.zero_grad()
-            loss = (inputs @ (weight - target)).square().mean()
-            loss.backward()
+            (inputs @ (weight - target)).square().mean().backward()
             optimizer.step()
-        # Of the weights, not of the loss, to which weak directions hardly count.
+        # Of the weights, not of the loss, in which weak directions hardly count.
         return float((weight.detach() - target).square().mean())
 
     etas = (0.003, 0.01, 0.03, 0.1, 0.3)
-    muon = min(distance_after(Muon, eta) for eta in etas)
-    lars = min(distance_after(LARS, eta) for eta in etas)
+    muon, lars = (min(distance_after(kind, eta) for eta in etas) for kind in (Muon, LARS))
     assert muon < 0.7 * lars, (muon, lars)
+
+
+# --- state -------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_resumed_to_the_bit_even_after_a_bad_step() -> None:
+    ps, optimizer = stepped()
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    resumed, qs = create(torch.float16)
+    for group in resumed.param_groups:
+        group["lr"] = float("inf")
+    run(resumed, qs, [0])
+    resumed.load_state_dict(torch.load(saved, weights_only=True))
+    with torch.no_grad():
+        for p, q in zip(ps, qs, strict=True):
+            q.copy_(p)
+    run(optimizer, ps, range(2, 5))
+    run(resumed, qs, range(2, 5))
+    assert bits_equal(everything(resumed), everything(optimizer))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
+def test_copies_continue_on_their_own(how: Callable[[LARS], LARS]) -> None:
+    _, optimizer = stepped()
+    copied, before = how(optimizer), everything(optimizer)
+    run(copied, [p for group in copied.param_groups for p in group["params"]], [1])
+    assert bits_equal(everything(optimizer), before)
+    optimizer.step()
+    assert bits_equal(everything(copied), everything(optimizer))
+
+
+def test_a_group_may_join_after_a_step() -> None:
+    optimizer, ps = create()
+    run(optimizer, ps, [0])
+    late = nn.Parameter(drawn((9, 4), 5))
+    optimizer.add_param_group({"params": [late], "momentum": 0.8, "weight_decay": DECAY})
+    reference = MuonReference(late)
+    for step in range(1, 4):
+        run(optimizer, [*ps, late], [step])
+        reference.step(grad_of(late), 0.9, 0.8, True)
+    assert_near(late, reference.weight, 2e-5)
+
+
+def test_groups_of_other_optimizers_keep_their_own_kind() -> None:
+    lars, qs = create(of=LARS)
+    run(lars, qs, [0])
+    optimizer, ps = create()
+    optimizer.load_state_dict(lars.state_dict())
+    assert [group["orthogonal"] for group in optimizer.param_groups] == [True, False, True]
+    run(optimizer, ps, [1])
+    saved = optimizer.state_dict()
+    saved["param_groups"][1]["orthogonal"] = True
+    with pytest.raises(PacelineError, match="orthogonal=False"):
+        optimizer.load_state_dict(saved)
+    theirs = nn.Parameter(drawn((6, 4)))
+    other = torch.optim.Muon([theirs], lr=0.1, momentum=0.9)
+    theirs.grad = drawn((6, 4), 1)
+    other.step()
+    ours = nn.Parameter(theirs.detach().clone())
+    loaded = Muon([ours], 0.1)
+    loaded.load_state_dict(other.state_dict())
+    momenta = [o.state[p]["momentum_buffer"] for o, p in ((loaded, ours), (other, theirs))]
+    assert torch.equal(*momenta)
+    assert loaded.param_groups[0]["orthogonal"] is True
+
+
+def test_a_capture_without_preparation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, ps = create()
+    fill_gradients(ps, 0)
+    monkeypatch.setattr("paceline.optim.lars.capturing", lambda device: True)
+    with pytest.raises(RunError, match="would freeze the learning rate"):
+        optimizer.step()
+    optimizer._engine = lars_fused.FusedStep()
+    with pytest.raises(RunError, match="call prepare"):
+        optimizer.step()

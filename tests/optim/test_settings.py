@@ -1,62 +1,282 @@
+"""Settings, schedules, recipes, and the optimizers that are created from them."""
+
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
+from paceline.config import load_config
 from paceline.core.errors import ConfigError
-from paceline.optim.settings import OptimSettings
+from paceline.optim import LARS, SGD, LrSchedule, Muon, OptimSettings, create_optimizer, set_rate
+from paceline.optim.settings import SCHEDULES
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "values",
+    [{"name": "sdg"}, {"schedule": "cosin"}, {"lr": 0.0}, {"lr": float("nan")}, {"lr_base": -1.0},
+     {"lr_base_batch": 0}, {"momentum": 1.0}, {"weight_decay": -1e-4}, {"warmup_epochs": -1.0},
+     {"warmup_max_share": 0.0}, {"warmup_max_share": 1.5}, {"decay_rate": 0.0},
+     {"decay_epochs": (60.0, 30.0)}, {"decay_over_epochs": 5.0}, {"decay_over_epochs": float("inf")},
+     {"trust_coefficient": 0.0}, {"eps": -1e-8}, {"trust_log_interval": -1}, {"fused": "cuda"},
+     {"orthogonal": "most"}, {"nesterov": True, "momentum": 0.0},
+     {"orthogonal": "all", "name": "sgd"}, {"trust_log_interval": 7, "name": "sgd"},
+     {"fused": "triton", "in_half": True}, {"clip": True, "name": "muon"},
+     {"lr_in_momentum": False, "name": "muon"}, {"in_half": True, "name": "muon"}],
+)  # fmt: skip
+def test_a_bad_value_is_named(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OptimSettings(**values)
+    assert caught.value.field == f"optim.{next(iter(values))}"
+    assert values.get("name") != "sdg" or "did you mean 'sgd'" in str(caught.value)
+
+
+# --- schedules ---------------------------------------------------------------------------------
+
+
+def schedule(kind: str, total: int = 100, per_epoch: float = 10.0, **extra: float) -> LrSchedule:
+    return LrSchedule(OptimSettings(schedule=kind, **extra), 1.0, total, per_epoch)  # type: ignore[arg-type]
+
+
+def test_linear_scaling_and_warm_up() -> None:
+    assert OptimSettings(lr_base=0.1).peak_lr(8192) == pytest.approx(3.2)
+    assert OptimSettings(lr_base=0.1, lr=0.7).peak_lr(8192) == 0.7
+    rates = [schedule("constant", warmup_epochs=1).rate(step) for step in range(12)]
+    assert rates == pytest.approx([0.1 * (step + 1) for step in range(10)] + [1.0, 1.0])
+    gradual = schedule("constant", warmup_epochs=1, warmup_start=0.5)
+    assert (gradual.rate(0), gradual.rate(9)) == (pytest.approx(0.55), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "rates"),
     [
-        ("name", "sdg"),
-        ("schedule", "cosin"),
-        ("lr", 0.0),
-        ("lr", float("nan")),
-        ("lr_base", -1.0),
-        ("lr_base_batch", 0),
-        ("momentum", 1.0),
-        ("weight_decay", -1e-4),
-        ("warmup_epochs", -1.0),
-        ("warmup_max_share", 0.0),
-        ("warmup_max_share", 1.5),
-        ("decay_rate", 0.0),
-        ("decay_epochs", (60.0, 30.0)),
-        ("decay_over_epochs", 5.0),
-        ("decay_over_epochs", float("inf")),
-        ("trust_coefficient", 0.0),
-        ("eps", -1e-8),
-        ("trust_log_interval", -1),
-        ("fused", "cuda"),
-        ("orthogonal", "most"),
-        ("orthogonal", "all"),  # of momentum SGD
+        ("poly", {"poly_power": 2}, {0: 1.0, 50: 0.25, 90: 0.01}),
+        ("cosine", {"lr_end": 0.2}, {50: 0.6, 100: 0.2}),
+        # The decay may end after the run, or before.
+        ("poly", {"warmup_epochs": 1, "decay_over_epochs": 20}, {9: 1, 10: 1, 99: (1 - 89 / 190) ** 2}),
+        ("cosine", {"decay_over_epochs": 20}, {100: 0.5}),
+        ("poly", {"decay_over_epochs": 5, "lr_end": 0.1}, {25: 0.1 + 0.9 * 0.25, 50: 0.1, 99: 0.1}),
+    ],
+)  # fmt: skip
+def test_decays(kind: str, extra: dict[str, float], rates: dict[int, float]) -> None:
+    found = schedule(kind, **{"warmup_epochs": 0, **extra})
+    assert {step: found.rate(step) for step in rates} == pytest.approx(rates)
+
+
+def test_steps_of_goyal_et_al() -> None:
+    goyal = LrSchedule(OptimSettings(schedule="step", warmup_epochs=5), 3.2, 90 * 156, 156.0)
+    found = [goyal.rate(step) for step in (30 * 156 - 1, 30 * 156, 60 * 156, 80 * 156)]
+    assert found == pytest.approx([3.2, 0.32, 0.032, 0.0032])
+
+
+@given(
+    kind=st.sampled_from(SCHEDULES),
+    total=st.integers(1, 500),
+    per_epoch=st.floats(0.01, 50),
+    warmup=st.floats(0, 20),
+)
+def test_every_rate_is_finite_and_never_above_the_peak(
+    kind: str, total: int, per_epoch: float, warmup: float
+) -> None:
+    made = schedule(kind, total, per_epoch, warmup_epochs=warmup)
+    rates = [made.rate(step) for step in range(total)]
+    assert all(math.isfinite(rate) and 0 <= rate <= 1.0 + 1e-12 for rate in rates)
+    assert max(rates) > 0
+
+
+def test_warm_up_takes_at_most_its_share_of_the_run() -> None:
+    cut = schedule("cosine", 20, warmup_epochs=3, warmup_max_share=0.2)  # 2 epochs of 10 steps
+    assert cut.warmup_steps == 4
+    assert [cut.rate(step) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert cut.rate(19) < 0.05
+    assert "0.4 epochs instead of 3" in cut.describe_cut()
+    asked = schedule("cosine", 20, warmup_epochs=3)
+    exact = schedule("cosine", 150, warmup_epochs=3, warmup_max_share=0.2)
+    assert (asked.warmup_steps, asked.describe_cut()) == (20, "")
+    assert (exact.warmup_steps, exact.describe_cut()) == (30, "")
+
+
+# --- recipes -----------------------------------------------------------------------------------
+
+IMAGES = 1_281_167
+# batch, rate, warm-up, decay, momentum, decay over, epochs: the MLPerf submissions.
+RESNET50 = {
+    "3k": (3200, 11.0, 2, 5e-5, 0.9, 37, 35),
+    "13k": (13056, 12.8, 9, 2.5e-5, 0.94, 48, 45),
+    "20k": (20480, 22.0, 12, 2.5e-5, 0.9, 52, 50),
+    "33k": (33280, 21.2, 16, 2.5e-5, 0.94, 58, 56),
+    "57k": (57344, 23.0, 32, 2.5e-5, 0.95, 78, 77),
+    "64k": (67456, 24.7, 31, 1e-4, 0.952, 90, 86),
+}
+
+
+@pytest.mark.parametrize("name", RESNET50)
+def test_resnet50_recipes(name: str) -> None:
+    config = load_config(f"imagenet-resnet50-{name}", {})
+    run, optim = config.run, config.optim
+    found = (
+        run.global_batch_size, optim.lr, optim.warmup_epochs, optim.weight_decay, optim.momentum,
+        optim.decay_over_epochs, run.epochs,
+    )  # fmt: skip
+    assert found == RESNET50[name]
+    assert (optim.name, optim.schedule, optim.poly_power) == ("lars", "poly", 2)
+    assert (optim.trust_coefficient, optim.eps, optim.lr_in_momentum) == (0.001, 0.0, True)
+    assert not any((optim.nesterov, optim.clip, optim.adapt_bias_norm, optim.decay_bias_norm))
+    assert (run.smoothing, config.model.name, config.model.num_classes) == (0.1, "resnet50", 1000)
+    batch, peak, warmup, _, _, over, epochs = RESNET50[name]
+    per_epoch = IMAGES / batch
+    total = int(epochs * per_epoch)
+    rates = LrSchedule(optim, optim.peak_lr(batch), total, per_epoch)
+    assert rates.rate(0) == pytest.approx(peak / (warmup * per_epoch))
+    assert max(rates.rate(step) for step in range(total)) == pytest.approx(peak, rel=0.01)
+    middle = round((warmup + (over - warmup) / 2) * per_epoch)
+    assert rates.rate(middle) == pytest.approx(peak / 4, rel=0.01)
+    # The run ends before the decay does.
+    left = peak * ((over - epochs) / (over - warmup)) ** 2
+    assert rates.rate(total) == pytest.approx(left, rel=0.2)
+
+
+def test_alexnet_recipe() -> None:
+    config = load_config("imagenet-alexnet-64k", {})
+    optim = config.optim
+    assert (config.run.global_batch_size, config.run.epochs) == (65536, 95)
+    assert (config.model.name, optim.name) == ("alexnet_bn", "lars")
+    assert (optim.schedule, optim.poly_power) == ("poly", 2)
+    assert not optim.decay_bias_norm
+    assert not optim.adapt_bias_norm
+    per_epoch = IMAGES / 65536
+    rates = LrSchedule(optim, optim.peak_lr(65536), int(95 * per_epoch), per_epoch)
+    assert rates.rate(int(10 * per_epoch)) == pytest.approx(24.0, rel=0.01)
+    assert rates.rate(round(52.5 * per_epoch)) == pytest.approx(6.0, rel=0.01)
+
+
+# optimizer, batch, rate, η, warm-up, CutMix, cutout, average: as measured (records/…_cifar10_h200).
+CIFAR = {
+    "": ("sgd", 256, 0.2, None, 5, 0.5, 8, 0),
+    "-2500": ("muon", 2500, 0.2, 0.00256, 5, 0.5, 8, 0),
+    "-10k": ("muon", 10000, 0.1, 0.00256, 5, 0.5, 8, 6),
+    "-2500-lars": ("lars", 2500, 0.2, 0.01, 20, 0.0, 12, 0),
+    "-10k-lars": ("lars", 10000, 0.1, 0.0075, 30, 0.5, 8, 6),
+}
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_cifar10_recipes(name: str) -> None:
+    config = load_config(f"cifar10-resnet18{name}", {})
+    run, optim = config.run, config.optim
+    eta = optim.trust_coefficient if optim.name != "sgd" else None
+    found = (
+        optim.name, run.global_batch_size, optim.lr_base, eta, optim.warmup_epochs, run.cutmix,
+        config.data.cutout, run.average_epochs,
+    )  # fmt: skip
+    assert found == CIFAR[name]
+    assert optim.peak_lr(CIFAR[name][1]) == pytest.approx(CIFAR[name][2] * CIFAR[name][1] / 256)
+    assert (optim.momentum, optim.nesterov, optim.schedule) == (0.9, True, "cosine")
+    assert (run.epochs, run.smoothing, optim.weight_decay) == (90, 0.1, 5e-4)
+
+
+# --- create_optimizer --------------------------------------------------------------------------
+
+
+def groups_of(
+    *shapes: tuple[int, ...], bias: tuple[tuple[int, ...], ...] = ((2,),)
+) -> list[dict[str, Any]]:
+    """A group of weights of these shapes, and one of biases."""
+    return [
+        {"params": [nn.Parameter(torch.ones(s)) for s in shapes], "weight_decay": 0.5, "role": "weight"},
+        {"params": [nn.Parameter(torch.ones(s)) for s in bias], "weight_decay": 0.0, "role": "bias_norm"},
+    ]  # fmt: skip
+
+
+def test_one_step_is_momentum_sgd_with_decay_by_group() -> None:
+    groups = groups_of((1,), bias=((1,),))
+    optimizer = create_optimizer(OptimSettings(momentum=0.9, lr_in_momentum=True), groups, lr=1.0)
+    assert type(optimizer) is SGD
+    assert not any(group["lr_in_momentum"] or group["adapt"] for group in optimizer.param_groups)
+    set_rate(optimizer, 0.1)
+    (weight,), (bias,) = groups[0]["params"], groups[1]["params"]
+    for _ in range(2):
+        for parameter in (weight, bias):
+            parameter.grad = torch.tensor([1.0])
+        optimizer.step()
+    # w: v = 1.5, w = 0.85; v = 1.35 + 1.425 = 2.775, w = 0.5725.  b: v = 1, 1.9; b = 0.9, 0.71
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.5725]))
+    torch.testing.assert_close(bias.detach(), torch.tensor([0.71]))
+
+
+@pytest.mark.parametrize("adapt_bias_norm", [False, True])
+def test_lars_does_not_adapt_biases_unless_asked(adapt_bias_norm: bool) -> None:
+    values = {"momentum": 0.8, "trust_coefficient": 0.02, "eps": 1e-8, "clip": True,
+              "lr_in_momentum": False, "nesterov": True}  # fmt: skip
+    settings = OptimSettings(name="lars", adapt_bias_norm=adapt_bias_norm, **values)  # type: ignore[arg-type]
+    optimizer = create_optimizer(settings, groups_of((2,)), 0.5)
+    assert type(optimizer) is LARS
+    assert [group["adapt"] for group in optimizer.param_groups] == [True, adapt_bias_norm]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert [group["role"] for group in optimizer.param_groups] == ["weight", "bias_norm"]
+    for group in optimizer.param_groups:
+        assert {name: group[name] for name in values} == values
+        assert group["lr"] == 0.5
+
+
+@pytest.mark.parametrize("adapt_bias_norm", [False, True])
+@pytest.mark.parametrize(
+    ("orthogonal", "expected"),
+    [
+        ("filters", [(True, [(4, 3, 3, 3)]), (False, [(5, 4), (7,)])]),
+        ("all", [(True, [(4, 3, 3, 3), (5, 4)]), (False, [(7,)])]),
     ],
 )
-def test_a_bad_value_is_named(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"optim\.{field} = "):
-        OptimSettings(**{field: value})
+def test_muon_orthogonalizes_filters_or_all_weights_and_no_bias(
+    orthogonal: str, expected: list[Any], adapt_bias_norm: bool
+) -> None:
+    settings = OptimSettings(
+        name="muon", momentum=0.75, trust_coefficient=0.04, eps=1e-8, nesterov=True,
+        orthogonal=orthogonal, adapt_bias_norm=adapt_bias_norm,
+    )  # fmt: skip
+    groups = groups_of((4, 3, 3, 3), (5, 4), (7,), bias=((4,), (2, 2)))
+    optimizer = create_optimizer(settings, groups, 0.5)
+    assert type(optimizer) is Muon
+    made = optimizer.param_groups
+    found = [(group["orthogonal"], [tuple(p.shape) for p in group["params"]]) for group in made]
+    assert found == [*expected, (False, [(4,), (2, 2)])]
+    assert [group["adapt"] for group in made] == [True, True, adapt_bias_norm]
+    assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0.0]
+    assert [g["trust_coefficient"] for g in made] == pytest.approx([0.16, 0.04, 0.04])
+    for group in made:
+        assert (group["lr"], group["momentum"], group["eps"]) == (0.5, 0.75, 1e-8)
+        assert group["nesterov"] is True
+    only = create_optimizer(settings, groups_of((4, 3, 3, 3))[:1], 0.1)
+    assert [group["orthogonal"] for group in only.param_groups] == [True], "no empty group"
 
 
-def test_a_near_miss_gets_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'sgd'"):
-        OptimSettings(name="sdg")
+@pytest.mark.parametrize("name", ["sgd", "lars", "muon"])
+def test_the_implementation_and_the_ablation_are_passed_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="use 'auto'") as caught:
+        create_optimizer(OptimSettings(name=name, fused="triton"), groups_of((2,)), 1.0)
+    assert caught.value.field == "optim.fused"
+    monkeypatch.setattr("paceline.optim.build.triton_unavailable", lambda device: "")
+    for chosen, fused in (("auto", None), ("triton", True), ("foreach", False)):
+        made = create_optimizer(OptimSettings(name=name, fused=chosen), groups_of((2,)), 1.0)
+        assert made.fused is fused
+    if name != "muon":
+        ablated = create_optimizer(OptimSettings(name=name, in_half=True), groups_of((2,)), 1.0)
+        assert ablated.in_half
 
 
-def test_nesterov_without_momentum_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs momentum"):
-        OptimSettings(nesterov=True, momentum=0.0)
-
-
-def test_the_fp16_ablation_has_no_kernels() -> None:
-    with pytest.raises(ConfigError, match="optim.fused = 'triton': has no kernels.*use foreach"):
-        OptimSettings(name="lars", in_half=True, fused="triton")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("clip", True), ("lr_in_momentum", False), ("in_half", True)]
-)
-def test_muon_has_no_such_form(field: str, value: bool) -> None:
-    with pytest.raises(ConfigError, match=rf"optim\.{field} = {value}: muon has no such form"):
-        OptimSettings(name="muon", **{field: value})
+def test_settings_load_without_torch() -> None:
+    code = (
+        "import sys, paceline.optim; paceline.optim.OptimSettings();"
+        "assert 'torch' not in sys.modules;"
+        "paceline.optim.LARS; assert 'torch' in sys.modules and 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,6 +1,6 @@
 """Compiles the kernels for an H200 without one, and counts their 16-byte loads and stores.
 
-In: nothing. Out: exit code 0, or an assertion. Run by `test_lars_fused.py` in a process of its own.
+Run by `test_fused.py` in its own process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUMBERS = {"first", "tensors", "chunks", "parameters"}
 
 
 def wide(kernel: Any, **more: Any) -> list[int]:
-    """How many loads and stores of 16 bytes stand in the compiled kernel."""
+    """Number of 16-byte loads and stores in the compiled kernel."""
     constants = {"ALIGN": 16, "CHUNK": lars_fused.CHUNK, "BLOCK": lars_fused.BLOCK, **more}
     signature, values = {}, {}
     for position, name in enumerate(kernel.arg_names):

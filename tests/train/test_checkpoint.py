@@ -1,14 +1,28 @@
+"""Files of checkpoints and weights: content, damage, atomic writes, and which ones are kept."""
+
 from __future__ import annotations
 
+import errno
 import io
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch import nn
 
 from paceline.core.errors import CheckpointError
-from paceline.train.checkpoint import Checkpoint, content_hash, read_file
+from paceline.train import Checkpoint, CheckpointStore, find_checkpoint, fingerprint, write_weights
+from paceline.train.checkpoint import (
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    content_hash,
+    link_atomically,
+    set_aside,
+    write_atomically,
+)
 
 PATH = Path("step-00000005.pt")
 
@@ -21,106 +35,96 @@ def checkpoint(**changes: Any) -> Checkpoint:
         "threads": 1,
         "plan": {"buffer": []},
         "model": {"w": torch.arange(600.0).reshape(2, 3, 10, 10), "b": torch.zeros(0)},
-        "batch_norm": {"rows": torch.rand(2, 2, 4), "tracked": torch.tensor(5)},
-        "optimizer": {
-            "state": {0: {"momentum_buffer": torch.rand(6)}},
-            "param_groups": [{"lr": 1}],
-        },
+        "batch_norm": {"rows": torch.arange(16.0).reshape(2, 2, 4), "tracked": torch.tensor(5)},
+        "optimizer": {"state": {0: {"momentum_buffer": torch.ones(6)}}, "param_groups": [{"lr": 1}]},
         "precision": {"scale": 1024.0, "quiet_steps": 7.0},
         "sampler": {"position": 80},
         "schedule": {"peak_lr": 0.1},
         "rng": {"seed": 0},
         "classes": ["ant", "bee"],
         "versions": {"torch": "2"},
-    }
+    }  # fmt: skip
     return Checkpoint(**parts | changes)
 
 
-def same(a: Checkpoint, b: Checkpoint) -> bool:
-    return content_hash(vars(a)) == content_hash(vars(b))
+def digest(of: Checkpoint) -> str:
+    return content_hash(vars(of))
 
 
-def test_it_comes_back_as_it_was_and_plain_torch_can_read_it(tmp_path: Path) -> None:
+def saved_as(table: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(table, buffer)
+    return buffer.getvalue()
+
+
+def test_round_trip_and_plain_torch_can_read_it(tmp_path: Path) -> None:
     saved = checkpoint()
     saved.write(tmp_path / PATH)
     found = Checkpoint.read(tmp_path / PATH)
-    assert same(found, saved)
-    assert found.step == 5
-    assert torch.equal(found.model["w"], saved.model["w"])
+    assert digest(found) == digest(saved)
+    assert (found.step, found.salvaged_by) == (5, None)
     table = torch.load(tmp_path / PATH, weights_only=True)
     assert (table["format"], table["version"]) == ("paceline-checkpoint", 3)
 
 
-def test_the_hash_tells_every_part_apart() -> None:
+def test_the_hash_covers_every_part_but_not_strides() -> None:
     base = checkpoint()
-    channels_last = base.model["w"].to(memory_format=torch.channels_last)
-    assert same(base, checkpoint(model={**base.model, "w": channels_last}, batch_norm=base.batch_norm,
-                                 optimizer=base.optimizer)), "strides are not content"  # fmt: skip
-    others = (
+    weight = base.model["w"]
+    nhwc = weight.to(memory_format=torch.channels_last)
+    assert digest(checkpoint(model={**base.model, "w": nhwc})) == digest(base)
+    others: tuple[dict[str, Any], ...] = (
         {"world_size": 3},
         {"precision": {**base.precision, "scale": 512.0}},
         {"progress": {**base.progress, "top1": 12.6}},
-        {"model": {**base.model, "w": -base.model["w"]}},
-        {"model": {**base.model, "w": base.model["w"].reshape(6, 100)}},
-        {"model": {**base.model, "w": base.model["w"].double()}},
-        {"model": {"v": base.model["w"], "b": base.model["b"]}},
+        {"model": {**base.model, "w": -weight}},
+        {"model": {**base.model, "w": weight.reshape(6, 100)}},
+        {"model": {**base.model, "w": weight.double()}},
+        {"model": {"v": weight, "b": base.model["b"]}},
         {"classes": ["an", "tbee"]},
     )
-    parts = {"batch_norm": base.batch_norm, "optimizer": base.optimizer, "model": base.model}
-    hashes = {content_hash(vars(checkpoint(**parts | change))) for change in others}
-    assert len(hashes | {content_hash(vars(base))}) == len(others) + 1
+    digests = {digest(checkpoint(**change)) for change in others}
+    assert len(digests | {digest(base)}) == len(others) + 1
 
 
-@pytest.mark.parametrize("first", range(4))
-def test_a_flipped_byte_is_noticed_wherever_it_matters(first: int) -> None:
-    """It is refused, or it was padding and what comes back is what was saved."""
+def test_a_flipped_byte_is_refused_or_was_padding() -> None:
     saved = checkpoint()
-    content = bytes(saved.to_bytes())
-    refused: list[str] = []
-    for place in range(first, len(content), 4 * 7):
+    content, refused = bytes(saved.to_bytes()), []
+    for place in range(0, len(content), 9):
         damaged = bytearray(content)
         damaged[place] ^= 0xFF
         try:
-            assert same(Checkpoint.from_bytes(bytes(damaged), PATH), saved), place
+            assert digest(Checkpoint.from_bytes(bytes(damaged), PATH)) == digest(saved), place
         except CheckpointError as error:
             refused.append(str(error))
     assert len(refused) > 50
-    # Torch's own words are many lines, in colour, and advise to trust the file.
+    # torch's own message has many lines, in color, and advises to trust the file.
     assert not any(sign in text for text in refused for sign in ("\n", "\x1b", "weights_only"))
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 3000, -1])
-def test_a_file_cut_short_is_refused(length: int) -> None:
-    with pytest.raises(CheckpointError, match="is broken or not a checkpoint: it is"):
+def test_a_truncated_file_is_damaged(length: int) -> None:
+    with pytest.raises(DamagedCheckpointError):
         Checkpoint.from_bytes(bytes(checkpoint().to_bytes())[:length], PATH)
 
 
-def test_a_later_format_and_a_missing_part_are_refused() -> None:
+def test_formats_and_missing_parts() -> None:
     table = torch.load(io.BytesIO(checkpoint().to_bytes()), weights_only=True)
-    for change, words in (
-        ({"version": 4, "rng": {}}, "has format 4; Paceline .* reads 2 and 3; use the Paceline"),
-        ({"version": 1, "rng": {}}, "has format 1; Paceline .* reads 2 and 3; use the Paceline"),
-        ({"version": 19}, "is damaged"),  # all else matches its SHA-256
-        ({"format": "other"}, "is not a Paceline checkpoint"),
-        ({"rng": None}, "does not match its SHA-256"),
-        ({"sha256": None}, "does not match its SHA-256"),
+    later = "use the Paceline version that wrote it"
+    for change, kind, remedy in (
+        ({"version": 4, "rng": {}}, CheckpointError, later),
+        ({"version": 1, "rng": {}}, CheckpointError, later),
+        ({"version": 19}, DamagedCheckpointError, ""),  # everything else matches its SHA-256
+        ({"format": "other"}, ForeignCheckpointError, "--pretrained"),
+        ({"rng": None}, DamagedCheckpointError, ""),
+        ({"sha256": None}, DamagedCheckpointError, ""),
     ):
-        buffer = io.BytesIO()
-        torch.save(table | change, buffer)
-        with pytest.raises(CheckpointError, match=words):
-            Checkpoint.from_bytes(buffer.getvalue(), PATH)
+        with pytest.raises(kind) as caught:
+            Checkpoint.from_bytes(saved_as(table | change), PATH)
+        assert type(caught.value) is kind
+        assert remedy in caught.value.remedy
     del table["rng"]
-    buffer = io.BytesIO()
-    torch.save(table, buffer)
-    with pytest.raises(CheckpointError, match="does not match its SHA-256"):
-        Checkpoint.from_bytes(buffer.getvalue(), PATH)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
-        read_file(tmp_path / "nowhere.pt")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        read_file(tmp_path)
+    with pytest.raises(DamagedCheckpointError):
+        Checkpoint.from_bytes(saved_as(table), PATH)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +132,163 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     [{"world_size": None}, {"threads": "1"}, {"plan": []}, {"progress": {}}, {"progress": {"step": -1}},
      {"classes": {}}, {"average": 3}],
 )  # fmt: skip
-def test_other_types_under_a_right_checksum(changes: dict[str, Any]) -> None:
+def test_other_types_with_a_correct_hash_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="missing or of another type"):
         Checkpoint.from_bytes(bytes(checkpoint(**changes).to_bytes()), PATH)
 
 
-def test_a_part_that_is_missing() -> None:
+def test_a_missing_part_with_a_correct_hash_is_named() -> None:
     table = {name: value for name, value in vars(checkpoint()).items() if name != "threads"}
-    stream = io.BytesIO()
     head = {"format": "paceline-checkpoint", "version": 3, "sha256": content_hash(table)}
-    torch.save({**head, **table}, stream)
     with pytest.raises(CheckpointError, match="threads is missing"):
-        Checkpoint.from_bytes(stream.getvalue(), PATH)
+        Checkpoint.from_bytes(saved_as(head | table), PATH)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere.pt", tmp_path):
+        with pytest.raises(CheckpointError, match="check the path"):
+            Checkpoint.read(path)
+
+
+# --- CheckpointStore ---------------------------------------------------------------------------
+
+
+class Saved:
+    """The part of a checkpoint that a store uses."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(str(self.step))
+
+
+def put(store: CheckpointStore, step: int, *, best: bool = False) -> Path:
+    return store.put(cast(Checkpoint, Saved(step)), best=best)
+
+
+def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    (tmp_path / ".step-00000050.pt.0123456789abcdef.tmp").write_text("of a killed process")
+    assert store.newest() is None
+    for step in (10, 20, 30, 40):
+        put(store, step, best=step == 20)
+    assert store.steps() == [30, 40]
+    assert store.best.read_text() == "20"
+    assert store.newest() == store.path(40)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.pt", "step-00000030.pt", "step-00000040.pt",
+    ]  # fmt: skip
+
+
+def test_later_checkpoints_of_a_run_that_went_back_are_set_aside(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (40, 50, 10, 20, 30):
+        put(store, step)
+    assert store.steps() == [20, 30]
+    assert sorted(path.name for path in tmp_path.glob("*.abandoned")) == [
+        "step-00000040.pt.abandoned",
+        "step-00000050.pt.abandoned",
+    ]
+
+
+def test_a_salvaged_checkpoint_counts_only_if_no_regular_one_is_as_new(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20):
+        put(store, step, best=step == 10)
+    for step in (15, 20, 25):
+        store.salvaged_path(step).write_text("alone")
+    assert store.candidates(salvaged=False) == [store.path(20), store.path(10), store.best]
+    assert store.candidates(salvaged=True) == [
+        store.salvaged_path(25), store.path(20), store.salvaged_path(20), store.salvaged_path(15),
+        store.path(10), store.best,
+    ]  # fmt: skip
+    assert store.newest() == store.path(20)
+    put(store, 22)
+    assert [p.name for p in tmp_path.glob("*salvaged*")] == ["step-00000025.salvaged.pt.abandoned"]
+
+
+def test_set_aside_replaces_nothing(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        (tmp_path / "a.pt").write_text(content)
+        set_aside(tmp_path / "a.pt", "damaged")
+    assert (tmp_path / "a.pt.damaged").read_text() == "first"
+    assert (tmp_path / "a.pt.damaged-2").read_text() == "second"
+
+
+def test_a_run_folder_means_its_best_else_its_newest(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        find_checkpoint(tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    put(store, 1)
+    assert find_checkpoint(tmp_path) == store.path(1)
+    put(store, 2, best=True)
+    assert find_checkpoint(tmp_path) == store.best
+    assert find_checkpoint(store.path(1)) == store.path(1)
+
+
+def test_a_folder_that_turns_read_only_after_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, 1)
+    put(store, 1)
+
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        put(store, 2)
+    assert store.steps() == [1, 2]
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def raise_error(number: int) -> Any:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("place", [(os, "fsync"), (Path, "replace")], ids=["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_no_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
+) -> None:
+    target = tmp_path / "deep" / "file"
+    write_atomically(target, b"one")
+    write_atomically(target, memoryview(b"good"))
+    monkeypatch.setattr(*place, raise_error(errno.ENOSPC))
+    with pytest.raises(CheckpointError, match="no space left to write"):
+        write_atomically(target, b"half")
+    assert target.read_bytes() == b"good"
+    assert [path.name for path in target.parent.iterdir()] == ["file"]
+
+
+def test_a_second_name_is_a_link_or_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, second = tmp_path / "a", tmp_path / "b"
+    source.write_bytes(b"data")
+    link_atomically(source, second)
+    assert second.samefile(source)
+    monkeypatch.setattr(os, "link", raise_error(errno.EPERM))
+    link_atomically(source, second)
+    assert second.read_bytes() == b"data"
+    assert not second.samefile(source)
+    with pytest.raises(CheckpointError, match="cannot write"):
+        write_atomically(source / "under", b"x")
+
+
+def test_weights_files_and_fingerprints(tmp_path: Path) -> None:
+    net = nn.Conv2d(3, 4, 3)
+    before = fingerprint(net)
+    net = net.to(memory_format=torch.channels_last)
+    assert fingerprint(net) == before, "the memory format does not matter"
+    write_weights(net.state_dict(), tmp_path / "w.safetensors", {"model": "conv"})
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+        assert file.metadata()["model"] == "conv"
+        assert torch.equal(file.get_tensor("weight"), net.weight)
+    with torch.no_grad():
+        net.weight.view(torch.int32)[0, 0, 0, 0] ^= 1
+    assert fingerprint(net) != before

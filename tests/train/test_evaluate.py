@@ -1,23 +1,21 @@
 from __future__ import annotations
 
-import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.group import Group
-from paceline.comm.settings import CommSettings
 from paceline.core.errors import DataError, PacelineError
-from paceline.core.topology import Topology
 from paceline.data.batch import Batch
 from paceline.data.corrupt import CorruptSample
 from paceline.data.normalize import Normalizer
-from paceline.precision.policy import Policy
-from paceline.train.evaluate import EvalResult, evaluate
-from paceline.train.stop_signals import StopSignals
+from paceline.precision import Policy
+from paceline.train import EvalResult, StopSignals
+from paceline.train.evaluate import evaluate
 from ranks import run_ranks
+from train.steps import alone, joined
 
 NORMALIZE = Normalizer((0.0,), (1.0,), 1)
 FULL = Policy("fp32", torch.float32, torch.device("cpu"))
@@ -47,49 +45,33 @@ def batches(start: int, stop: int, step: int = 1) -> list[Batch]:
     return made
 
 
-def alone() -> Group:
-    return Group(Topology(), CommSettings(), torch.device("cpu"))
-
-
 def _part(rank: int, size: int) -> tuple[float, float, float, int]:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
+    with joined() as group:
         found = evaluate(Reader(), batches(rank, 35, size), NORMALIZE, FULL, group, StopSignals())
         assert isinstance(found, EvalResult)
         return found.top1, found.top5, found.loss, found.samples
-    finally:
-        group.close()
 
 
-def test_counts_are_exact_however_many_ranks_share_them() -> None:
-    found = evaluate(Reader(), batches(0, 35), NORMALIZE, FULL, alone(), StopSignals())
+def test_counts_are_exact_on_any_number_of_ranks() -> None:
+    model = Reader()
+    found = evaluate(model, batches(0, 35), NORMALIZE, FULL, alone(), StopSignals())
     assert isinstance(found, EvalResult)
-    assert found.samples == 35
-    assert found.top1 == 100 * 12 / 35
-    assert found.top5 == 100 * 24 / 35
+    assert model.training
+    assert (found.samples, found.top1, found.top5) == (35, 100 * 12 / 35, 100 * 24 / 35)
     for size in (2, 3):
         for top1, top5, loss, samples in run_ranks(size, _part, size):
             assert (top1, top5, samples) == (found.top1, found.top5, 35)
             assert loss == pytest.approx(found.loss, rel=1e-6)
 
 
-def test_the_model_trains_on_afterwards() -> None:
-    model = Reader()
-    evaluate(model, batches(0, 3), NORMALIZE, FULL, alone(), StopSignals())
-    assert model.training
-
-
 def _stopped(rank: int) -> str:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
-        stop = StopSignals()
-        if rank == 1:
-            stop.received = signal.SIGTERM
+    stop = StopSignals()
+    if rank == 1:
+        stop.received = signal.SIGTERM
+    with joined() as group:
         found = evaluate(Reader(), batches(0, 9), NORMALIZE, FULL, group, stop)
         assert isinstance(found, signal.Signals)
         return found.name
-    finally:
-        group.close()
 
 
 def test_a_signal_on_one_rank_ends_it_on_all() -> None:
@@ -97,46 +79,34 @@ def test_a_signal_on_one_rank_ends_it_on_all() -> None:
 
 
 def _broken(rank: int) -> str:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
+    def stream() -> Iterator[Batch]:
+        yield from batches(0, 2)
+        if rank == 1:
+            raise DataError("the shard is gone", "bring it back")
 
-        def stream():  # type: ignore[no-untyped-def]
-            yield from batches(0, 2)
-            if rank == 1:
-                raise DataError("the shard is gone", "bring it back")
-
-        with pytest.raises(PacelineError) as caught:
-            evaluate(Reader(), stream(), NORMALIZE, FULL, group, StopSignals())
-        return str(caught.value)
-    finally:
-        group.close()
+    with joined() as group, pytest.raises(PacelineError) as caught:
+        evaluate(Reader(), stream(), NORMALIZE, FULL, group, StopSignals())
+    return str(caught.value)
 
 
-def test_data_that_vanishes_on_one_rank_fails_all_with_its_words() -> None:
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert run_ranks(2, _broken) == ["rank 1: the shard is gone; bring it back"] * 2
 
 
-def test_no_image_at_all_is_an_error() -> None:
-    with pytest.raises(DataError, match="no validation image"):
-        evaluate(Reader(), [], NORMALIZE, FULL, alone(), StopSignals())
-
-
-def _corrupt_everywhere(rank: int, limit: int) -> str:
-    group = Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu"))
-    try:
-        bad = CorruptSample(rank, f"image {rank}", "cut short")
-        some = [Batch(b.images, b.labels, (bad,)) for b in batches(0, 1)] + batches(1, 4)
+def _corrupt(rank: int, limit: int) -> int | str:
+    bad = CorruptSample(rank, f"image {rank}", "cut short")
+    some = [Batch(b.images, b.labels, (bad,)) for b in batches(0, 1)] + batches(1, 4)
+    with joined() as group:
         try:
             found = evaluate(Reader(), some, NORMALIZE, FULL, group, StopSignals(), limit)
-        except DataError as error:
-            return str(error)
+        except DataError:
+            return "refused"
         assert isinstance(found, EvalResult)
-        return f"{found.corrupt_count} corrupt"
-    finally:
-        group.close()
+        return found.corrupt_count
 
 
-def test_the_share_of_corrupt_images_is_that_of_all_ranks_together() -> None:
-    assert run_ranks(2, _corrupt_everywhere, 2) == ["2 corrupt"] * 2
-    for text in run_ranks(2, _corrupt_everywhere, 1):
-        assert text.startswith("2 corrupt validation images, more than")
+def test_the_limit_of_corrupt_images_is_that_of_all_ranks_together() -> None:
+    assert run_ranks(2, _corrupt, 2) == [2, 2]
+    assert run_ranks(2, _corrupt, 1) == ["refused"] * 2
+    with pytest.raises(DataError, match="no validation image"):
+        evaluate(Reader(), [], NORMALIZE, FULL, alone(), StopSignals())

@@ -1,35 +1,31 @@
-"""Whole runs in half precision: masters on disk, resuming, changing the format, evaluating."""
+"""Half precision and Muon, in steps and whole runs: ranks, masters on disk, resuming, other formats."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from paceline.core.events import EvalEvent, Event, StepEvent
-from paceline.train.checkpoint import Checkpoint, content_hash
-from paceline.train.evaluate import EvalResult, evaluate_file
-from paceline.train.run import RunOutcome, run_training
-from small_runs import Silent, run_small, small_config
-from train.test_resume import EVERY_STEP, stop_after
+from paceline.core.errors import CheckpointError, PacelineError
+from paceline.core.events import EvalEvent, StepEvent
+from paceline.train import Checkpoint, EvalResult, evaluate_file, master_weights, step_parts
+from paceline.train.checkpoint import content_hash
+from ranks import run_ranks
+from small_runs import run_small
+from train.runs import EVERY_STEP, last, stop_after, watched
+from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, train, weights
 
-HALVES = ("fp16", "bf16")
-
-
-def watched(output: Path, **values: Any) -> tuple[RunOutcome, list[Event]]:
-    display = Silent()
-    return run_training(small_config(output, **values), lambda: display), display.events
-
-
-def last(folder: Path) -> Checkpoint:
-    return Checkpoint.read(sorted((folder / "checkpoints").glob("step-*.pt"))[-1])
+MUON = replace(OPTIM, name="muon", weight_decay=1e-3, trust_coefficient=0.05, nesterov=True)
+RUN: dict[str, Any] = {"optim__name": "muon", "optim__trust_coefficient": 0.05}
 
 
 def state(checkpoint: Checkpoint) -> dict[str, str]:
-    """A fingerprint of each part that training changes."""
+    """A digest of each part that training changes."""
     parts = {
         "masters": checkpoint.model,
         "statistics": checkpoint.batch_norm,
@@ -41,7 +37,7 @@ def state(checkpoint: Checkpoint) -> dict[str, str]:
 
 @pytest.mark.parametrize(("dtype", "name"), [("fp16", "lars"), ("bf16", "lars"), ("fp16", "muon")])
 def test_stop_and_resume_is_bit_identical(dtype: str, name: str, tmp_path: Path) -> None:
-    # The scale moves in both halves: two overflows at first, then one growth every two steps.
+    # The scale changes in both parts: two overflows at first, then a growth every two steps.
     half: dict[str, Any] = {
         "precision__amp_dtype": dtype,
         "precision__loss_scale_interval": 2,
@@ -51,35 +47,42 @@ def test_stop_and_resume_is_bit_identical(dtype: str, name: str, tmp_path: Path)
     }
     whole = run_small(tmp_path / "a", **half)
     assert whole.summary["steps"] == 7
-    for step in (1, 3):
-        parts = tmp_path / f"b{step}"
-        assert stop_after(step, parts, **half).result.stopped_by == "SIGTERM"
-        rest = run_small(parts, run__resume="auto", **half)
-        assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
-        assert state(last(parts)) == state(last(tmp_path / "a"))
-    scale = last(tmp_path / "a").precision
-    assert scale["scale"] not in (2.0**21, 1.0) if dtype == "fp16" else scale["scale"] == 1.0
+    assert stop_after(3, tmp_path / "b", **half).result.stopped_by == "SIGTERM"
+    rest = run_small(tmp_path / "b", run__resume="auto", **half)
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert state(last(tmp_path / "b")) == state(last(tmp_path / "a"))
+    scale = last(tmp_path / "a").precision["scale"]
+    assert scale not in (2.0**21, 1.0) if dtype == "fp16" else scale == 1.0
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_files_hold_fp32_masters(dtype: str, tmp_path: Path) -> None:
-    run_small(tmp_path / "a", precision__amp_dtype=dtype)
-    exported = load_file(tmp_path / "a/weights.safetensors")
-    saved = last(tmp_path / "a").model
-    kinds = {name: value.dtype for name, value in exported.items()}
-    assert {kind for name, kind in kinds.items() if "tracked" not in name} == {torch.float32}
-    for name, value in saved.items():
+@pytest.fixture(scope="module", params=["fp16", "bf16"])
+def half_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, EvalEvent]:
+    """Format, folder and last evaluation of a run in half precision."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    values = {"precision__amp_dtype": request.param, "run__global_batch_size": 64}
+    _, events = watched(folder, **values)
+    return request.param, folder, [e for e in events if isinstance(e, EvalEvent)][-1]
+
+
+def test_files_hold_fp32_masters(half_run: tuple[str, Path, EvalEvent]) -> None:
+    _, folder, _ = half_run
+    exported, saved = load_file(folder / "weights.safetensors"), last(folder)
+    kinds = {value.dtype for name, value in exported.items() if "tracked" not in name}
+    assert kinds == {torch.float32}
+    for name, value in saved.model.items():
         assert torch.equal(exported[name], value), name
-    weight = saved["layer3.1.conv1.weight"]
+    weight = saved.model["layer3.1.conv1.weight"]
     assert not torch.equal(weight, weight.to(torch.float16).float()), "masters, not rounded weights"
-    assert not any("master" in entry for entry in last(tmp_path / "a").optimizer["state"].values())
+    assert not any("master" in entry for entry in saved.optimizer["state"].values())
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_evaluation_in_a_run_is_that_of_its_checkpoint(dtype: str, tmp_path: Path) -> None:
-    _, events = watched(tmp_path / "a", precision__amp_dtype=dtype, run__global_batch_size=64)
-    inside = [event for event in events if isinstance(event, EvalEvent)][-1]
-    (file,) = (tmp_path / "a/checkpoints").glob(f"step-*{inside.step}.pt")
+def test_the_evaluation_of_a_run_is_that_of_its_checkpoint(
+    half_run: tuple[str, Path, EvalEvent],
+) -> None:
+    dtype, folder, inside = half_run
+    (file,) = (folder / "checkpoints").glob(f"step-*{inside.step}.pt")
     found, config, _ = evaluate_file(file, {}, 256)
     assert isinstance(found, EvalResult)
     assert config.precision.amp_dtype == dtype
@@ -94,13 +97,13 @@ def test_the_evaluation_in_a_run_is_that_of_its_checkpoint(dtype: str, tmp_path:
 @pytest.mark.parametrize(
     ("before", "after"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")]
 )
-def test_a_checkpoint_goes_on_in_another_format(before: str, after: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_in_another_format(before: str, after: str, tmp_path: Path) -> None:
     whole, _ = watched(tmp_path / "a", precision__amp_dtype=before, **EVERY_STEP)
     saved = tmp_path / "a/checkpoints/step-00000003.pt"
     rest, events = watched(
         tmp_path / "b", precision__amp_dtype=after, run__resume=str(saved), **EVERY_STEP
     )
-    # The copy that the new folder begins with is the checkpoint, masters and momenta exact.
+    # The first checkpoint of the new folder is a copy, masters and momenta exact.
     copied = state(Checkpoint.read(tmp_path / "b/checkpoints/step-00000003.pt"))
     original = state(Checkpoint.read(saved))
     assert {name for name in copied if copied[name] != original[name]} <= {"loss scale"}
@@ -113,20 +116,132 @@ def test_a_checkpoint_goes_on_in_another_format(before: str, after: str, tmp_pat
     torch.testing.assert_close(ours["fc.weight"], theirs["fc.weight"], rtol=0.05, atol=0.02)
 
 
-def test_the_schedule_goes_on_through_skipped_steps(tmp_path: Path) -> None:
+def test_the_schedule_continues_through_skipped_steps(tmp_path: Path) -> None:
     runs = {}
-    for name, values in {
-        "full": {"precision__amp_dtype": "fp32"},
-        "skipping": {"precision__amp_dtype": "fp16", "precision__loss_scale_init": 2.0**24},
-    }.items():
-        outcome, events = watched(tmp_path / name, **values)
-        runs[name] = [event for event in events if isinstance(event, StepEvent)]
-        assert outcome.summary["skipped_steps"] == sum(step.skipped for step in runs[name])
-    skipping = runs["skipping"]
+    for dtype in ("fp32", "fp16"):
+        values = {"precision__amp_dtype": dtype, "precision__loss_scale_init": 2.0**24}
+        outcome, events = watched(tmp_path / dtype, **values)
+        runs[dtype] = [event for event in events if isinstance(event, StepEvent)]
+        assert outcome.summary["skipped_steps"] == sum(step.skipped for step in runs[dtype])
+    skipping, scale = runs["fp16"], 2.0**24
     assert skipping[0].skipped
-    assert [step.lr for step in skipping] == [step.lr for step in runs["full"]]
+    assert [step.lr for step in skipping] == [step.lr for step in runs["fp32"]]
     assert [step.step for step in skipping] == list(range(1, 8))
-    scale = 2.0**24
     for step in skipping:
         assert step.loss_scale == scale
         scale = scale / 2 if step.skipped else scale
+
+
+# --- Muon --------------------------------------------------------------------------------------
+
+
+def made(micro: int = 12, dtype: str = "fp32", orthogonal: str = "filters") -> Made:
+    return Made(micro, dtype=dtype, optim=replace(MUON, orthogonal=orthogonal))
+
+
+class Mixed(nn.Module):
+    """Linear layers before convolutions: the optimizer's groups reverse the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(12, 12)
+        self.first = nn.Conv2d(1, 4, 3)
+        self.turn = nn.Linear(10, 10)
+        self.second = nn.Conv2d(4, 4, 3)
+        self.fc = nn.Linear(256, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        inner = self.turn(self.first(self.mix(images)).relu())
+        logits: Tensor = self.fc(self.second(inner).relu().flatten(1))
+        return logits
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_masters_are_those_of_their_own_weights(dtype: str) -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    drawn = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = make_step(alone(), model=model, made=made(dtype=dtype))
+    for name, master in master_weights(model, step.update.optimizer).items():
+        assert torch.equal(master, drawn[name]), name
+    assert not step.run(0, 0.1).skipped
+
+
+def _train_on_rank(rank: int, how: Made) -> tuple[Tensor, list[float]]:
+    with joined() as group:
+        return train(group, made=how)
+
+
+@pytest.mark.parametrize("orthogonal", ["filters", "all"])
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 6), (3, 2)])
+def test_muon_on_many_ranks_equals_one_process(ranks: int, micro: int, orthogonal: str) -> None:
+    whole, losses = train(alone(), made=made(orthogonal=orthogonal))
+    results = run_ranks(ranks, _train_on_rank, made(micro, orthogonal=orthogonal))
+    for trained, their_losses in results:
+        assert torch.equal(trained, results[0][0])
+        torch.testing.assert_close(trained, whole, rtol=1e-4, atol=1e-5)
+        assert their_losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_muon_with_accumulation_and_in_half_precision() -> None:
+    whole, losses = train(alone(), made=made())
+    for micro in (1, 3, 4):
+        torch.testing.assert_close(train(alone(), made=made(micro))[0], whole, rtol=1e-4, atol=1e-5)
+    for dtype in ("fp16", "bf16"):
+        half, half_losses = train(alone(), made=made(dtype=dtype))
+        assert half_losses == pytest.approx(losses, rel=0.02)
+        assert float((half - whole).norm() / whole.norm()) < 0.05
+
+
+def _poisoned(rank: int, dtype: str) -> tuple[list[bool], bool, Tensor]:
+    with joined() as group:
+        step = make_step(group, made=made(6, dtype), norm=True)
+        assert isinstance(step.model, Net)
+        skipped = [step.run(0, 0.1).skipped]
+        before = snapshot(step)
+        step.model.poison = float("inf") if rank == 1 else 0.0
+        skipped.append(step.run(1, 0.1).skipped)
+        kept = same(before, snapshot(step))
+        step.model.poison = 0.0
+        skipped.append(step.run(2, 0.1).skipped)
+        return skipped, kept, weights(step)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(dtype: str) -> None:
+    results = run_ranks(2, _poisoned, dtype)
+    for skipped, kept, trained in results:
+        assert skipped == [False, True, False]
+        assert kept
+        assert trained.isfinite().all()
+        assert torch.equal(trained, results[0][2])
+
+
+def test_a_run_with_muon_pins_what_is_orthogonal(tmp_path: Path) -> None:
+    done = run_small(tmp_path / "run", **RUN, optim__trust_log_interval=3)
+    assert done.summary["chosen"]["optimizer"] == "muon, foreach"
+    assert done.summary["skipped_steps"] == 0
+    assert '"event": "trust"' in (tmp_path / "run/metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=r"has optim\.orthogonal = 'filters'"):
+        run_small(tmp_path / "run", **RUN, run__resume="auto", optim__orthogonal="all")
+
+
+_COMPUTES = step_parts._computes
+
+
+def _on_other_devices(rank: int, output: str) -> str:
+    step_parts._computes = lambda device: f"GPU {rank}"
+    try:
+        with pytest.raises(PacelineError) as caught:
+            run_small(output, **RUN)
+    finally:
+        step_parts._computes = _COMPUTES
+    return str(caught.value)
+
+
+def test_muon_refuses_ranks_on_different_devices(tmp_path: Path) -> None:
+    """Their products of matrices would differ in the last bits."""
+    for line in run_ranks(2, _on_other_devices, str(tmp_path / "run")):
+        assert "'GPU 0' on rank 0, 'GPU 1' on rank 1" in line
+        assert "or use lars" in line
+    assert f"with {torch.get_num_threads()} threads" in _COMPUTES(torch.device("cpu"))

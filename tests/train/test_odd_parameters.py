@@ -1,4 +1,4 @@
-"""Parameters that a step must bear: frozen, zero, of one kind only, with sparse gradients."""
+"""Parameters that a step must handle: frozen, zero, of one kind only, shared, with sparse gradients."""
 
 from __future__ import annotations
 
@@ -9,106 +9,84 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
-from paceline.precision.settings import PrecisionSettings
+from paceline.precision import PrecisionSettings
+from paceline.train import TrainStep
 from paceline.train.weights import full_state, master_weights
 from ranks import run_ranks
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot
 
-DTYPES = ("fp32", "fp16", "bf16")
 LARS = replace(OPTIM, name="lars", weight_decay=1e-4, trust_coefficient=0.01)
+dtypes = pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 
 
-def made(dtype: str, **more: object) -> Made:
+def made(dtype: str, micro: int = 12) -> Made:
     scale = PrecisionSettings(loss_scale_init=1024.0)
-    return replace(Made(dtype=dtype, optim=LARS, precision=scale), **more)  # type: ignore[arg-type]
+    return Made(micro, dtype=dtype, optim=LARS, precision=scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_frozen_parameter_is_neither_sent_nor_changed(dtype: str) -> None:
+def step_of(model: nn.Module, dtype: str) -> TrainStep:
+    return make_step(alone(), model=model, made=made(dtype))
+
+
+@dtypes
+def test_a_frozen_parameter_is_neither_exchanged_nor_changed(dtype: str) -> None:
     model = Net()
     model.conv.weight.requires_grad_(False)
-    step = make_step(alone(), model=model, made=made(dtype))
+    step = step_of(model, dtype)
     frozen, trained = model.conv.weight.clone(), model.fc.weight.clone()
     for number in range(2):
         assert not step.run(number, 0.1).skipped
     assert torch.equal(model.conv.weight, frozen)
     assert not torch.equal(model.fc.weight, trained)
-    assert "conv.weight" not in step.exchange.names
-    assert "conv.weight" not in step.update.names
+    assert "conv.weight" not in (*step.exchange.names, *step.update.names)
     state = full_state(model, step.update.optimizer)
     assert torch.equal(state["conv.weight"], frozen.float())
     assert {value.dtype for value in state.values()} == {torch.float32}
-    assert (
-        master_weights(model, step.update.optimizer).keys() == dict(model.named_parameters()).keys()
-    )
+    masters = master_weights(model, step.update.optimizer)
+    assert masters.keys() == dict(model.named_parameters()).keys()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_parameter_of_zeros_is_trained_at_the_plain_rate(dtype: str) -> None:
-    """Its norm is 0, and so would be any rate that is proportional to it: it could never leave."""
+@dtypes
+def test_a_parameter_of_zeros_is_trained_at_the_global_rate(dtype: str) -> None:
+    """A rate proportional to its norm would be 0, so that it could never change."""
     model = Net()
     nn.init.zeros_(model.conv.weight)
-    nn.init.ones_(model.conv.bias)  # else the ReLU would let no gradient through
-    step = make_step(alone(), model=model, made=made(dtype))
+    nn.init.ones_(model.conv.bias)  # otherwise the ReLU would pass no gradient
+    step = step_of(model, dtype)
     assert not step.run(0, 0.1).skipped
     ratios = dict(zip(step.update.names, step.update.optimizer.trust_ratios(), strict=True))
-    assert ratios["conv.weight"] == 1.0
-    assert ratios["fc.weight"] != 1.0
+    assert ratios["conv.weight"] == 1.0 != ratios["fc.weight"]
     assert model.conv.weight.abs().sum() > 0
     assert model.conv.weight.isfinite().all()
 
 
-class Weights(nn.Module):
-    """No bias, no norm: the second group of parameters is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(144, 4, bias=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.fc(images.flatten(1))
-        return logits
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@dtypes
 def test_an_empty_group_is_left_out(dtype: str) -> None:
     torch.manual_seed(0)
-    step = make_step(alone(), model=Weights(), made=made(dtype))
+    step = step_of(nn.Sequential(nn.Flatten(), nn.Linear(144, 4, bias=False)), dtype)
     assert len(step.update.optimizer.param_groups) == 1
     losses = [step.run(number, 0.05).loss for number in range(2)]
     assert losses[1] < losses[0]
 
 
-class Shared(nn.Module):
-    """One weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(144, 144), nn.Linear(144, 144)
-        self.second.weight = self.first.weight
-        self.fc = nn.Linear(144, 4)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.fc(self.second(self.first(images.flatten(1)).relu()))
-        return logits
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@dtypes
 def test_a_shared_parameter_has_one_gradient_and_one_master(dtype: str) -> None:
     torch.manual_seed(0)
-    model = Shared()
-    step = make_step(alone(), model=model, made=made(dtype))
-    before = model.first.weight.clone()
+    first, second = nn.Linear(144, 144), nn.Linear(144, 144)
+    second.weight = first.weight
+    model = nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.Linear(144, 4))
+    step = step_of(model, dtype)
+    before = first.weight.clone()
     assert not step.run(0, 0.1).skipped
-    assert model.first.weight is model.second.weight
-    assert not torch.equal(model.first.weight, before)
+    assert first.weight is second.weight
+    assert not torch.equal(first.weight, before)
     assert len(step.update.optimizer.masters()) == len(list(model.parameters()))
     state = full_state(model, step.update.optimizer)
-    assert torch.equal(state["first.weight"], state["second.weight"])
+    assert torch.equal(state["1.weight"], state["3.weight"])
 
 
 class Sparse(nn.Module):
-    """Its table has gradients for the rows that were looked up, and no others."""
+    """Its table has gradients only for rows that were looked up."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -122,7 +100,7 @@ class Sparse(nn.Module):
 
 def _sparse(rank: int, everywhere: bool) -> tuple[str, bool]:
     with joined() as group:
-        step = make_step(group, model=Sparse(everywhere or rank == 1), made=made("fp16", micro=6))
+        step = make_step(group, model=Sparse(everywhere or rank == 1), made=made("fp16", 6))
         before = snapshot(step)
         with pytest.raises(PacelineError) as caught:
             step.run(0, 0.1)
@@ -133,8 +111,6 @@ def _sparse(rank: int, everywhere: bool) -> tuple[str, bool]:
 def test_a_sparse_gradient_is_refused_by_name_on_all_ranks(everywhere: bool) -> None:
     (line, kept), (other, kept_there) = run_ranks(2, _sparse, everywhere)
     assert line == other
-    assert line.endswith(
-        "the gradient of table.weight is sparse; make it dense, as with nn.Embedding(sparse=False)"
-    )
+    assert "table.weight is sparse" in line
     assert kept
     assert kept_there

@@ -1,29 +1,46 @@
-"""Whole small runs: numeric contract 3, and the files that a run leaves."""
+"""Whole small runs: numeric contract 3, files, notes, the best checkpoint, divergence, trust ratios."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import faults
 from data_sets import write_folders
-from paceline.core.errors import PacelineError
-from paceline.core.events import read_events
-from paceline.train.checkpoint import Checkpoint
-from paceline.train.weights import checkpoint_weights
+from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.events import EvalEvent, NoteEvent, StepEvent, TrustEvent, read_events
+from paceline.core.host_load import LoadReading
+from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.models import SmallResNet
+from paceline.precision import PrecisionSettings, choose_policy
+from paceline.report.expectation import bound_by
+from paceline.report.run_files import RunFiles
+from paceline.train import Checkpoint, TrainStep, checkpoint_weights, loop, run_training
+from paceline.train.divergence import find_bad_layer
+from paceline.train.run_lock import NAME as LOCK
+from paceline.train.step import StepOutcome
+from paceline.train.tracing import TensorBoardWriter
 from ranks import run_ranks
-from small_runs import run_small
+from small_runs import Silent, run_small, small_config
+from train.runs import EVERY_STEP, watched
 
 
-def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    return run_small(output, **values).summary
+def notes_of(folder: Path) -> list[str]:
+    events = read_events(folder / "metrics.jsonl")
+    return [event["text"] for event in events if event["event"] == "note"]
 
 
-def test_a_run_leaves_everything_that_was_promised(tmp_path: Path) -> None:
+def test_the_files_of_a_run(tmp_path: Path) -> None:
     outcome = run_small(tmp_path / "run", run__tensorboard=True)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     promised = {
@@ -32,114 +49,323 @@ def test_a_run_leaves_everything_that_was_promised(tmp_path: Path) -> None:
     }  # fmt: skip
     assert promised <= set(summary)
     assert summary["steps"] == 7  # 2 · 56 samples in batches of 16
-    assert summary["epochs"] == 2
-    assert summary["images"] == 112
+    assert (summary["epochs"], summary["images"]) == (2, 112)
     assert summary["stopped_by"] == "finished"
     assert outcome.report == tmp_path / "run/report.html"
     assert "<svg" in outcome.report.read_text()
     events = list(read_events(tmp_path / "run/metrics.jsonl"))
-    steps = [event["step"] for event in events if event["event"] == "step"]
-    assert steps == list(range(1, 8))
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 8))
     # Batches of 16 cross the end of epoch 1 (56 samples) in step 4.
     assert [event["step"] for event in events if event["event"] == "eval"] == [4, 7]
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["best.pt", "step-00000004.pt", "step-00000007.pt"]
     assert any((tmp_path / "run/tensorboard").iterdir())
-
-
-def test_the_exported_weights_are_those_of_the_last_checkpoint(tmp_path: Path) -> None:
-    run_small(tmp_path / "run")
+    assert not (tmp_path / "run" / LOCK).exists()
     exported = load_file(tmp_path / "run/weights.safetensors")
-    saved = checkpoint_weights(Checkpoint.read(tmp_path / "run/checkpoints/step-00000007.pt"))
-    assert exported.keys() == saved.keys()
-    for name, value in exported.items():
-        assert torch.equal(value, saved[name]), name
+    weights = checkpoint_weights(Checkpoint.read(tmp_path / "run/checkpoints/step-00000007.pt"))
+    assert exported.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(exported[name], value), name
 
 
-def test_same_seed_same_weights_and_another_seed_others(tmp_path: Path) -> None:
-    first = run_small(tmp_path / "a").summary
+def test_the_same_seed_gives_the_same_weights(finished: Path, tmp_path: Path) -> None:
+    first = json.loads((finished / "summary.json").read_text())
     again = run_small(tmp_path / "b", data__workers=0).summary
     other = run_small(tmp_path / "c", run__seed=1).summary
-    assert first["weights_sha256"] == again["weights_sha256"]
-    assert first["top1"] == again["top1"]
+    for name in ("weights_sha256", "top1"):
+        assert first[name] == again[name]
     assert first["weights_sha256"] != other["weights_sha256"]
 
 
-def test_two_ranks_end_bit_identical_and_repeat_themselves(tmp_path: Path) -> None:
-    runs = [run_ranks(2, _run, str(tmp_path / name), {}) for name in ("a", "b")]
-    hashes = {summary["weights_sha256"] for run in runs for summary in run}
-    assert len(hashes) == 1
+def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    return run_small(output, **values).summary
+
+
+def test_two_ranks_are_bit_identical_and_agree_with_one_within_rounding(tmp_path: Path) -> None:
+    values = {"run__batch_size": 8}
+    runs = [run_ranks(2, _run, str(tmp_path / name), values) for name in ("a", "b")]
+    assert len({summary["weights_sha256"] for run in runs for summary in run}) == 1
     assert runs[0][0]["world_size"] == 2
     assert (tmp_path / "a/metrics.rank1.jsonl").exists()
-
-
-def test_the_same_micro_batches_on_one_rank_and_two_agree_within_rounding(tmp_path: Path) -> None:
-    values = {"run__batch_size": 8}
     run_small(tmp_path / "one", **values)
-    run_ranks(2, _run, str(tmp_path / "two"), values)
-    one = load_file(tmp_path / "one/weights.safetensors")
-    two = load_file(tmp_path / "two/weights.safetensors")
+    one, two = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "a"))
     for name, value in one.items():
         # Running statistics are averaged over ranks, so only the weights must agree.
         if "running" not in name and "tracked" not in name:
             torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("stop", [3, 4, 6])
-def test_stopping_at_any_step_and_resuming_is_bit_identical(tmp_path: Path, stop: int) -> None:
-    whole = run_small(tmp_path / "whole", checkpoint__interval_steps=1, checkpoint__keep=9)
-    saved = tmp_path / f"whole/checkpoints/step-{stop:08d}.pt"
-    resumed = run_small(tmp_path / "rest", run__resume=str(saved))
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert resumed.summary["top1"] == whole.summary["top1"]
-    assert resumed.summary["images"] == whole.summary["images"]
-    assert resumed.summary["resumed_at_steps"] == [stop]
-
-
 def test_a_batch_larger_than_the_data_set_spans_epochs(tmp_path: Path) -> None:
-    summary = run_small(
-        tmp_path / "run", run__global_batch_size=100, run__batch_size=10, run__epochs=4
-    ).summary
+    values = {"run__global_batch_size": 100, "run__batch_size": 10, "run__epochs": 4}
+    summary = run_small(tmp_path / "run", **values).summary
     assert summary["steps"] == 3  # 224 samples: 100, 100, 24
-    assert summary["images"] == 224
-    assert summary["accumulation"] == 10
+    assert (summary["images"], summary["accumulation"]) == (224, 10)
 
 
 def test_the_target_stops_the_run_and_its_time_is_kept(tmp_path: Path) -> None:
     summary = run_small(tmp_path / "run", run__target_top1=1.0, run__epochs=50).summary
-    assert summary["stopped_by"] == "target"
-    assert summary["steps"] == 4
+    assert (summary["stopped_by"], summary["steps"]) == ("target", 4)
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]
 
 
-def test_a_diverged_run_stops_with_a_line(tmp_path: Path) -> None:
-    words = "diverged at step 2: the loss was not finite in 2 steps .* the output of layer1.0.conv1"
-    with pytest.raises(PacelineError, match=words):
-        run_small(
-            tmp_path / "run", optim__lr=1e30, optim__warmup_epochs=0.0, run__max_skipped_steps=2
-        )
-
-
-def test_pretrained_weights_are_where_the_run_starts(tmp_path: Path) -> None:
-    run_small(tmp_path / "first")
-    file = tmp_path / "first/weights.safetensors"
-    outcome = run_small(tmp_path / "second", run__pretrained=str(file), optim__lr=1e-12)
-    assert outcome.summary["weights_sha256"] is not None
-    start, end = load_file(file), load_file(tmp_path / "second/weights.safetensors")
+def test_a_run_starts_from_pretrained_weights(finished: Path, tmp_path: Path) -> None:
+    file = finished / "weights.safetensors"
+    run_small(tmp_path / "run", run__pretrained=str(file), optim__lr=1e-12)
+    start, end = load_file(file), load_file(tmp_path / "run/weights.safetensors")
     torch.testing.assert_close(start["fc.weight"], end["fc.weight"], rtol=1e-6, atol=1e-8)
 
 
 def test_evaluations_follow_their_interval(tmp_path: Path) -> None:
     run_small(tmp_path / "run", run__epochs=5, run__eval_interval_epochs=2)
     events = read_events(tmp_path / "run/metrics.jsonl")
-    epochs = [int(event["epoch"]) for event in events if event["event"] == "eval"]
-    assert epochs == [2, 4, 5]
+    assert [int(e["epoch"]) for e in events if e["event"] == "eval"] == [2, 4, 5]
 
 
-def test_what_the_input_counted_is_that_of_all_ranks_and_splits(tmp_path: Path) -> None:
+def test_input_counters_are_those_of_all_ranks_and_splits(tmp_path: Path) -> None:
     values = {"data__source": "auto", "data__dir": str(write_folders(tmp_path / "data")),
               "data__cache": "memory"}  # fmt: skip
     counters = run_ranks(2, _run, str(tmp_path / "run"), values)[0]["input_counters"]
     # Two epochs of 40 training images, and two evaluations of 8.
     assert counters["cache_hits"] + counters["cache_misses"] == 2 * 40 + 2 * 8
     assert counters["read_retries"] == 0
+
+
+# --- notes and observers -----------------------------------------------------------------------
+
+
+class FixedLoad:
+    """Replaces the host's own load readings."""
+
+    latest: LoadReading | None = None
+
+    def read(self) -> LoadReading | None:
+        return self.latest
+
+
+class BusyLoad(FixedLoad):
+    latest = LoadReading(waited=0.7, others=0.8, throttled=0.0, cores=2)
+
+
+def test_an_overloaded_host_is_noted_once_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "HostLoad", BusyLoad)
+    run_small(tmp_path / "run", data__synthetic_samples=16)
+    assert len([text for text in notes_of(tmp_path / "run") if "overloaded" in text]) == 1
+    steps = [e for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
+    assert {step["core_wait_share"] for step in steps} == {0.7}
+    assert "overloaded host" in str(bound_by(RunFiles.read(tmp_path / "run")))
+
+
+def test_notes_of_both_loaders_are_emitted_once_also_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "HostLoad", FixedLoad)
+    monkeypatch.setattr(TrainLoader, "remark", lambda self: "3 on the host")
+    monkeypatch.setattr(EvalLoader, "remark", lambda self: "2 on the host")
+    evaluate, calls = loop.evaluate, []
+
+    def twice(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 2:
+            raise PacelineError("the disk is gone")
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(loop, "evaluate", twice)
+    with pytest.raises(PacelineError, match="the disk is gone"):
+        run_small(tmp_path / "run", run__epochs=3, data__synthetic_samples=16)
+    assert notes_of(tmp_path / "run") == ["evaluation: 2 on the host", "3 on the host"]
+
+
+def test_tensorboard_scalars_can_be_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = TensorBoardWriter(tmp_path, 0)
+    writer.on_event(StepEvent(3, 0.5, 1.25, 0.1, 900.0, 0.1, 0.0))
+    writer.on_event(EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7))
+    writer.on_event(NoteEvent("not a number"))
+    writer.close()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    expected = {"train/loss": 1.25, "train/images_per_s": 900.0, "val/top1": 87.5, "val/loss": 0.5}
+    for tag, value in expected.items():
+        assert [(e.step, e.value) for e in read.Scalars(tag)] == [(3, value)]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
+        TensorBoardWriter(tmp_path, 0)
+
+
+LARS: dict[str, Any] = {"optim__name": "lars", "optim__trust_coefficient": 0.02}
+
+
+def test_no_trust_ratio_is_read_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "TrustEvent", None)  # reading them would synchronize
+    run_small(tmp_path / "a", **LARS)
+    assert '"event": "trust"' not in (tmp_path / "a/metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("dtype", "lag"), [("fp32", 0), ("bf16", 1)])
+def test_trust_ratios_are_logged_at_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, lag: int
+) -> None:
+    monkeypatch.setattr(TrainStep, "lag", lag)
+    values = {**LARS, "optim__trust_log_interval": 3, "precision__amp_dtype": dtype}
+    _, seen = watched(tmp_path / "a", **values)
+    events = [event for event in seen if isinstance(event, TrustEvent)]
+    assert [event.step for event in events] == [3, 6]
+    records = [e for e in read_events(tmp_path / "a/metrics.jsonl") if e["event"] == "trust"]
+    for event, record in zip(events, records, strict=True):
+        assert record["ratios"] == event.ratios
+        assert len(event.ratios) == 38
+        assert 0 < event.ratios["conv1.weight"] != 1.0
+        assert event.ratios["bn1.weight"] == event.ratios["fc.bias"] == 1.0
+    assert events[0].ratios["conv1.weight"] != events[1].ratios["conv1.weight"]
+
+
+# --- the best checkpoint, and divergence -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("skipped", "train_loss", "val_loss", "best_step"),
+    [
+        ({7}, 1.0, 1.0, 7),  # a single overflow leaves good weights
+        ({5, 7}, 1.0, 1.0, 7),
+        ({6, 7}, 1.0, 1.0, 4),
+        ({7}, float("inf"), 1.0, 4),
+        ({7}, 1.0, float("nan"), 4),
+    ],
+)
+def test_skips_in_a_row_and_a_non_finite_loss_disqualify_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    skipped: set[int], train_loss: float, val_loss: float, best_step: int,
+) -> None:  # fmt: skip
+    """Evaluations after steps 4 and 7; the second scores higher."""
+    evaluate, collect, scores = loop.evaluate, TrainStep.collect, [(10.0, 1.0), (90.0, val_loss)]
+
+    def scored(*arguments: Any) -> Any:
+        top1, loss = scores.pop(0)
+        return replace(evaluate(*arguments), top1=top1, loss=loss)  # type: ignore[type-var]
+
+    def collected(step: TrainStep) -> StepOutcome:
+        outcome = collect(step)
+        if outcome.number + 1 not in skipped:
+            return outcome
+        return replace(outcome, skipped=True, loss=train_loss)
+
+    monkeypatch.setattr(loop, "evaluate", scored)
+    monkeypatch.setattr(TrainStep, "collect", collected)
+    summary = run_small(tmp_path / "run").summary
+    assert summary["steps"] == 7
+    assert (summary["best_step"], summary["skipped_steps"]) == (best_step, len(skipped))
+    assert Checkpoint.read(tmp_path / "run/checkpoints/best.pt").step == best_step
+
+
+FP16: dict[str, Any] = {"precision__amp_dtype": "fp16"}
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`poison(n)`: the forward pass gives NaN from step n on, until the test ends."""
+    monkeypatch.setattr(SmallResNet, "forward", SmallResNet.forward)
+    return faults.poison
+
+
+def diverge(output: Path, **values: Any) -> tuple[str, list[StepEvent]]:
+    """The error of a run that must end, and its steps."""
+    display = Silent()
+    with pytest.raises(RunError) as caught:
+        run_training(small_config(output, **values), lambda: display)
+    assert caught.value.exit_code == 1
+    assert "\n" not in str(caught.value)
+    return str(caught.value), [e for e in display.events if isinstance(e, StepEvent)]
+
+
+@pytest.mark.parametrize(
+    ("first", "limit", "began", "skipped"),
+    [(1, 100, 1, [True] * 10), (3, 2, 3, [False, False, True, True])],
+)
+def test_a_loss_that_stays_non_finite_ends_the_run(
+    tmp_path: Path, poison: Callable[[int], None],
+    first: int, limit: int, began: int, skipped: list[bool],
+) -> None:  # fmt: skip
+    poison(first)
+    line, steps = diverge(tmp_path / "a", run__epochs=4, run__max_skipped_steps=limit)
+    assert re.match(rf"diverged at step {began}: the loss was not finite in \d+ steps", line)
+    assert "fc.bias (38 of 38 tensors)" in line
+    assert "lower --lr (now 0.05 at its peak)" in line
+    assert [step.skipped for step in steps] == skipped
+    assert ("last good checkpoint" in line) == (tmp_path / "a/checkpoints").exists()
+
+
+def test_exploding_weights_are_named(tmp_path: Path) -> None:
+    values = {"optim__lr": 1e30, "optim__warmup_epochs": 0.0, "run__max_skipped_steps": 2}
+    line, _ = diverge(tmp_path / "run", **values)
+    assert "diverged at step 2" in line
+    assert "layer1.0.conv1" in line
+
+
+def test_an_overflow_at_the_lowest_loss_scale(tmp_path: Path) -> None:
+    scale = {"precision__loss_scale_max": 2.0**28, "precision__loss_scale_init": 2.0**28}
+    line, steps = diverge(tmp_path / "a", **FP16, **scale, precision__loss_scale_min=2.0**26)
+    assert line.startswith("diverged at step 1: gradients overflow even at the lowest loss scale")
+    assert [step.loss_scale for step in steps] == [2.0**28, 2.0**27, 2.0**26]
+
+
+def test_gradients_that_stay_non_finite_under_a_constant_scale(tmp_path: Path) -> None:
+    values = {**FP16, "precision__loss_scale": 2.0**40, "run__max_skipped_steps": 3}
+    line, steps = diverge(tmp_path / "a", **values)
+    assert line.startswith("diverged at step 1: gradients were not finite in 3 steps in a row")
+    assert re.search(r"fc\.bias \(\d+ of 38 tensors\)", line)
+    assert [step.skipped for step in steps] == [True] * 3
+
+
+def test_skipped_steps_count_only_in_a_row(tmp_path: Path) -> None:
+    """A scale that grows every step overflows now and then; training continues."""
+    outcome = run_small(
+        tmp_path / "a", **FP16, run__max_skipped_steps=2, precision__loss_scale_interval=1,
+        precision__loss_scale_init=2.0**20, precision__loss_scale_max=2.0**40, run__epochs=3,
+    )  # fmt: skip
+    assert outcome.summary["skipped_steps"] >= 3
+    assert outcome.result.stopped_by == "finished"
+
+
+def test_the_last_good_checkpoint_is_kept_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_small(tmp_path / "whole", run__epochs=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(SmallResNet, "forward", SmallResNet.forward)
+        faults.poison(4)
+        # Every step saves and one is kept: saves of skipped steps must not replace it.
+        keep = EVERY_STEP | {"checkpoint__keep": 1}
+        diverge(tmp_path / "a", run__max_skipped_steps=4, run__epochs=4, **keep)
+    saved = sorted((tmp_path / "a/checkpoints").glob("step-*.pt"))
+    assert [path.stem for path in saved] == ["step-00000003"]
+    assert Checkpoint.read(saved[0]).progress["skipped_in_a_row"] == 0
+    assert not (tmp_path / "a/summary.json").exists()
+    resumed = run_small(tmp_path / "a", run__resume=str(saved[0]), run__epochs=4)
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_a_postponed_save_comes_with_the_next_good_step(tmp_path: Path) -> None:
+    """The loss scale overflows at first, so the saves of the first steps wait."""
+    scale = {"precision__loss_scale_max": 2.0**40, "precision__loss_scale_init": 2.0**22}
+    _, events = watched(tmp_path / "a", **FP16, **scale, **EVERY_STEP)
+    skipped = [e.step for e in events if isinstance(e, StepEvent) and e.skipped]
+    first_good = next(step for step in range(1, 8) if step not in skipped)
+    assert first_good > 1
+    assert min((tmp_path / "a/checkpoints").glob("step-*")).stem == f"step-{first_good:08d}"
+
+
+def test_the_bad_layer_is_named() -> None:
+    model = SmallResNet()
+    policy = choose_policy(PrecisionSettings(amp_dtype="fp32"), torch.device("cpu"))
+    shape = (4, 1, 28, 28)
+    assert find_bad_layer(model, policy, shape) == ""
+    with torch.no_grad():
+        model.layer2[0].conv2.weight.fill_(1e38)
+        assert "output of layer2.0.conv2" in find_bad_layer(model, policy, shape)
+        model.layer3[1].bn1.weight[3] = float("inf")
+    assert "weight layer3.1.bn1.weight" in find_bad_layer(model, policy, shape)

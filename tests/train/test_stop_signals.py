@@ -8,27 +8,29 @@ import pytest
 from paceline.comm.gradient_exchange import SIGNALS
 from paceline.config import CheckpointSettings
 from paceline.core.errors import ConfigError
+from paceline.train import StopSignals
 from paceline.train.stop_signals import (
     STOP_FIELDS,
-    StopSignals,
     agreed_stop,
     interrupted_at_once,
     without_save_requests,
 )
 
 
-def test_the_first_signal_is_noted_and_later_ones_break_nothing() -> None:
+def test_the_first_signal_counts_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as stop:
         assert stop.received is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
         assert stop.received is signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(KeyError), StopSignals():
+        raise KeyError
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_settings_say_what_the_user_signals_mean() -> None:
+def test_settings_determine_the_meaning_of_user_signals() -> None:
     with StopSignals.of(CheckpointSettings()) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert (stop.received, stop.take_save_request()) == (None, True)
@@ -36,21 +38,20 @@ def test_the_settings_say_what_the_user_signals_mean() -> None:
         os.kill(os.getpid(), signal.SIGUSR2)
         assert stop.received is signal.SIGUSR2
     for name in ("on_sigusr1", "on_sigusr2"):
-        with pytest.raises(ConfigError, match=f"checkpoint.{name}"):
+        with pytest.raises(ConfigError) as caught:
             CheckpointSettings(**{name: "leave"})
+        assert caught.value.field == f"checkpoint.{name}"
 
 
 def test_all_ranks_obey_the_same_signal() -> None:
-    fields = list(STOP_FIELDS)
     for name, number in STOP_FIELDS.items():
-        sums = [float(field == name) for field in fields]
-        assert agreed_stop(sums) is number
-    assert agreed_stop([0.0] * len(fields)) is None
+        assert agreed_stop([float(field == name) for field in STOP_FIELDS]) is number
+    assert agreed_stop([0.0] * len(STOP_FIELDS)) is None
     assert agreed_stop([2.0, 0.0, 0.0, 0.0, 1.0]) is signal.SIGTERM
     assert set(STOP_FIELDS) <= set(SIGNALS)
 
 
-def test_a_hang_up_that_is_ignored_stays_so() -> None:
+def test_an_ignored_hang_up_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals():
@@ -59,26 +60,15 @@ def test_a_hang_up_that_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_request_to_save_does_not_end_a_process_that_is_starting() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with without_save_requests(CheckpointSettings()):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
-def test_handlers_come_back_after_an_error() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyError), StopSignals():
-        raise KeyError
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_before_there_is_anything_to_save_an_interrupt_ends_at_once() -> None:
-    before = signal.getsignal(signal.SIGINT)
+def test_without_anything_to_save_interrupts_end_and_save_requests_are_ignored() -> None:
+    interrupt, user = (signal.getsignal(n) for n in (signal.SIGINT, signal.SIGUSR1))
     with interrupted_at_once():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         with StopSignals():
             assert signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is before
+    with without_save_requests(CheckpointSettings()):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is interrupt
+    assert signal.getsignal(signal.SIGUSR1) is user

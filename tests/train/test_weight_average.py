@@ -1,4 +1,5 @@
-"""The average of the last steps' weights: what is in it, who sees it, and that it comes back."""
+"""The average of the last steps' weights: what it contains, where it is used, and how it is
+restored."""
 
 from __future__ import annotations
 
@@ -19,24 +20,17 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import EvalEvent
-from paceline.precision.settings import PrecisionSettings
+from paceline.precision import PrecisionSettings
+from paceline.train import Checkpoint, TrainStep, checkpoint_weights, fingerprint
 from paceline.train.batch_norm import pool
-from paceline.train.checkpoint import Checkpoint, content_hash
-from paceline.train.run import run_training
-from paceline.train.step import TrainStep
-from paceline.train.weights import (
-    WeightAverage,
-    applied,
-    checkpoint_weights,
-    create_average,
-    fingerprint,
-)
+from paceline.train.checkpoint import content_hash
+from paceline.train.weights import WeightAverage, applied, create_average
 from ranks import run_ranks
-from small_runs import Silent, run_small, small_config
+from small_runs import run_small
+from train.runs import EVERY_STEP, last, newest, stop_after, watched
 from train.steps import OPTIM, Made, Net, alone, make_step, same, snapshot
-from train.test_resume import stop_after
 
-DTYPES = ("fp32", "fp16", "bf16")
+dtypes = pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 AVERAGED: dict[str, Any] = {"run__average_epochs": 1.0, "run__epochs": 3, "optim__lr": 0.2}
 
 
@@ -61,8 +55,8 @@ def averaged(step: TrainStep) -> Tensor:
     return torch.cat([v.flatten() for v in (*average.weights, average.statistics)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_mean_at_first_and_then_forgets_exponentially(dtype: str) -> None:
+@dtypes
+def test_it_is_the_mean_at_first_and_then_decays_exponentially(dtype: str) -> None:
     step, seen = made_step(dtype, steps=3.0), []
     expected: Tensor | None = None
     for number in range(8):
@@ -73,24 +67,18 @@ def test_it_is_the_mean_at_first_and_then_forgets_exponentially(dtype: str) -> N
         else:
             expected = expected + (seen[-1] - expected) / 3
         torch.testing.assert_close(averaged(step).double(), expected, rtol=1e-5, atol=1e-6)
-    assert float((seen[-1] - expected).abs().max()) > 1e-3, "they must differ to be told apart"
+    assert float((seen[-1] - expected).abs().max()) > 1e-3, (
+        "the average must differ from the last step"
+    )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_training_does_not_see_it(dtype: str) -> None:
-    plain, with_average = made_step(dtype, steps=0.0), made_step(dtype)
+@dtypes
+def test_training_never_uses_it_and_a_model_holds_it_only_inside_the_context(dtype: str) -> None:
+    plain, step = made_step(dtype, steps=0.0), made_step(dtype)
     for number in range(4):
-        first, second = plain.run(number, 0.1), with_average.run(number, 0.1)
-        assert first.loss == second.loss
-    assert same(snapshot(plain), snapshot(with_average))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_holds_it_only_within_the_context(dtype: str) -> None:
-    step = made_step(dtype)
-    for number in range(4):
-        step.run(number, 0.1)
+        assert plain.run(number, 0.1).loss == step.run(number, 0.1).loss
     before = snapshot(step)
+    assert same(snapshot(plain), before)
     average = average_of(step)
     with average.applied():
         parameters = [p for g in step.update.optimizer.param_groups for p in g["params"]]
@@ -101,12 +89,11 @@ def test_a_model_holds_it_only_within_the_context(dtype: str) -> None:
     assert same(before, snapshot(step))
     with pytest.raises(RuntimeError, match="in the middle"), average.applied():
         raise RuntimeError("in the middle")
-    assert same(before, snapshot(step))
     with applied(None):
         assert same(before, snapshot(step))
 
 
-def test_a_step_of_which_nothing_remains_is_not_in_it() -> None:
+def test_a_stopped_step_is_not_in_it() -> None:
     step = made_step()
     for number in range(2):
         step.run(number, 0.1)
@@ -118,7 +105,7 @@ def test_a_step_of_which_nothing_remains_is_not_in_it() -> None:
 
 
 def test_a_skipped_step_is_not_in_it() -> None:
-    """Nor are the initial weights, where the first steps are skipped for a loss scale too high."""
+    """Nor are the initial weights, where the first steps are skipped because of a high loss scale."""
     model = Net(norm=True)
     step = made_step(steps=3.0, model=model)
     model.poison = float("inf")
@@ -146,24 +133,19 @@ def test_it_is_in_full_precision_where_the_weights_are_not() -> None:
     torch.testing.assert_close(averaged(step).double(), mean, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("where", ["clone", "_foreach_sub"])
-def test_without_memory_for_it_one_line_says_how_to_do_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_running_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     step = made_step()
-    if where == "clone":
-        monkeypatch.setattr(Tensor, "clone", none)
-        with pytest.raises(RunError, match=r"averaged weights in place; use run\.average_epochs=0"):
-            average_of(step).applied().__enter__()
-        with pytest.raises(RunError, match=r"for their average; use run\.average_epochs=0"):
-            create_average(1.0, 4, step.model, step.update.optimizer, step.batch_norm)
-    else:
-        monkeypatch.setattr(torch, "_foreach_sub", none)
-        with pytest.raises(RunError, match=r"in the update; use .* run\.average_epochs=0"):
-            step.run(0, 0.1)
+    monkeypatch.setattr(torch, "_foreach_sub", none)
+    with pytest.raises(RunError, match=r"in the update; use .* run\.average_epochs=0"):
+        step.run(0, 0.1)
+    monkeypatch.setattr(Tensor, "clone", none)
+    with pytest.raises(RunError, match=r"run\.average_epochs=0"):
+        average_of(step).applied().__enter__()
+    with pytest.raises(RunError, match=r"run\.average_epochs=0"):
+        create_average(1.0, 4, step.model, step.update.optimizer, step.batch_norm)
 
 
 def test_frozen_and_shared_parameters_are_in_the_state_as_they_are() -> None:
@@ -188,54 +170,47 @@ def test_frozen_and_shared_parameters_are_in_the_state_as_they_are() -> None:
     assert torch.equal(averaged(fresh), averaged(step))
 
 
-# --- whole runs --------------------------------------------------------------------------------------
+# --- whole runs --------------------------------------------------------------------------------
 
 
 def state_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "weights.safetensors")
 
 
-def newest(folder: Path) -> Path:
-    return max((folder / "checkpoints").glob("step-*.pt"))
+def cli_eval(checkpoint: Path) -> dict[str, Any]:
+    arguments = ["eval", str(checkpoint), "--device", "cpu", "--json"]
+    found: dict[str, Any] = json.loads(CliRunner().invoke(app, arguments).stdout)
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_evaluated_exported_and_saved_is_the_average(tmp_path: Path, dtype: str) -> None:
-    display = Silent()
     settings = AVERAGED | {"precision__amp_dtype": dtype}
-    outcome = run_training(small_config(tmp_path / "a", **settings), lambda: display)
+    outcome, events = watched(tmp_path / "a", **settings)
     plain = run_small(tmp_path / "b", **settings | {"run__average_epochs": 0.0})
     assert outcome.summary["weights_sha256"] == plain.summary["weights_sha256"]
     assert outcome.summary["val_loss"] != plain.summary["val_loss"]
-    assert outcome.summary["chosen"]["average"] == (
-        "over about 4 steps (1 epochs), for evaluation and export"
-    )
+    assert "about 4 steps (1 epochs)" in outcome.summary["chosen"]["average"]
     assert "average" not in plain.summary["chosen"]
     assert "average_sha256" not in plain.summary
-    weights, checkpoint = state_of(tmp_path / "a"), Checkpoint.read(newest(tmp_path / "a"))
+    weights, checkpoint = state_of(tmp_path / "a"), last(tmp_path / "a")
     assert weights.keys() == state_of(tmp_path / "b").keys()
     for name, value in checkpoint_weights(checkpoint).items():
         assert torch.equal(value, weights[name]), name
     assert not torch.equal(checkpoint.model["fc.weight"], weights["fc.weight"])
     assert torch.equal(checkpoint.model["fc.weight"], state_of(tmp_path / "b")["fc.weight"])
-    arguments = ["eval", str(newest(tmp_path / "a")), "--device", "cpu", "--json"]
-    found = json.loads(CliRunner().invoke(app, arguments).stdout)
-    last = [event for event in display.events if isinstance(event, EvalEvent)][-1]
-    assert found["loss"] == pytest.approx(last.loss, rel=1e-6)
-    assert found["top1"] == last.top1
-    assert found["average_epochs"] == 1.0
-    told = CliRunner().invoke(app, arguments[:-1]).stdout
-    assert "(weights averaged over 1 epochs): top-1" in told
+    found = cli_eval(newest(tmp_path / "a"))
+    inside = [event for event in events if isinstance(event, EvalEvent)][-1]
+    assert found["loss"] == pytest.approx(inside.loss, rel=1e-6)
+    assert (found["top1"], found["average_epochs"]) == (inside.top1, 1.0)
     out = tmp_path / "out.safetensors"
-    told = CliRunner().invoke(app, ["export", str(newest(tmp_path / "a")), str(out)]).stdout
-    assert "weights averaged over 1 epochs, batch norm averaged" in told
+    assert CliRunner().invoke(app, ["export", str(newest(tmp_path / "a")), str(out)]).exit_code == 0
     for name, value in load_file(out).items():
         assert torch.equal(value, weights[name]), name
-    names = {name for name in weights if "running" not in name and "tracked" not in name}
-    in_order = [name for name in checkpoint.average["weights"] if name in names]
-    exported = fingerprint({name: weights[name] for name in in_order})
+    names = [name for name in checkpoint.average["weights"] if name in weights]
+    exported = fingerprint({name: weights[name] for name in names})
     assert outcome.summary["average_sha256"] == exported != outcome.summary["weights_sha256"]
-    assert f"their average {exported}" in (tmp_path / "a/report.html").read_text()
+    assert exported in (tmp_path / "a/report.html").read_text()
     for path in (out, tmp_path / "a/weights.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata()["average_epochs"] == "1"
@@ -253,36 +228,34 @@ def test_a_resumed_run_ends_with_the_same_average(tmp_path: Path) -> None:
 
 def test_it_begins_with_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path) -> None:
     off = AVERAGED | {"run__average_epochs": 0.0}
-    every = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
-    run_small(tmp_path / "off", **off, **every)
+    run_small(tmp_path / "off", **off, **EVERY_STEP)
     folder = tmp_path / "off/checkpoints"
-    second_last, last = (folder / f"step-000000{number}.pt" for number in ("10", "11"))
+    second_last, final = (folder / f"step-000000{number}.pt" for number in ("10", "11"))
     run_small(tmp_path / "on", run__resume=str(second_last), **AVERAGED)
-    found = Checkpoint.read(newest(tmp_path / "on")).average
+    found = last(tmp_path / "on").average
     assert found["count"] == 1
-    expected = Checkpoint.read(last).model["fc.weight"]
+    expected = Checkpoint.read(final).model["fc.weight"]
     torch.testing.assert_close(found["weights"]["fc.weight"], expected, rtol=0, atol=1e-7)
     before = Checkpoint.read(second_last).model["fc.weight"]
     assert float((before - expected).abs().max()) > 1e-5
-    # And the other way round: a run without one takes the last step's weights.
+    # And vice versa: a run without one uses the last step's weights.
     run_small(tmp_path / "again", run__resume=str(newest(tmp_path / "on")), **off)
-    assert Checkpoint.read(newest(tmp_path / "again")).average == {}
+    assert last(tmp_path / "again").average == {}
 
 
-def test_a_checkpoint_from_before_is_read(tmp_path: Path) -> None:
-    run_small(tmp_path / "a", run__epochs=1)
-    table = torch.load(newest(tmp_path / "a"), weights_only=True)
+def test_a_checkpoint_of_format_2_is_read(finished: Path) -> None:
+    table = torch.load(newest(finished), weights_only=True)
     parts = {name: table[name] for name in Checkpoint.__dataclass_fields__ if name != "average"}
     head = {"format": table["format"], "version": 2, "sha256": content_hash(parts)}
     buffer = io.BytesIO()
     torch.save(head | parts, buffer)
     before = Checkpoint.from_bytes(buffer.getvalue(), Path("before.pt"))
     assert before.average == {}
-    assert before.step == Checkpoint.read(newest(tmp_path / "a")).step
+    assert before.step == 7
 
 
-def test_figures_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Path) -> None:
-    """A finished run that goes on with it on or off is evaluated anew, and finds its own best."""
+def test_results_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Path) -> None:
+    """A finished run that is resumed with it on or off is evaluated again, and finds its own best."""
     off = AVERAGED | {"run__average_epochs": 0.0}
     figures = {
         name: run_small(tmp_path / name, **settings).summary
@@ -292,7 +265,7 @@ def test_figures_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Pat
     to_off = run_small(tmp_path / "b", run__resume=str(newest(tmp_path / "on")), **off).summary
     assert to_off["val_loss"] == figures["off"]["val_loss"]
     assert to_off["best_step"] == to_off["steps"]
-    # There is nothing to average over but the weights that the checkpoint has.
+    # The average starts with the checkpoint's weights.
     to_on = run_small(tmp_path / "c", run__resume=str(newest(tmp_path / "off")), **AVERAGED).summary
     assert to_on["val_loss"] == figures["off"]["val_loss"]
     same = run_small(tmp_path / "d", run__resume=str(newest(tmp_path / "on")), **AVERAGED).summary
@@ -312,7 +285,7 @@ def test_ranks_average_alike_and_pool_their_statistics(tmp_path: Path) -> None:
     run_small(tmp_path / "one", run__batch_size=8, **AVERAGED)
     losses = run_ranks(2, _run, str(tmp_path / "two"))
     assert losses[0] == losses[1]
-    one, two = (Checkpoint.read(newest(tmp_path / name)) for name in ("one", "two"))
+    one, two = last(tmp_path / "one"), last(tmp_path / "two")
     rows = two.average["rows"]
     assert rows.shape[0] == 2
     assert float((rows[0] - rows[1]).abs().max()) > 1e-3
@@ -321,22 +294,20 @@ def test_ranks_average_alike_and_pool_their_statistics(tmp_path: Path) -> None:
     exported = state_of(tmp_path / "two")
     for name, value in checkpoint_weights(two).items():
         torch.testing.assert_close(exported[name], value, rtol=1e-6, atol=1e-7)
-    arguments = ["eval", str(newest(tmp_path / "two")), "--device", "cpu", "--json"]
-    found = json.loads(CliRunner().invoke(app, arguments).stdout)
-    assert found["loss"] == pytest.approx(losses[0], rel=1e-5)
+    assert cli_eval(newest(tmp_path / "two"))["loss"] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_as_many_ranks_go_on_exactly_and_others_with_what_they_have_in_common(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _run, str(tmp_path / "two"), "", 1)
-    whole = Checkpoint.read(newest(tmp_path / "two")).average
+    whole = last(tmp_path / "two").average
     fifth = tmp_path / "two/checkpoints/step-00000005.pt"
     run_ranks(2, _run, str(tmp_path / "rest"), str(fifth))
-    rest = Checkpoint.read(newest(tmp_path / "rest")).average
+    rest = last(tmp_path / "rest").average
     assert torch.equal(rest["rows"], whole["rows"])
     assert torch.equal(rest["weights"]["fc.weight"], whole["weights"]["fc.weight"])
-    # Two ranks' checkpoint on one, and the other way round: saved anew before the first step.
+    # The checkpoint of two ranks on one, and vice versa: saved again before the first step.
     _run(0, str(tmp_path / "one"), str(fifth), 1)
     first = tmp_path / "one/checkpoints/step-00000005.pt"
     pooled = pool(Checkpoint.read(fifth).average["rows"])
@@ -364,22 +335,15 @@ def _drifted(rank: int, output: str) -> str:
     return ""
 
 
-def test_ranks_whose_averages_differ_do_not_end_well(tmp_path: Path) -> None:
-    for told in run_ranks(2, _drifted, str(tmp_path / "a")):
-        assert "their average" in told
+def test_ranks_whose_averages_differ_fail(tmp_path: Path) -> None:
+    for error in run_ranks(2, _drifted, str(tmp_path / "a")):
+        assert "their average" in error
 
 
-@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
-def test_what_is_no_number_of_epochs_is_refused(tmp_path: Path, value: float) -> None:
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), 0.5])
+def test_a_number_of_epochs_that_cannot_be_used(tmp_path: Path, value: float) -> None:
+    """0.5 epochs are less than two steps here, which is known once the data is open."""
     with pytest.raises(ConfigError) as refused:
-        small_config(tmp_path, run__average_epochs=value)
+        run_small(tmp_path / "a", run__average_epochs=value)
     assert refused.value.field == "run.average_epochs"
-
-
-def test_less_than_two_steps_are_refused(tmp_path: Path) -> None:
-    words = (
-        r"run\.average_epochs = 0\.5: is less than two steps \(3\.5 in an epoch.*at least 0\.571"
-    )
-    with pytest.raises(ConfigError, match=words):
-        run_small(tmp_path / "a", run__average_epochs=0.5)
     assert not (tmp_path / "a").exists()

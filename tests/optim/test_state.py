@@ -1,27 +1,22 @@
+"""State of the optimizers: checkpoints, copies, groups that join, memory layouts."""
+
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from optim.lars_reference import bits_equal, everything, fill_gradients, parameters
+from optim.reference import KINDS, bits_equal, everything, fill_gradients, parameters, run
 from paceline.optim import LARS, SGD
 
-MIXED = (torch.float32, torch.float16, torch.bfloat16)
 
-
-def run(optimizer: LARS, ps: list[nn.Parameter], steps: range) -> None:
-    for step in steps:
-        fill_gradients(ps, step)
-        optimizer.step()
-
-
-def test_half_state_is_fp32_and_survives_a_checkpoint_exactly() -> None:
-    ps = parameters(*MIXED)
+def test_state_is_fp32_and_survives_a_checkpoint_exactly() -> None:
+    ps = parameters(*KINDS)
     optimizer = LARS(ps, 0.5, weight_decay=0.1)
     run(optimizer, ps, range(3))
     with torch.no_grad():
@@ -29,22 +24,20 @@ def test_half_state_is_fp32_and_survives_a_checkpoint_exactly() -> None:
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     saved.seek(0)
-
     others = [nn.Parameter(p.detach().clone()) for p in ps]
     resumed = LARS(others, 9.0)
     resumed.load_state_dict(torch.load(saved, weights_only=True))
     assert resumed.param_groups[0]["lr"] == 0.5
     assert resumed.state[others[1]]["master"].view(-1)[0] == torch.tensor(1.0001)
-    kinds = {t.dtype for p in others for t in resumed.state[p].values()}
-    assert kinds == {torch.float32}
+    assert {t.dtype for p in others for t in resumed.state[p].values()} == {torch.float32}
     assert bits_equal(everything(resumed), everything(optimizer))
     run(optimizer, ps, range(3, 6))
     run(resumed, others, range(3, 6))
     assert bits_equal(everything(resumed), everything(optimizer))
 
 
-def test_loading_keeps_the_memory_that_a_captured_graph_knows() -> None:
-    ps = parameters(*MIXED)
+def test_loading_keeps_the_memory_that_captured_graphs_read() -> None:
+    ps = parameters(*KINDS)
     optimizer = LARS(ps, 0.5)
     run(optimizer, ps, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -56,7 +49,7 @@ def test_loading_keeps_the_memory_that_a_captured_graph_knows() -> None:
         assert bits_equal(list(optimizer.state[p].values()), list(state.values()))
 
 
-def test_loading_passes_through_the_users_hooks() -> None:
+def test_loading_calls_the_users_hooks() -> None:
     ps = parameters(torch.float16)
     optimizer = LARS(ps, 0.5)
     run(optimizer, ps, range(1))
@@ -74,7 +67,7 @@ def test_loading_passes_through_the_users_hooks() -> None:
     assert torch.equal(loaded["momentum_buffer"], 2 * saved["state"][0]["momentum_buffer"])
 
 
-def test_a_state_of_torch_sgd_can_be_loaded() -> None:
+def test_state_of_torch_sgd_can_be_loaded() -> None:
     ps, others = parameters(torch.float32), parameters(torch.float32)
     theirs = torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01)
     ours = SGD(others, 0.7, momentum=0.5)
@@ -84,9 +77,8 @@ def test_a_state_of_torch_sgd_can_be_loaded() -> None:
         others[0].copy_(ps[0])
     ours.load_state_dict(theirs.state_dict())
     fill_gradients(ps, 1)
-    fill_gradients(others, 1)
     theirs.step()
-    ours.step()
+    run(ours, others, [1])
     torch.testing.assert_close(others[0], ps[0], rtol=1e-6, atol=1e-7)
 
 
@@ -95,22 +87,26 @@ def test_state_moves_between_half_and_full_parameters() -> None:
     half, whole = LARS(halves, 0.5), LARS(full, 0.5)
     run(half, halves, range(2))
     run(whole, full, range(2))
+    master = half.masters()[0]
+    with torch.no_grad():
+        master.fill_(1.0001)  # rounded in the half weights
     saved_whole, saved_half = copy.deepcopy(whole.state_dict()), copy.deepcopy(half.state_dict())
     half.load_state_dict(saved_whole)
+    assert half.masters()[0].data_ptr() == master.data_ptr()
+    assert torch.equal(master, torch.full(master.shape, 1.0001)), "fp32 runs have no master to give"
     whole.load_state_dict(saved_half)
     assert set(whole.state[full[0]]) == {"momentum_buffer"}
     run(half, halves, range(2, 3))
-    assert half.state[halves[0]]["master"].dtype == torch.float32
     run(whole, full, range(2, 3))
+    assert half.state[halves[0]]["master"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_go_on_like_the_original(way: str) -> None:
-    ps = parameters(*MIXED)
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
+def test_copies_continue_like_the_original(how: Callable[[SGD], SGD]) -> None:
+    ps = parameters(*KINDS)
     optimizer = SGD(ps, 0.5, fused=False)
     run(optimizer, ps, range(2))
-    copies = {"deepcopy": copy.deepcopy, "pickle": lambda kept: pickle.loads(pickle.dumps(kept))}
-    copied = copies[way](optimizer)
+    copied = how(optimizer)
     assert (copied.fused, copied.in_half, type(copied)) == (False, False, SGD)
     run(optimizer, ps, range(2, 4))
     run(copied, copied.param_groups[0]["params"], range(2, 4))
@@ -118,7 +114,7 @@ def test_copies_go_on_like_the_original(way: str) -> None:
 
 
 def test_a_group_can_join_between_steps() -> None:
-    ps = parameters(*MIXED)
+    ps = parameters(*KINDS)
     optimizer = LARS(ps[:2], 0.5)
     run(optimizer, ps[:2], range(1))
     momentum = optimizer.state[ps[0]]["momentum_buffer"]
@@ -136,15 +132,14 @@ def test_a_group_can_join_between_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("gradient_is_alike", [True, False])
-def test_channels_last(kind: torch.dtype, gradient_is_alike: bool) -> None:
+@pytest.mark.parametrize("gradient_format", [torch.channels_last, torch.contiguous_format])
+def test_channels_last(kind: torch.dtype, gradient_format: torch.memory_format) -> None:
     plain = nn.Parameter(torch.randn(4, 6, 3, 3).to(kind))
     nhwc = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
     optimizers = [LARS([plain], 0.5, weight_decay=0.1), LARS([nhwc], 0.5, weight_decay=0.1)]
     for _ in range(2):
         plain.grad = torch.randn(4, 6, 3, 3).to(kind)
-        wanted = torch.channels_last if gradient_is_alike else torch.contiguous_format
-        nhwc.grad = plain.grad.clone(memory_format=wanted)
+        nhwc.grad = plain.grad.clone(memory_format=gradient_format)
         for optimizer in optimizers:
             optimizer.step()
     for tensor in (nhwc, *optimizers[1].state[nhwc].values()):
@@ -153,27 +148,8 @@ def test_channels_last(kind: torch.dtype, gradient_is_alike: bool) -> None:
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
 
 
-def test_strides_of_dimensions_of_size_one_need_no_copy() -> None:
-    p = nn.Parameter(torch.randn(8, 4, 1, 1).to(memory_format=torch.channels_last))
-    p.grad = torch.randn(8, 4, 1, 1).clone(memory_format=torch.contiguous_format)
-    optimizer = LARS([p], 0.1)
-    optimizer.step()
-    assert optimizer._staged._copies == {}
-
-
-def test_masters_can_be_reset_from_loaded_weights() -> None:
-    ps = parameters(torch.float16, torch.float32)
-    optimizer = LARS(ps, 0.5)
-    run(optimizer, ps, range(1))
-    with torch.no_grad():
-        ps[0].fill_(0.5)
-    optimizer.reset_masters()
-    assert torch.equal(optimizer.masters()[0], torch.full(ps[0].shape, 0.5))
-    assert optimizer.masters()[1] is ps[1]
-
-
-def test_prepare_creates_the_state_before_any_gradient() -> None:
-    ps = parameters(*MIXED)
+def test_prepare_creates_the_state_and_masters_can_be_reset() -> None:
+    ps = parameters(*KINDS)
     optimizer = LARS(ps, 0.5)
     optimizer.prepare()
     assert [sorted(optimizer.state[p]) for p in ps] == [
@@ -182,16 +158,8 @@ def test_prepare_creates_the_state_before_any_gradient() -> None:
         ["master", "momentum_buffer"],
     ]
     assert not any(optimizer.state[p]["momentum_buffer"].any() for p in ps)
-
-
-def test_a_state_without_masters_leaves_those_there_are_alone() -> None:
-    """An fp32 run has none to give; taken from the half weights they would be rounded: 1.0001 → 1.0."""
-    half = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-    optimizer = LARS([half], 0.1)
-    master = optimizer.masters()[0]
-    master.fill_(1.0001)
-    full = LARS([torch.nn.Parameter(torch.ones(3))], 0.1)
-    full.masters()
-    optimizer.load_state_dict(full.state_dict())
-    assert optimizer.masters()[0].data_ptr() == master.data_ptr()
-    assert torch.equal(optimizer.masters()[0], torch.full((3,), 1.0001))
+    with torch.no_grad():
+        ps[1].fill_(0.5)
+    optimizer.reset_masters()
+    assert torch.equal(optimizer.masters()[1], torch.full(ps[1].shape, 0.5))
+    assert optimizer.masters()[0] is ps[0]

@@ -1,0 +1,214 @@
+"""LARS and Muon on a GPU: kernels, foreach, captured graphs, no synchronization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from no_waiting import no_waiting
+from optim.reference import (
+    ETA,
+    RATES,
+    LarsReference,
+    assert_near,
+    bits_equal,
+    everything,
+    grad_of,
+)
+from paceline.core.errors import RunError
+from paceline.optim import LARS, Muon, orthogonalize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["triton", "foreach"])
+both = pytest.mark.parametrize("of", [LARS, Muon])
+KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+
+# Of ResNet-50: stem, 1 × 1 and 3 × 3 convolutions, then head, odd sizes and batch norm.
+FILTERS = [(64, 3, 7, 7), (256, 64, 1, 1), (512, 512, 3, 3), (64, 64, 3, 3), (64, 64, 3, 3)]
+OTHERS = [(1000, 2048), (333, 77), (1,), (64,), (2048,), (17,)]
+PLAIN = {"lr_in_momentum": True, "nesterov": False, "clip": False, "eps": 0.0}
+VARIANTS = [
+    PLAIN,
+    PLAIN | {"lr_in_momentum": False, "nesterov": True},
+    PLAIN | {"clip": True, "eps": 0.5},
+]
+
+
+def create(of: type[LARS], kind: torch.dtype, **options: Any) -> tuple[LARS, list[nn.Parameter]]:
+    draw = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=draw).mul_(0.1) for shape in (*FILTERS, *OTHERS)]
+    nhwc = [w.to(memory_format=torch.channels_last) if w.dim() == 4 else w for w in made]
+    kinds = [kind if w.dim() > 1 else torch.float32 for w in nhwc]
+    ps = [nn.Parameter(w.to("cuda", k)) for w, k in zip(nhwc, kinds, strict=True)]
+    rest = {"adapt": False, "lr": 0.2} | ({"orthogonal": False} if of is Muon else {})
+    groups = [
+        {"params": ps[: len(FILTERS)], "weight_decay": 0.1},
+        {"params": ps[len(FILTERS) :], **rest},
+    ]
+    return of(groups, 0.9, trust_coefficient=ETA, **options), ps
+
+
+def fill(ps: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
+    """Into the memory that the gradients have, as a captured graph needs it."""
+    draw = torch.Generator(device="cuda").manual_seed(step)
+    for p in ps:
+        values = torch.randn(p.shape, generator=draw, device="cuda").mul_(0.01 * scale)
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.copy_(values)
+
+
+def captured(optimizer: LARS) -> torch.cuda.CUDAGraph:
+    """A step as a CUDA graph; the gradients exist and stay in place."""
+    optimizer.prepare()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=["plain", "outside-nesterov", "clip-eps"])
+@KINDS
+@fused_or_not
+def test_lars_follows_the_equation(fused: bool, kind: torch.dtype, options: dict[str, Any]) -> None:
+    optimizer, ps = create(LARS, kind, fused=fused, **options)
+    assert optimizer.path == ("triton" if fused else "foreach")
+    optimizer.grad_scale = torch.tensor(128.0, device="cuda")
+    references = [LarsReference(p.cpu()) for p in ps]
+    for step, lr in enumerate(RATES):
+        optimizer.param_groups[0]["lr"] = lr
+        fill(ps, step, scale=128.0)
+        optimizer.step()
+        for index, (p, reference) in enumerate(zip(ps, references, strict=True)):
+            first = index < len(FILTERS)
+            own = options | {"adapt": first, "weight_decay": 0.1 if first else 0.0}
+            reference.step(grad_of(p).cpu().double() / 128.0, lr if first else 0.2, own)
+    assert optimizer.overflow == 0
+    assert optimizer.trust_ratios() == pytest.approx([r.ratio for r in references], rel=2e-5)
+    for p, master, reference in zip(ps, optimizer.masters(), references, strict=True):
+        assert_near(master, reference.weight, 1e-5)
+        assert_near(optimizer.state[p]["momentum_buffer"], reference.momentum, 1e-5)
+        assert torch.equal(p, master.to(p.dtype))
+
+
+@KINDS
+def test_muon_in_kernels_equals_foreach(kind: torch.dtype) -> None:
+    made = [create(Muon, kind, fused=fused) for fused in (True, False)]
+    assert [optimizer.path for optimizer, _ in made] == ["triton", "foreach"]
+    for optimizer, ps in made:
+        optimizer.grad_scale = torch.tensor(128.0, device="cuda")
+        for step in range(3):
+            fill(ps, step, scale=128.0)
+            optimizer.step()
+    (kernel, ps), (foreach, qs) = made
+    for ours, theirs in zip(kernel.masters(), foreach.masters(), strict=True):
+        assert_near(ours, theirs, 1e-5)
+    for p, q in zip(ps, qs, strict=True):
+        momentum = kernel.state[p]["momentum_buffer"]
+        assert_near(momentum, foreach.state[q]["momentum_buffer"], 1e-5)
+    tensors = [torch.randn(shape) for shape in FILTERS]
+    found = orthogonalize([tensor.cuda() for tensor in tensors])
+    for ours, theirs in zip(found, orthogonalize(tensors), strict=True):
+        assert float((ours.cpu() - theirs).norm() / theirs.norm()) < 0.05
+
+
+@both
+def test_fused_is_the_default_and_repeats_its_bits(of: type[LARS]) -> None:
+    def made() -> list[Tensor]:
+        optimizer, ps = create(of, torch.float16)
+        assert optimizer.path == "triton"
+        for step in range(3):
+            fill(ps, step)
+            optimizer.step()
+        return everything(optimizer)
+
+    assert bits_equal(made(), made())
+
+
+@both
+@fused_or_not
+def test_a_bad_gradient_changes_no_bit(of: type[LARS], fused: bool) -> None:
+    optimizer, ps = create(of, torch.float16, fused=fused)
+    fill(ps, 0)
+    optimizer.step()
+    before = everything(optimizer)
+    fill(ps, 1)
+    grad_of(ps[2])[-1, -1, -1, -1] = float("inf") if fused else float("nan")
+    optimizer.step()
+    assert (int(optimizer.overflow), optimizer.nonfinite()) == (1, [2])
+    assert bits_equal(everything(optimizer), before)
+
+
+@both
+@fused_or_not
+def test_a_step_does_not_synchronize(of: type[LARS], fused: bool) -> None:
+    optimizer, ps = create(of, torch.float16, fused=fused)
+    optimizer.active = torch.ones(len(ps), device="cuda")
+    optimizer.grad_scale = torch.tensor(128.0, device="cuda")
+    fill(ps, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    with no_waiting():
+        for lr in RATES:
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+
+
+@both
+def test_a_captured_graph_replays_eager_steps(of: type[LARS]) -> None:
+    """With the current rate, momentum and switches, and a bad step in between."""
+    (eager, ps), (graphed, qs) = create(of, torch.float16), create(of, torch.float16)
+    hold = torch.zeros((), device="cuda")
+    graphed.hold = hold
+    fill(qs, 0)
+    graph = captured(graphed)
+    for step, (lr, momentum) in enumerate([(0.9, 0.9), (0.1, 0.9), (0.4, 0.5), (0.3, 0.5)]):
+        for optimizer, own in ((eager, ps), (graphed, qs)):
+            optimizer.param_groups[0] |= {"lr": lr, "momentum": momentum}
+            fill(own, step)
+            if step == 2:
+                grad_of(own[0])[0, 0, 0, 0] = float("nan")
+        eager.step()
+        graphed.upload()
+        graph.replay()
+        assert int(graphed.overflow) == int(eager.overflow) == (step == 2)
+    if of is LARS:
+        assert bits_equal(everything(graphed), everything(eager))
+    for ours, theirs in zip(everything(graphed), everything(eager), strict=True):
+        assert_near(ours, theirs, 1e-3 if ours.dtype == torch.float16 else 1e-5)
+    hold.fill_(1.0)
+    before = everything(graphed)
+    graph.replay()
+    assert bits_equal(everything(graphed), before)
+
+
+def test_moved_gradients_are_refused_in_a_capture() -> None:
+    optimizer, ps = create(LARS, torch.float16)
+    fill(ps, 0)
+    optimizer.step()
+    old = [grad_of(p) for p in ps]  # kept, so that the addresses are not reused
+    for p in ps:
+        p.grad = torch.zeros_like(p)
+    counter, graph = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.add_(1)  # an empty graph would warn
+        with pytest.raises(RunError, match="addresses changed"):
+            optimizer.step()
+    assert len(old) == len(ps)
+
+
+def test_unaligned_gradients() -> None:
+    flat = torch.randn(4097 * 5 + 1, device="cuda")
+    odd, even = (nn.Parameter(torch.ones(4097 * 5, device="cuda")) for _ in range(2))
+    odd.grad, even.grad = flat[1:], flat[1:].clone()
+    LARS([odd, even], 0.5).step()
+    assert torch.equal(odd, even)
