@@ -32,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.bench.cluster.job import as_program
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 
 _CONTROL = "nvidia-cuda-mps-control"
@@ -176,7 +177,7 @@ def start_ranks(
                 with (logs / f"rank{rank}.log").open("wb") as output:
                     job.processes.append(
                         subprocess.Popen(
-                            full_command(command),
+                            as_program(command),
                             env={**os.environ, **rank_environment(rank), **values}
                             | dict(environment or {}),
                             stdin=subprocess.DEVNULL,
@@ -189,13 +190,6 @@ def start_ranks(
         job.kill()
         raise
     return job
-
-
-def full_command(command: Sequence[str]) -> list[str]:
-    """A script or `-m MODULE` runs in this Python; anything else is a program."""
-    if command[0] == "-m" or command[0].endswith(".py"):
-        return [sys.executable, *command]
-    return list(command)
 
 
 def main() -> int:
@@ -228,7 +222,7 @@ def _wrap(command: Sequence[str]) -> int:
     for name, value in rank_environment(int(os.environ["RANK"])).items():
         os.environ.setdefault(name, value)
     start_mps()
-    program = full_command(command)
+    program = as_program(command)
     os.execvp(program[0], program)
 
 

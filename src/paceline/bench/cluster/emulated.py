@@ -204,9 +204,9 @@ class EmulatedCluster:
         self._check(host)
         self._links[host].cut()
 
-    def mend(self, host: int) -> None:
+    def reconnect(self, host: int) -> None:
         self._check(host)
-        self._links[host].mend()
+        self._links[host].reconnect()
 
     def measure_link(self, sender: int, receiver: int) -> LinkSpeed:
         """Bandwidth and round trip of one TCP connection between two hosts; takes about a second."""

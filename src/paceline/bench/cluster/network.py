@@ -200,7 +200,7 @@ class HostLink:
         """Drops all packets without notifying either side, like a pulled cable."""
         self._switch.ip("link", "set", self._port, "down")
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         self._switch.ip("link", "set", self._port, "up")
 
 
