@@ -71,12 +71,12 @@ def _overwritten(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (_cut, "is broken or not a checkpoint: it is cut short or damaged"),
-        (_cut_at_the_end, "is broken or not a checkpoint: it is cut short or damaged"),
-        (lambda content: b"", "is broken or not a checkpoint: it is empty"),
-        (lambda content: b"hello", "is broken or not a checkpoint: it is cut short or damaged"),
+        (_cut, "is damaged or not a checkpoint: it is truncated or damaged"),
+        (_cut_at_the_end, "is damaged or not a checkpoint: it is truncated or damaged"),
+        (lambda content: b"", "is damaged or not a checkpoint: it is empty"),
+        (lambda content: b"hello", "is damaged or not a checkpoint: it is truncated or damaged"),
         (_flipped, "is damaged: its content does not match its SHA-256"),
-        (_overwritten, "is broken or not a checkpoint: it is cut short or damaged"),
+        (_overwritten, "is damaged or not a checkpoint: it is truncated or damaged"),
     ],
 )
 def test_a_broken_checkpoint(
@@ -119,7 +119,7 @@ def test_auto_goes_back_to_the_newest_sound_checkpoint_and_keeps_the_damaged_one
     done = run(small("--output", "run", "--resume", "auto", *SAVES), tmp_path)
     assert done.code == 0, done.err
     assert "resumed from run/checkpoints/step-00000003.pt at step 3" in done.out
-    told = "step-00000006.pt is damaged and kept aside as *.damaged; going back to step-00000003.pt"
+    told = "step-00000006.pt is damaged and renamed to *.damaged; resuming from step-00000003.pt"
     assert told in done.out
     assert told in events(tmp_path / "run", "start")[-1]["chosen"]["resume"]
     assert newest.with_name("step-00000006.pt.damaged").read_bytes() == damaged
@@ -148,7 +148,7 @@ def test_auto_with_no_sound_checkpoint_names_them_and_changes_nothing(
     for file in (unfinished, older):
         file.write_bytes(_flipped(file.read_bytes()))
     line = call(*small("--output", "run", "--resume", "auto", *SAVES)).error_line()
-    assert "no sound checkpoint in run/checkpoints: step-00000006.pt, step-00000003.pt" in line
+    assert "no intact checkpoint in run/checkpoints: step-00000006.pt, step-00000003.pt" in line
     older.write_bytes(whole)
     # A refusal for another reason keeps the damaged one where it is, too.
     unfinished.write_bytes(_flipped(whole))
@@ -165,7 +165,7 @@ class _Opaque:
     [
         ({"state_dict": {"fc.weight": torch.ones(2)}, "epoch": 3}, "is not a Paceline checkpoint;"),
         (torch.ones(3), "is not a Paceline checkpoint;"),
-        ({"model": _Opaque()}, "is not a Paceline checkpoint: it holds objects of "),
+        ({"model": _Opaque()}, "is not a Paceline checkpoint: it contains objects of "),
     ],
 )
 def test_a_checkpoint_of_another_program(
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_program(
     for command in (small("--resume", "other.pt"), ["eval", "other.pt"]):
         line = call(*command).error_line()
         assert line.startswith(f"other.pt {words}")
-        assert line.endswith("; weights of other programs are taken with --pretrained FILE")
+        assert line.endswith("; load weights of other programs with --pretrained FILE")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,9 @@ def test_a_checkpoint_of_another_program(
 def test_a_checkpoint_of_another_run(call: Call, unfinished: Path, more: str, words: str) -> None:
     line = call(*small("--output", "run", "--resume", "auto", *SAVES, *more.split())).error_line()
     assert line.startswith(f"run/checkpoints/{unfinished.name} {words}")
-    assert line.endswith("; resume with the checkpoint's settings, or start anew with --pretrained")
+    assert line.endswith(
+        "; resume with the checkpoint's settings, or start a new run with --pretrained"
+    )
 
 
 def test_a_checkpoint_of_other_labels_or_past_the_end(call: Call, tmp_path: Path) -> None:

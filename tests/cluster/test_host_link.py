@@ -50,5 +50,5 @@ def test_a_cut_link_loses_what_is_sent_until_it_is_mended() -> None:
         cluster.cut(1)
         lost = cluster.start(0, knock).wait(20).err[0]
         assert "TimeoutError" in lost or "No route to host" in lost
-        cluster.mend(1)
+        cluster.reconnect(1)
         assert "ConnectionRefusedError" in cluster.start(0, knock).wait(20).err[0]

@@ -6,6 +6,7 @@ import copy
 import io
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _saved(content: object, **options: Any) -> bytes:
 
 def _parts() -> dict[str, Any]:
     return {
-        "progress": Progress(step=5, top1=12.5, resumes=[3]).to_table(),
+        "progress": asdict(Progress(step=5, top1=12.5, resumes=[3])),
         "config": RunConfig().to_tables(),
         "world_size": 2,
         "threads": 1,
