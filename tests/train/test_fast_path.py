@@ -9,8 +9,7 @@ from torch import nn
 
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, RunError
-from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
-from paceline.models.torch_norm import TorchNorm, use_torch_norms
+from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet, TorchNorm, use_torch_norms
 from paceline.train.fast_path import FastPath, choose_fast_path
 from small_runs import run_small
 

@@ -7,8 +7,8 @@ steps each, so that other load on the machine affects all alike. "compute only" 
 every rank at the same time without communication; the difference to it is a way's exposed
 communication.
 
-Where ranks share a GPU, DDP's batch norms use torch's own kernels, because it hangs with cuDNN's (`norm`; see
-`models/torch_norm.py`).
+Where ranks share a GPU, DDP's batch norms use torch's own kernels, because it hangs with cuDNN's
+(`norm`; see `models/resnet.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.models.registry import create_model
+from paceline.models.resnet import use_torch_norms
 from paceline.models.settings import ModelSettings
-from paceline.models.torch_norm import use_torch_norms
 
 Way = Callable[[], None]
 OURS: dict[str, dict[str, Any]] = {
@@ -57,8 +57,8 @@ NAMES = (*OURS, OURS_ALONE, *DDP, DDP_ALONE)
 
 @dataclass(frozen=True)
 class DdpJob:
-    """`block` steps make one sample; `batch_size` is per rank. `norm` selects the batch-norm kernels of DDP
-    where it is not compiled."""
+    """`block` steps make one sample; `batch_size` is per rank. `norm` selects the batch-norm kernels
+    of DDP where it is not compiled."""
 
     model: str = "resnet50"
     batch_size: int = 64
@@ -155,7 +155,8 @@ class DdpBench:
         if "hook" in switches:
             model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
         if "compile" in switches:
-            # Around DDP: the backward graph is then split where buckets end, and communication overlaps.
+            # Around DDP: the backward graph is then split where buckets end, and communication
+            # overlaps.
             return cast(nn.Module, torch.compile(model, dynamic=False))
         return model
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -112,6 +113,34 @@ def fuse_norms(model: nn.Module, fused: bool = True) -> int:
     for module in parts:
         setattr(module, "fused", fused)  # noqa: B010  (mypy takes any attribute for a tensor)
     return len(parts)
+
+
+class TorchNorm(nn.BatchNorm2d):
+    """Batch norm with torch's own kernels instead of cuDNN's, for ranks that share a GPU.
+
+    cuDNN's training kernels for channels-last maps (`batchnorm_fwtr_nhwc_semiPersist` and its
+    backward) need all their blocks on the GPU at the same time, two on every multiprocessor. A
+    collective of another rank on the same GPU that waits for this rank occupies the place of some, so
+    both wait forever.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # generates its own kernels
+            return super().forward(images)
+        enabled = torch.backends.cudnn.enabled
+        torch.backends.cudnn.enabled = False
+        try:
+            return super().forward(images)
+        finally:
+            torch.backends.cudnn.enabled = enabled
+
+
+def use_torch_norms(model: nn.Module) -> int:
+    """Turns every batch norm of the model into a `TorchNorm` in place; returns their number."""
+    norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
+    for norm in norms:
+        norm.__class__ = TorchNorm
+    return len(norms)
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError
-from paceline.models.resnet import PADDED_CHANNELS, ResidualBlock, fuse_norms
-from paceline.models.torch_norm import use_torch_norms
+from paceline.models.resnet import PADDED_CHANNELS, ResidualBlock, fuse_norms, use_torch_norms
 
 Forward = Callable[[Tensor], Tensor]
 
