@@ -56,5 +56,5 @@ def test_a_traced_step_executes_only_listed_modules(traced: set[str]) -> None:
 def test_listed_modules_exist_and_most_are_executed(traced: set[str]) -> None:
     path = listed("Call path of a training step")
     assert [module for module in path if not (ROOT / "src/paceline" / module).exists()] == []
-    built_before = {"cli/train.py", "trainer.py", "config.py", "train/training.py"}
+    built_before = {"cli/train.py", "trainer.py", "config.py", "train/build.py"}
     assert set(path) - traced - built_before - set(listed("Observers of a step")) == set()
