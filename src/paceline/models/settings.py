@@ -32,10 +32,10 @@ class ModelSettings:
     """Which network, and how it starts.
 
     `name` is one of resnet18, resnet34, resnet50, resnet101, resnet152, resnet_tiny, alexnet,
-    alexnet2012 and alexnet_bn. `num_classes`, unset, is the data's. `stem` is imagenet, small, or
-    auto: small for images of at most 64 pixels. `zero_init_gamma` starts the last γ of each residual
-    branch at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets).
-    `pool5_norm` = false leaves the batch norm after pool5 out of alexnet_bn, for the ablation.
+    alexnet2012 and alexnet_bn. `num_classes`, unset, is the data's. `stem` is imagenet, small, or auto:
+    small for images of at most 64 pixels. `zero_init_gamma` starts the last γ of each residual branch
+    at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets). `pool5_norm` = false
+    leaves the batch norm after pool5 out of alexnet_bn, for the ablation.
     """
 
     name: str = "resnet50"
