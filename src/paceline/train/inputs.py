@@ -51,8 +51,8 @@ class RunInputs:
 
 def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
     """Opens and reads on this rank, in step with all others."""
-    group.settle("configuration", facts=_common_facts(config))
-    source, validation = group.settled("data", lambda: _open_data(config))
+    group.agree("configuration", facts=_common_facts(config))
+    source, validation = group.agree_on("data", lambda: _open_data(config))
     labels = _digest(source)
     if config.data.shuffle == "shards":
         labels += f", shards {_shards_digest(source)}"
@@ -62,7 +62,7 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
         "validation images": len(validation),
         "validation labels (digest)": _digest(validation),
     }
-    group.settle("data set", facts=facts, remedy="use the same data")
+    group.agree("data set", facts=facts, remedy="use the same data")
     return RunInputs(source, validation, labels, *_agree_on_folder(config, group))
 
 
@@ -117,7 +117,7 @@ def _agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLoc
         except PacelineError as caught:
             error = caught
     with _released_on_error(lock):
-        group.settle("run folder", error)
+        group.agree("run folder", error)
         told = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
         path, _, resume = group.broadcast_bytes(told).decode().partition("\n")
     if folder is not None:
@@ -145,7 +145,7 @@ def read_checkpoint(
             folder, content = _newest_sound(folder)
         except PacelineError as caught:
             error = caught
-    group.settle("checkpoint", error)
+    group.agree("checkpoint", error)
     chosen = group.broadcast_bytes(
         str(folder.resume_from).encode() if content is not None else None
     )
@@ -161,7 +161,7 @@ def read_checkpoint(
             )
         return found
 
-    checkpoint = group.settled("checkpoint content", parse)
+    checkpoint = group.agree_on("checkpoint content", parse)
     return checkpoint, replace(folder, resume_from=path)
 
 

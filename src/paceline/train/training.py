@@ -16,7 +16,6 @@ from torch import nn
 
 from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
-from paceline.comm.watchdog_words import BufferWords
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
@@ -47,7 +46,7 @@ from paceline.train.tracing import RunTrace
 from paceline.train.weights import fingerprint
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Training:
     """What the loop needs. `chosen` lists what was decided automatically, for display and record."""
 
@@ -109,7 +108,7 @@ class Training:
         # CUDA graphs hold references to NCCL's communicators, so they go before the process groups.
         self.step.release()
         if not self.group.aborted:
-            self.step.exchange.carrier.close()
+            self.step.exchange.close()
         self.step.loader.close()
         self.source.close()
         self.validation.close()
@@ -154,7 +153,7 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
-    model, notes = group.settled("model", lambda: _create_model(config, source, group))
+    model, notes = group.agree_on("model", lambda: _create_model(config, source, group))
     parts = create_parts(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
@@ -163,7 +162,7 @@ def _assemble(
     )  # fmt: skip
     fusion = parts.exchange.plan
     start = {"initial weights": fingerprint(model)}
-    group.settle("start", facts=start, remedy="use the same --pretrained file and versions")
+    group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
 
     state = RunState(
         config, plan, fusion, peak, tuple(source.classes), model, parts.optimizer,
@@ -173,10 +172,10 @@ def _assemble(
     if checkpoint is not None and folder.resume_from is not None:
         path = folder.resume_from
         elsewhere = not folder.holds_its_checkpoint
-        progress = group.settled(
+        progress = group.agree_on(
             "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
         )
-    loader = group.settled(
+    loader = group.agree_on(
         "loader",
         lambda: create_train_loader(
             source, plan, config.data, seed=config.run.seed, rank=group.rank,
@@ -184,8 +183,8 @@ def _assemble(
         ),
     )  # fmt: skip
     step = create_step(config, parts, loader, plan, group, stop)
-    buffers = BufferWords.of(parts.exchange)
-    group.name_buffers(buffers)
+    buffers = parts.exchange.bucket_info()
+    group.name_buckets(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
     parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
     average = parts.average.describe(schedule.steps_per_epoch) if parts.average else ""
@@ -203,10 +202,25 @@ def _assemble(
         **_remarks(config, folder, checkpoint, average, notes, schedule),
     }
     return Training(
-        config, group, folder, sizes, plan, schedule, model, state, step, source, inputs.validation,
-        CheckpointShelf(folder.checkpoints, config.checkpoint.keep), progress, stop, chosen,
-        parts.plan_file, trace, inputs.lock,
-    )  # fmt: skip
+        config=config,
+        group=group,
+        folder=folder,
+        sizes=sizes,
+        plan=plan,
+        schedule=schedule,
+        model=model,
+        state=state,
+        step=step,
+        source=source,
+        validation=inputs.validation,
+        shelf=CheckpointShelf(folder.checkpoints, config.checkpoint.keep),
+        progress=progress,
+        stop=stop,
+        chosen=chosen,
+        plan_file=parts.plan_file,
+        trace=trace,
+        lock=inputs.lock,
+    )
 
 
 def _remarks(
