@@ -83,7 +83,7 @@ def test_what_fails_during_a_capture_is_not_replayed(
     captures: list[str], error: Exception, raised: type[Exception], message: str
 ) -> None:
     def fail() -> None:
-        if captured.captures:
+        if captures:
             raise error
 
     captured = Captured(fail, enabled=True)
