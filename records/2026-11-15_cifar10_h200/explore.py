@@ -26,8 +26,7 @@ from paceline.data.create_loader import create_eval_loader
 from paceline.data.on_device.device_augment import _OUTSIDE, DeviceAugment
 from paceline.data.on_device.resident_loader import ResidentTrainLoader
 from paceline.train.evaluate import evaluate
-from paceline.train.micro_step import MicroStep
-from paceline.train.mixing import mixed
+from paceline.train.micro_step import MicroStep, mixed
 from paceline.train.update import Update
 
 CHOSEN: dict[str, Any] = {}

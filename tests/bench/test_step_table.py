@@ -42,7 +42,7 @@ def test_the_row_of_many_ranks_sends_several_buffers_while_backward_goes_on() ->
     row = choose_rows(["ours N>1"], COMMON)[0]
     small = replace(row, switches={**row.switches, "comm.fusion_mib": 0.02})
     (result,) = measure_rows([small], 100, 1, lambda result: None)
-    assert re.search(r"\d+ buffers of .*, native, overlapped, backend gloo", result["what"]), result
+    assert re.search(r"\d+ buckets of .*, native, overlapped, backend gloo", result["what"]), result
 
 
 def test_rows_are_measured_in_processes_and_a_broken_one_says_why() -> None:

@@ -61,7 +61,7 @@ def _overflow_on_this_rank(nth: int) -> None:
     """In the nth backward pass of this rank, counted from 1, gradients leave fp16's range."""
     import torch
 
-    from paceline.comm.gradient_exchange import GradientExchange
+    from paceline.comm.exchange import GradientExchange
 
     real, calls = GradientExchange.gather, [0]
 

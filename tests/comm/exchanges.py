@@ -9,9 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.gradient_exchange import SIGNALS, GradientExchange, Signals
-from paceline.comm.group import Group
-from paceline.comm.settings import CommSettings
+from paceline.comm import SIGNALS, CommSettings, GradientExchange, Group, Signals
 from paceline.core.topology import Topology
 
 CPU = torch.device("cpu")
@@ -29,11 +27,6 @@ def joined() -> Iterator[Group]:
         yield group
     finally:
         group.close()
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4))
 
 
 def agreed(exchange: GradientExchange, loss: float = 0.0, **signals: float) -> Signals:

@@ -1,98 +1,78 @@
+"""Agreement over the store: all ranks succeed, or all raise the same error."""
+
 from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 from torch.distributed import HashStore
 
-from paceline.comm.agreement import AgreedError, Agreement
+from paceline.comm import AgreedError
+from paceline.comm.agreement import ActiveClock, Agreement
 from paceline.comm.rendezvous import meet
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.topology import Topology
 from ranks import run_ranks
 
 
-def _agreement(timeout_s: float = 20.0) -> tuple[Agreement, Topology]:
+def joined(timeout_s: float = 20.0) -> Agreement:
     topology = Topology.from_env(os.environ)
-    return Agreement(meet(topology, 20.0).store, topology, timeout_s), topology
+    return Agreement(meet(topology, 20.0).store, topology, timeout_s)
 
 
-def _settle_errors(rank: int) -> tuple[str, int]:
-    agreement, _ = _agreement()
-    agreement.settle("fine")
-    error = DataError("no images in x", "check x") if rank == 1 else None
+def raised(agreement: Agreement, phase: str, **given: object) -> AgreedError:
     with pytest.raises(AgreedError) as caught:
-        agreement.settle("data", error)
-    agreement.leave(5.0)  # the store must outlive the slower reader
-    return str(caught.value), caught.value.exit_code
+        agreement.agree(phase, **given)  # type: ignore[arg-type]
+    return caught.value
 
 
-def _settle_facts(rank: int) -> str:
-    agreement, _ = _agreement()
-    agreement.settle("same", facts={"seed": 1})
-    with pytest.raises(AgreedError) as caught:
-        agreement.settle("differ", facts={"seed": 1, "lr": 0.1 + rank})
-    agreement.leave(5.0)
-    return str(caught.value)
-
-
-def _absent(rank: int) -> str:
-    agreement, _ = _agreement(timeout_s=1.0)
-    if rank == 1:
-        agreement.settle("start")
-        return "left"
-    agreement.settle("start")
-    with pytest.raises(AgreedError) as caught:
-        agreement.settle("alone")
-    return str(caught.value)
-
-
-def _fault(rank: int) -> str:
-    agreement, _ = _agreement()
+def _phases(rank: int) -> tuple[str, int, str, str]:
+    agreement = joined()
+    agreement.agree("fine", facts={"seed": 1})
+    error = raised(agreement, "data", error=DataError("no images", "check x") if rank else None)
+    facts = raised(agreement, "facts", facts={"seed": 1, "lr": 0.1 + rank})
     if rank == 1:
         agreement.post_fault(ConfigError("optim.lr", 0, "too small"))
         agreement.post_fault(DataError("a later one"))
-    found = agreement.read_fault(wait_s=10)
-    agreement.leave(5.0)
-    assert found is not None
-    return f"{found} ({found.exit_code})"
+    fault = agreement.read_fault(wait_s=10)
+    agreement.leave(5.0)  # the store must outlive the slower reader
+    return str(error), error.exit_code, str(facts), f"{fault} ({fault and fault.exit_code})"
 
 
-def test_an_error_on_one_rank_is_raised_on_all_with_its_exit_code() -> None:
-    assert run_ranks(2, _settle_errors) == [("rank 1: no images in x; check x", 1)] * 2
+def test_errors_differences_and_faults_of_one_rank_reach_all() -> None:
+    first, second = run_ranks(2, _phases)
+    assert first == second
+    error, code, facts, fault = first
+    assert (error, code) == ("rank 1: no images; check x", 1)
+    assert "ranks differ in lr: 0.1 on rank 0, 1.1 on rank 1" in facts
+    assert fault == "rank 1: optim.lr = 0: too small (2)", "the first one posted"
 
 
-def test_different_facts_are_named_with_both_values() -> None:
-    texts = run_ranks(2, _settle_facts)
-    assert texts[0] == texts[1]
-    assert "ranks differ in lr: 0.1 on rank 0, 1.1 on rank 1" in texts[0]
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    assert "rank 1 did not reach 'alone' within 1 s" in run_ranks(2, _absent)[0]
-
-
-def test_the_first_fault_stays_and_all_can_read_it() -> None:
-    assert run_ranks(2, _fault) == ["rank 1: optim.lr = 0: too small (2)"] * 2
-
-
-def _fault_on_the_way(rank: int) -> str:
-    agreement, _ = _agreement(timeout_s=300.0)
+def _missing(rank: int, posts: bool) -> str:
+    agreement = joined(300.0 if posts else 1.0)
+    agreement.agree("start")
     if rank == 1:
-        agreement.post_fault(DataError("out of memory", "free some"))
-        agreement.leave(0.1)
-        return "gone"
-    with pytest.raises(AgreedError) as caught:
-        agreement.settle("model")
-    return str(caught.value)
+        if posts:
+            agreement.post_fault(DataError("out of memory", "free some"))
+            agreement.leave(0.1)
+        return ""
+    return str(raised(agreement, "model"))
 
 
-def test_a_rank_that_failed_on_the_way_is_not_waited_for() -> None:
-    assert run_ranks(2, _fault_on_the_way)[0] == "rank 1: out of memory; free some"
+@pytest.mark.parametrize(
+    ("posts", "message"),
+    [
+        (True, "rank 1: out of memory; free some"),
+        (False, "rank 1 did not reach 'model' within 1 s"),
+    ],
+)
+def test_a_rank_that_failed_or_does_not_come_is_named(posts: bool, message: str) -> None:
+    assert message in run_ranks(2, _missing, posts)[0]
 
 
-class _JustTooLate:
+class JustTooLate:
     """A store to which rank 0 writes its verdict, and then its fault, right after the first look."""
 
     def __init__(self) -> None:
@@ -106,15 +86,13 @@ class _JustTooLate:
         return self.looks > 1
 
     def get(self, key: str) -> bytes:
-        word = {"error": "ranks differ", "code": 2}
-        return json.dumps(word if key.endswith("verdict") else word | {"rank": 0}).encode()
+        report = {"error": "ranks differ", "code": 2}
+        return json.dumps(report if key.endswith("verdict") else report | {"rank": 0}).encode()
 
 
 def test_a_verdict_counts_before_the_fault_that_follows_from_it() -> None:
-    agreement = Agreement(_JustTooLate(), Topology(rank=1, world_size=2), 5.0)  # type: ignore[arg-type]
-    with pytest.raises(AgreedError) as caught:
-        agreement.settle("configuration")
-    assert str(caught.value) == "ranks differ"
+    agreement = Agreement(JustTooLate(), Topology(rank=1, world_size=2), 5.0)  # type: ignore[arg-type]
+    assert str(raised(agreement, "configuration")) == "ranks differ"
 
 
 def test_the_first_suspect_stays() -> None:
@@ -123,3 +101,23 @@ def test_the_first_suspect_stays() -> None:
     first, second = (Agreement(store, Topology(rank, 2, rank, 2), 1.0) for rank in (0, 1))
     assert first.first_suspect("rank 5 is gone") == "rank 5 is gone"
     assert second.first_suspect("rank 0 is gone") == "rank 5 is gone"
+
+
+def test_the_clock_hardly_counts_the_time_in_which_the_process_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = ActiveClock(longest_s=2.0)
+    for _ in range(3):
+        now[0] += 0.5
+        clock.now_s()
+    assert clock.now_s() == 1.5
+    now[0] += 60
+    assert clock.now_s() == 3.5
+
+
+def test_the_clock_ticks_beside_a_call_that_blocks() -> None:
+    with ActiveClock(longest_s=0.05).ticking() as clock:
+        time.sleep(0.4)
+        assert clock.now_s() > 0.15, "not only the longest that one call may add"

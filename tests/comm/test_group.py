@@ -1,82 +1,107 @@
+"""The group of all ranks, the process groups of the exchange, and their layout."""
+
 from __future__ import annotations
 
 import os
+import re
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from paceline.comm.group import Group, PeerError, choose_backend
-from paceline.comm.settings import CommSettings
-from paceline.core.errors import CommError, DataError, PacelineError
+import paceline
+from comm.algorithms.clusters import made_groups, run_cluster, topology
+from paceline.comm import CommSettings, Group, PeerError, ProcessGroups
+from paceline.comm.group import choose_backend
+from paceline.comm.group_layout import GroupLayout, Place
+from paceline.comm.process_groups import all_gather_json
+from paceline.core.errors import CommError, ConfigError, DataError, PacelineError
 from paceline.core.topology import Topology
 from ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")
 
 
-def _group() -> Group:
+def joined() -> Group:
     return Group(Topology.from_env(os.environ), CommSettings(timeout_s=20), CPU)
 
 
-def _all(rank: int) -> tuple[list[float], bytes, bytes, list[list[float]] | None]:
-    group = _group()
-    try:
+def _collectives(rank: int) -> dict[str, Any]:
+    with joined() as group:
         tensor = torch.tensor([1.0 + rank, 10.0])
         group.all_reduce_sum(tensor)
-        long = group.broadcast_bytes(bytes(range(256)) * 40 if rank == 0 else None)
-        empty = group.broadcast_bytes(b"" if rank == 0 else None)
         rows = group.gather(torch.tensor([float(rank), -1.0]))
-        return tensor.tolist(), long, empty, None if rows is None else rows.tolist()
-    finally:
-        group.close()
-
-
-def _peer_gone(rank: int, told: bool, heard: Path) -> None:
-    group = _group()
-    if rank == 1:
-        if told:
-            group.post_fault(DataError("the shard is gone", "bring it back"))
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerError) as caught:
-        group.all_reduce_sum(torch.ones(4))
-    heard.write_text(str(caught.value))
+        before = group.stop_announced()
+        group.all_reduce_sum(torch.ones(1))
+        if rank == 1:
+            group.announce_stop()
+        group.all_reduce_sum(torch.ones(1))
+        group._ask_again_at = 0.0  # it asks once a second at most
+        return {
+            "sum": tensor.tolist(),
+            "long": group.broadcast_bytes(bytes(range(256)) * 40 if rank == 0 else None),
+            "empty": group.broadcast_bytes(b"" if rank == 0 else None),
+            "rows": None if rows is None else rows.tolist(),
+            "bytes": (group.gather_bytes(b""), group.gather_bytes(b"x" * (3 * rank))),
+            "stop": (before, group.stop_announced()),
+            "json": all_gather_json({"rank": rank, "more": "x" * 1000 * rank}),
+        }
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(size: int) -> None:
-    results = run_ranks(size, _all)
-    for rank, (total, long, empty, rows) in enumerate(results):
-        assert total == [size * (size + 1) / 2, 10.0 * size]
-        assert long == bytes(range(256)) * 40
-        assert empty == b""
-        assert (rows == [[float(r), -1.0] for r in range(size)]) is (rank == 0)
+    for rank, found in enumerate(run_ranks(size, _collectives)):
+        assert found["sum"] == [size * (size + 1) / 2, 10.0 * size]
+        assert (found["long"], found["empty"]) == (bytes(range(256)) * 40, b"")
+        rows, texts = [[float(r), -1.0] for r in range(size)], [b"x" * (3 * r) for r in range(size)]
+        assert found["rows"] == (rows if rank == 0 else None)
+        assert found["bytes"] == (([b""] * size, texts) if rank == 0 else (None, None))
+        assert found["stop"] == (False, True), "a stop of one rank reaches all"
+        assert found["json"] == [{"rank": r, "more": "x" * 1000 * r} for r in range(size)]
+
+
+def _peer_gone(rank: int, posts: bool, found: Path) -> None:
+    group = joined()
+    if rank == 1:
+        if posts:
+            group.post_fault(DataError("the shard is gone", "bring it back"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError) as caught:
+        group.all_reduce_sum(torch.ones(4))
+    found.write_text(str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("posts", "message"),
     [(True, "rank 1: the shard is gone"), (False, "rank 1 gives no sign of life")],
 )
-def test_a_dead_peer_is_an_error_and_not_a_hang(told: bool, words: str, tmp_path: Path) -> None:
+def test_a_dead_peer_is_an_error_and_not_a_hang(posts: bool, message: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 died"):
-        run_ranks(2, _peer_gone, told, tmp_path / "heard")
-    assert words in (tmp_path / "heard").read_text()
+        run_ranks(2, _peer_gone, posts, tmp_path / "found")
+    assert message in (tmp_path / "found").read_text()
 
 
 def test_a_process_alone_needs_no_backend() -> None:
     group = Group(Topology(), CommSettings(), CPU)
     tensor = torch.ones(3)
     group.all_reduce_sum(tensor)
-    assert group.backend == "none"
-    assert tensor.tolist() == [1.0, 1.0, 1.0]
+    assert (group.backend, tensor.tolist()) == ("none", [1.0, 1.0, 1.0])
     assert group.broadcast_bytes(b"x") == b"x"
     rows = group.gather(tensor)
     assert rows is not None
     assert rows.shape == (1, 3)
     with pytest.raises(DataError):
-        group.settle("phase", DataError("bad"))
+        group.agree("phase", DataError("bad"))
     group.close()
+    groups = ProcessGroups(Topology())
+    assert (groups.backend, groups.world, groups.layout.groups) == ("none", None, ((0,),))
+    groups.close()
+    with pytest.raises(CommError, match="call torch.distributed.init_process_group"):
+        ProcessGroups(Topology(world_size=2, local_world_size=2))
 
 
 def test_nccl_without_a_gpu_is_refused() -> None:
@@ -93,24 +118,133 @@ def _unlike(rank: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_on_unlike_devices_are_told_before_any_backend_connects() -> None:
+def test_ranks_on_unlike_devices_fail_before_any_backend_connects() -> None:
     for text in run_ranks(2, _unlike):
         assert "ranks differ in device: 'cpu' on rank 0, 'meta' on rank 1" in text
 
 
-def _announce(rank: int) -> tuple[bool, bool]:
-    group = _group()
+def _sum(group: dist.ProcessGroup | None, rank: int) -> float:
+    if group is None:
+        return -1.0
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=group)
+    return float(tensor)
+
+
+def _sums(rank: int, nodes: tuple[int, ...]) -> tuple[float, float, dict[int, float], float]:
+    with made_groups(rank, nodes) as groups:
+        assert not groups.has_parts, "over Gloo one group does"
+    with made_groups(rank, nodes, subgroups=True) as groups:
+        assert groups.has_parts
+        assert groups.world is not dist.group.WORLD
+        columns = {number: _sum(group, rank) for number, group in groups.columns.items()}
+        found = (
+            _sum(groups.world, rank), _sum(groups.row, rank), columns, _sum(groups.masters, rank)
+        )  # fmt: skip
+    # The default group stays.
+    assert _sum(dist.group.WORLD, rank) == found[0]
+    return found
+
+
+def test_rows_columns_and_masters_of_a_ragged_cluster() -> None:
+    assert run_cluster((3, 2, 1), _sums) == [
+        (15.0, 3.0, {0: 8.0}, 8.0),
+        (15.0, 3.0, {1: 10.0}, -1.0),
+        (15.0, 3.0, {2: 10.0}, -1.0),
+        (15.0, 7.0, {0: 8.0, 2: 10.0}, 8.0),
+        (15.0, 7.0, {1: 10.0}, -1.0),
+        (15.0, 5.0, {0: 8.0, 1: 10.0, 2: 10.0}, 8.0),
+    ]
+
+
+def _at_odds(rank: int, nodes: tuple[int, ...]) -> list[str]:
+    place, found = topology(rank, nodes), []
+    other = {"node_rank": 0, "local_rank": 0}
+    for k, changed in ((1, {}), (2, other), (2, {"rank": 0})):
+        own = replace(place, **changed) if rank == 1 else place  # type: ignore[arg-type]
+        with pytest.raises(CommError) as caught:
+            ProcessGroups(own, k if rank == 1 else 2, timeout_s=20)
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_at_odds_all_raise_the_same_line() -> None:
+    first, second = run_cluster((1, 1), _at_odds)
+    assert first == second
+    assert "ranks differ in comm.group_size: 2 on rank 0, 1 on rank 1" in first[0]
+    assert "ranks 0 and 1 are both local rank 0 of node 0" in first[1]
+    assert "rank 1 of torch.distributed is rank 0 in its topology" in first[2]
+
+
+def _late(rank: int, nodes: tuple[int, ...]) -> str:
+    groups = ProcessGroups(topology(rank, nodes), timeout_s=1)
     try:
-        before = group.stop_announced()
-        group.all_reduce_sum(torch.ones(1))
-        if rank == 1:
-            group.announce_stop()
-        group.all_reduce_sum(torch.ones(1))
-        group._ask_again_at = 0.0  # it asks once a second at most
-        return before, group.stop_announced()
+        if rank == 0:
+            with pytest.raises(RuntimeError) as caught:
+                dist.all_reduce(torch.ones(1), group=groups.world)
+            return str(caught.value)
+        return ""
     finally:
-        group.close()
+        dist.barrier()
+        groups.close()
 
 
-def test_a_stop_on_one_rank_is_heard_by_all() -> None:
-    assert run_ranks(2, _announce) == [(False, True), (False, True)]
+def test_every_group_has_the_timeout() -> None:
+    assert "1000ms" in run_cluster((2,), _late)[0]
+
+
+def test_nothing_is_pickled_between_ranks() -> None:
+    """Torch's collectives of objects unpickle what arrives, and run what it says."""
+    calls = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
+    for file in Path(paceline.__file__).parent.rglob("*.py"):
+        assert not calls.search(file.read_text()), file
+
+
+def places(*nodes: int) -> list[Place]:
+    world, made = sum(nodes), []
+    for node, count in enumerate(nodes):
+        made += [Place(len(made) + local, world, node, local, count) for local in range(count)]
+    return made
+
+
+def test_a_group_for_each_node() -> None:
+    layout = GroupLayout.from_places(places(3, 2, 1))
+    assert layout.groups == ((0, 1, 2), (3, 4), (5,))
+    assert (layout.masters, layout.order) == ((0, 3, 5), (0, 1, 2, 3, 4, 5))
+    assert layout.row_of(4) == (3, 4)
+    assert not layout.is_uniform
+    # The lone rank of the last node owns every chunk there.
+    assert layout.columns == ((0, 3, 5), (1, 4, 5), (2, 3, 5))
+    dealt = [Place(rank, 4, rank % 2, rank // 2, 2) for rank in range(4)]
+    assert GroupLayout.from_places(dealt).groups == ((0, 2), (1, 3)), "ranks dealt out in turn"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "k", "groups"),
+    [
+        ((4, 4), 2, ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ((8,), 3, ((0, 1, 2), (3, 4, 5), (6, 7))),
+        ((3, 3), 2, ((0, 1), (2,), (3, 4), (5,))),
+        ((1, 1, 1, 1, 1), 2, ((0, 1), (2, 3), (4,))),
+        ((2, 2), 9, ((0, 1, 2, 3),)),
+        ((2, 1), 1, ((0,), (1,), (2,))),
+    ],
+)
+def test_groups_of_k(nodes: tuple[int, ...], k: int, groups: tuple[tuple[int, ...], ...]) -> None:
+    assert GroupLayout.from_places(places(*nodes), k).groups == groups
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((0, 3, 0, 0, 2), (1, 2, 0, 1, 2), "rank 0 counts 3 ranks, but there are 2"),
+        ((0, 2, 0, 0, 1), (1, 2, 0, 0, 1), "ranks 0 and 1 are both local rank 0 of node 0"),
+        ((0, 2, 0, 0, 2), (1, 2, 1, 0, 1), "rank 0 counts 2 ranks on node 0, but 1 are there"),
+        ((1, 2, 0, 0, 2), (1, 2, 0, 1, 2), "not 0 to 1, once each"),
+    ],
+)
+def test_contradictions_are_named(first: Any, second: Any, message: str) -> None:
+    with pytest.raises(CommError, match=message):
+        GroupLayout.from_places([Place(*first), Place(*second)])
+    with pytest.raises(ConfigError, match="comm.group_size = 0"):
+        GroupLayout.from_places(places(2), 0)

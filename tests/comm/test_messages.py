@@ -1,4 +1,8 @@
+"""Which pieces of the flat buffers travel for each bucket of a plan."""
+
 from __future__ import annotations
+
+import pytest
 
 from paceline.comm.messages import Message, item_bytes, plan_messages
 from paceline.core.flat_layout import FlatLayout, TensorSpec
@@ -31,19 +35,13 @@ def test_small_pieces_and_signals_go_by_the_algorithm_beside() -> None:
     assert [message.wire_bytes for message in last] == [128, 128, 28]
 
 
-def test_signals_ride_in_the_last_fp32_message() -> None:
-    for wire in ("auto", "float32"):
-        plan = FusionPlan((FusionBuffer(("b2", "w2", "b1", "w1"), "ring", wire),))
-        ((full, half),) = plan_messages(plan, layouts(), tail=7)
-        assert (full.start, full.stop) == (0, 103)
-        assert half.stop == 192
-
-
-def test_signals_travel_alone_where_nothing_else_does() -> None:
-    empty = {"float32": FlatLayout.build([])}
-    assert plan_messages(FusionPlan.single(()), empty, 6) == [
-        [Message("float32", 0, 6, "native", "float32")]
-    ]
+@pytest.mark.parametrize("wire", ["auto", "float32"])
+def test_signals_are_part_of_the_last_fp32_message(wire: str) -> None:
+    plan = FusionPlan((FusionBuffer(("b2", "w2", "b1", "w1"), "ring", wire),))
+    ((full, half),) = plan_messages(plan, layouts(), tail=7)
+    assert (full.start, full.stop, half.stop) == (0, 103, 192)
+    alone = plan_messages(FusionPlan.single(()), {"float32": FlatLayout.build([])}, 6)
+    assert alone == [[Message("float32", 0, 6, "native", "float32")]]
 
 
 def test_bytes_of_an_element() -> None:

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from comm.exchanges import CPU, joined
-from paceline.comm.create_carrier import create_carrier
-from paceline.comm.flat_gradients import flat_layouts, tensor_spec
-from paceline.comm.gradient_exchange import SIGNALS, GradientExchange, Signals
+from paceline.comm.exchange import SIGNALS, GradientExchange, Signals, flat_layouts, tensor_spec
 from paceline.comm.messages import plan_messages
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
+from paceline.comm.transport import create_transport
 from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
 from paceline.plan.choose_plan import best_plan
 from paceline.plan.cluster import Cluster, Link
@@ -72,8 +71,8 @@ def _exchanged(rank: int, path: str) -> tuple[list[torch.Tensor], float, list[st
         settings = CommSettings(plan=path)
         tensors = [tensor_spec(name, p) for name, p in model.named_parameters()]
         plan = PlanChoice.read(settings, tensors, ClusterFacts(2, 1)).plan(())
-        carrier = create_carrier(group, settings, plan)
-        exchange = GradientExchange(model.named_parameters(), group, plan, carrier=carrier)
+        transport = create_transport(group, settings, plan)
+        exchange = GradientExchange(model.named_parameters(), group, plan, transport=transport)
         exchange.begin()
         for number, parameter in enumerate(model.parameters()):
             parameter.grad = whole_numbers(parameter, rank, number)
@@ -82,7 +81,7 @@ def _exchanged(rank: int, path: str) -> tuple[list[torch.Tensor], float, list[st
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         formats = [message.wire for messages in exchange.messages for message in messages]
         loss = float(exchange.tail[0])
-        carrier.close()
+        transport.close()
     return found, loss, formats
 
 

@@ -1,3 +1,5 @@
+"""Ranks of one job find one another, and ranks of two jobs at one port do not mix."""
+
 from __future__ import annotations
 
 import os
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from paceline.comm.job import JobIdentity
 from paceline.comm.rendezvous import Meeting, explain, meet
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
@@ -24,6 +27,7 @@ from ranks import free_port
 
 RANK0 = Topology(rank=0, world_size=2, local_world_size=2, launcher="environment")
 RANK1 = replace(RANK0, rank=1, local_rank=1)
+SETTINGS = {"run.seed": 1, "run.trace_steps": (10, 30)}
 
 
 @pytest.fixture
@@ -40,11 +44,9 @@ def _meet_all(port: int, timeout_s: float = 20) -> list[Meeting]:
         return list(pool.map(lambda rank: meet(rank, timeout_s), ranks))
 
 
-def test_ranks_that_met_share_a_store() -> None:
-    first, second = _meet_all(free_port())
-    first.store.set("word", "heard")
-    assert second.store.get("word") == b"heard"
-    assert not first.restarted
+def check_shared(first: Meeting, second: Meeting) -> None:
+    first.store.set("key", "value")
+    assert second.store.get("key") == b"value"
 
 
 def test_a_new_attempt_finds_nothing_of_the_last_in_the_agents_store(agent: TCPStore) -> None:
@@ -62,9 +64,7 @@ def test_the_greeting_of_a_dead_rank_is_no_rank(agent: TCPStore) -> None:
             dead.result()
     with pytest.raises(CommError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 1 s"):
         meet(replace(RANK0, master_port=agent.port), timeout_s=1)
-    first, second = _meet_all(agent.port)
-    first.store.set("word", "heard")
-    assert second.store.get("word") == b"heard"
+    check_shared(*_meet_all(agent.port))
 
 
 def test_one_agent_that_counts_a_restart_is_enough(
@@ -96,7 +96,7 @@ def test_a_rank_0_that_never_comes_is_not_waited_for_longer(
 ) -> None:
     with pytest.raises(CommError, match="rank 1 did not meet the others at 127.0.0.1:1 within 1 s"):
         meet(replace(RANK1, master_port=1), timeout_s=1)
-    # The error is the only thing said: torch's own words would be pages.
+    # Nothing else is printed: torch's own message would be pages.
     assert capfd.readouterr().err == ""
 
 
@@ -104,15 +104,15 @@ def test_rank_0_may_come_later(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(meet, replace(RANK1, master_port=port), 20)
-        time.sleep(0.3)
+        time.sleep(0.2)
         first = meet(replace(RANK0, master_port=port), 20)
-        first.store.set("word", "heard")
-        assert early.result().store.get("word") == b"heard"
+        check_shared(first, early.result())
+    assert not first.restarted
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (OSError("Permission denied"), "may not listen"),
         (RuntimeError("getaddrinfo failed: Name or service not known"), "cannot be resolved"),
@@ -120,9 +120,9 @@ def test_rank_0_may_come_later(capfd: pytest.CaptureFixture[str]) -> None:
         (ValueError("port must have value"), "is not an address"),
     ],
 )
-def test_other_causes_have_their_own_words(error: Exception, words: str) -> None:
+def test_other_causes_are_explained(error: Exception, message: str) -> None:
     cause, remedy = explain("host:80", RANK0, error, 5)
-    assert words in cause
+    assert message in cause
     assert remedy
 
 
@@ -169,19 +169,16 @@ def test_a_rank_of_another_job_is_refused_at_once_and_the_right_one_joins(
         assert "MASTER_PORT" in caught.value.remedy
         monkeypatch.setenv("PACELINE_JOB_ID", "4711")
         second = meet(replace(RANK1, master_port=port), 20)
-        first.result().store.set("word", "heard")
-        assert second.store.get("word") == b"heard"
+        check_shared(first.result(), second)
 
 
 def test_another_number_of_ranks_is_noticed_at_once_on_both_sides(no_job: None) -> None:
     port = free_port()
     with waiting_rank_0(port) as first:
         other = replace(RANK1, world_size=3, local_world_size=3, master_port=port)
-        words = "the number of ranks is 2 there and 3 here"
-        with pytest.raises(CommError, match=words):
-            meet(other, 300)
-        with pytest.raises(CommError, match=words):
-            first.result()
+        for attempt in (lambda: meet(other, 300), first.result):
+            with pytest.raises(CommError, match="the number of ranks is 2 there and 3 here"):
+                attempt()
 
 
 def test_settings_tell_jobs_without_an_id_apart(no_job: None) -> None:
@@ -190,16 +187,6 @@ def test_settings_tell_jobs_without_an_id_apart(no_job: None) -> None:
         with pytest.raises(CommError, match="run.seed is 1 there and 2 here"):
             meet(replace(RANK1, master_port=port), 300, {"run.seed": 2, "run.name": "a"})
         meet(replace(RANK1, master_port=port), 20, {"run.seed": 1, "run.name": "a"})
-        first.result()
-
-
-def test_settings_that_differ_within_a_job_are_left_to_the_agreement(
-    no_job: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PACELINE_JOB_ID", "4711")
-    port = free_port()
-    with waiting_rank_0(port, {"run.seed": 1}) as first:
-        meet(replace(RANK1, master_port=port), 20, {"run.seed": 2})
         first.result()
 
 
@@ -221,7 +208,7 @@ def test_a_place_is_taken_once(no_job: None) -> None:
     first, _second = _meet_all(port)
     with pytest.raises(CommError, match="all of its ranks have joined already"):
         meet(replace(RANK1, master_port=port), 300)
-    first.store.set("word", "heard")
+    first.store.set("key", "the store is still there")
 
 
 def test_of_two_that_come_as_one_rank_only_one_joins(no_job: None) -> None:
@@ -248,9 +235,9 @@ def test_a_restart_with_other_ranks_is_no_other_job(
             for n in range(size)
         ]
         with ThreadPoolExecutor(size) as pool:
-            # Rank 0 last: the others find the note of the former attempt.
+            # Rank 0 last: the others find the job that the former attempt published.
             later = [pool.submit(meet, rank, 20) for rank in ranks[1:]]
-            time.sleep(0.3)
+            time.sleep(0.2)
             later.append(pool.submit(meet, ranks[0], 20))
             for meeting in later:
                 meeting.result()
@@ -299,3 +286,52 @@ def test_a_rank_that_is_stopped_while_it_waits_loses_no_time(no_job: None) -> No
     finally:
         first.kill()
         first.wait()
+
+
+def identity(launcher: str, settings: Any = None, world_size: int = 2, **env: str) -> JobIdentity:
+    topology = Topology(0, world_size, 0, world_size, launcher=launcher)
+    return JobIdentity.from_env(env, topology, settings)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "env", "job_id"),
+    [
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "3"}, "abc"),
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, ""),  # what torchrun says without --rdzv-id
+        ("openmpi", {"PMIX_NAMESPACE": "2048", "OMPI_COMM_WORLD_RANK": "1"}, "2048"),
+        ("openmpi", {"OMPI_MCA_ess_base_jobid": "77"}, "77"),
+        ("slurm", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "12.0"),
+        ("slurm", {"SLURM_JOB_ID": "13", "SLURM_HET_JOB_ID": "12", "SLURM_STEP_ID": "0"}, "12"),
+        ("mpi", {"PMI_RANK": "0"}, ""),
+        ("environment", {"TORCHELASTIC_RUN_ID": "inherited"}, ""),
+        ("environment", {"PACELINE_JOB_ID": "mine"}, "mine"),
+        ("slurm", {"PACELINE_JOB_ID": "mine", "SLURM_JOB_ID": "12"}, "mine"),
+    ],
+)
+def test_the_launchers_id_is_the_jobs(launcher: str, env: dict[str, str], job_id: str) -> None:
+    assert identity(launcher, **env).job_id == job_id
+
+
+def test_known_ids_decide_whatever_the_settings() -> None:
+    ours = identity("torchrun", SETTINGS, TORCHELASTIC_RUN_ID="a")
+    assert ours.conflict(identity("torchrun", SETTINGS, TORCHELASTIC_RUN_ID="b"))
+    other_settings = identity("torchrun", {"run.seed": 2}, TORCHELASTIC_RUN_ID="a")
+    assert not ours.conflict(other_settings), "left to the agreement"
+    assert ours.conflict(replace(other_settings, world_size=3))
+
+
+def test_settings_decide_where_an_id_is_unknown() -> None:
+    ours = identity("environment", SETTINGS)
+    assert not ours.conflict(identity("environment", dict(SETTINGS)))
+    assert not ours.conflict(identity("torchrun", dict(SETTINGS), TORCHELASTIC_RUN_ID="a"))
+    theirs = identity("environment", {f"run.s{n}": n for n in range(5)})
+    assert "and 4 more settings differ" in ours.conflict(theirs)
+    assert not ours.conflict(identity("environment")), "a program without settings to compare"
+
+
+def test_a_job_is_sent_and_described() -> None:
+    ours = identity("slurm", SETTINGS, SLURM_JOB_ID="12", SLURM_STEP_ID="0")
+    theirs = JobIdentity.from_table(ours.to_table())
+    assert (theirs, theirs.digest) == (ours, ours.digest)
+    assert ours.describe().startswith("slurm job 12.0 of 2 ranks, configuration ")
+    assert identity("environment").describe().startswith("environment job without an id of 2 ranks")

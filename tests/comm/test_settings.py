@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.settings import CommSettings
+from paceline.comm import CommSettings
 from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
 
@@ -17,7 +17,6 @@ from paceline.core.errors import ConfigError
         ({"algorithm": "rings"}, "comm.algorithm = 'rings': unknown; did you mean 'ring'?"),
         ({"wire": "fp8"}, "comm.wire = 'fp8': unknown; known: auto, bfloat16, float16, float32"),
         ({"overlap": "yes"}, "comm.overlap = 'yes': unknown; known: auto, off, on"),
-        ({"fusion_mib": -1.0}, "comm.fusion_mib = -1.0: must be 0 to 65536; try 16"),
         ({"fusion_mib": float("nan")}, "comm.fusion_mib = nan: must be 0 to 65536; try 16"),
         ({"group_size": -2}, "comm.group_size = -2: must be 0 (the ranks of a node) or more"),
         ({"eta_kib": 0}, "comm.eta_kib = 0: must be 1 or more; try 1024"),
@@ -45,17 +44,9 @@ from paceline.core.errors import ConfigError
             {"plan": "p.toml", "wire": "float16"},
             "comm.wire = 'float16': but comm.plan = 'p.toml' decides it; leave one of the two out",
         ),
-        (
-            {"plan": "p.toml", "algorithm": "ring"},
-            "comm.algorithm = 'ring': but comm.plan = 'p.toml' decides it; leave one of the two out",
-        ),
-        (
-            {"plan": "p.toml", "fusion_mib": 4.0},
-            "comm.fusion_mib = 4.0: but comm.plan = 'p.toml' decides it; leave one of the two out",
-        ),
     ],
 )
-def test_a_value_that_cannot_be_is_told_in_one_line(values: dict[str, Any], line: str) -> None:
+def test_a_value_that_cannot_be_is_refused_in_one_line(values: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CommSettings(**values)
     assert str(caught.value) == line

@@ -18,7 +18,9 @@ SMALL = {
 def imports() -> dict[str, set[str]]:
     """Module path → the module paths that it imports, at the top and inside functions."""
     paths = {
-        ".".join(("paceline", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p
+        ".".join(("paceline", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): p
         for p in ROOT.rglob("*.py")
     }
     found: dict[str, set[str]] = {}

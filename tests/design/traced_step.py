@@ -2,7 +2,8 @@
 
     python traced_step.py OUTPUT.json train ...
 
-Tracing covers all threads, because the input pipeline and the communication thread run beside the step. The
+Tracing covers all threads, because the input pipeline and the communication thread run beside the step.
+The
 profile function is installed before any thread starts; it records only between two steps of the loop.
 """
 

@@ -25,9 +25,9 @@ def kill() -> None:
 
 def in_collective(nth: int, action: Callable[[], None]) -> None:
     """Once the nth all-reduce of the transport has been queued, outside of CUDA graphs."""
-    from paceline.comm.native_carrier import NativeCarrier
+    from paceline.comm.transport import NativeTransport
 
-    real, calls = NativeCarrier._start, [0]
+    real, calls = NativeTransport._start, [0]
 
     def start(self, piece):  # type: ignore[no-untyped-def]
         started = real(self, piece)
@@ -36,23 +36,22 @@ def in_collective(nth: int, action: Callable[[], None]) -> None:
             action()
         return started
 
-    NativeCarrier._start = start  # type: ignore[method-assign]
+    NativeTransport._start = start  # type: ignore[method-assign]
 
 
 def in_graph(nth: int, action: Callable[[], None]) -> None:
     """Right after the nth replay of a micro-step's CUDA graph, which holds collectives, was launched."""
-    from paceline.train.micro_step import _Recorded
+    from paceline.comm import GradientExchange
 
-    real, replays = _Recorded.run, [0]
+    real, replays = GradientExchange.replay, [0]
 
-    def run(self, parts, exchange, *, armed):  # type: ignore[no-untyped-def]
-        replayed = self._captured[armed].replays
-        real(self, parts, exchange, armed=armed)
-        replays[0] += armed and replayed
-        if armed and replayed and replays[0] == nth:
+    def replay(self, *, sends):  # type: ignore[no-untyped-def]
+        real(self, sends=sends)
+        replays[0] += sends
+        if sends and replays[0] == nth:
             action()
 
-    _Recorded.run = run  # type: ignore[method-assign]
+    GradientExchange.replay = replay  # type: ignore[method-assign]
 
 
 def raise_error() -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from nccl.cases import Case, covering_cases, describe
-from paceline.comm.gradient_exchange import Signals
+from paceline.comm.exchange import Signals
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
@@ -170,7 +170,7 @@ class Suite:
         found, skipped, step = trained(case, self.group, self.group.world_size, self.group.rank)
         problems = self._check_sums(step, case)
         step.release()
-        step.exchange.carrier.close()
+        step.exchange.close()
         wanted = [1] if case["special"] == "overflow" else []
         if skipped != wanted:
             problems.append(f"skipped steps {skipped}, not {wanted}")

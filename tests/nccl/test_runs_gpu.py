@@ -52,7 +52,7 @@ def test_a_run_trains_evaluates_saves_and_ends(
     finished(nodes, train(run, "--epochs", "2", *settings), tmp_path)
     found = summary(run)
     native = not any("comm.algorithm" in text for text in settings)
-    assert ("in the recording" in found["chosen"]["exchange"]) == native
+    assert ("in the CUDA graph" in found["chosen"]["exchange"]) == native
     assert found["stopped_by"] == "finished"
     assert found["world_size"] == sum(nodes)
     assert found["chosen"]["backend"] == "nccl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.gradient_exchange import SIGNALS
+from paceline.comm.exchange import SIGNALS
 from paceline.comm.messages import Message, plan_messages
 from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan import FusionPlan

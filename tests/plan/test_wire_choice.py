@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.comm.gradient_exchange import SIGNALS
+from paceline.comm.exchange import SIGNALS
 from paceline.core.errors import ConfigError
 from paceline.plan import FusionBuffer, FusionPlan, PlanFile
 from paceline.plan.choose_plan import best_plan, merged_plan, threshold_plan

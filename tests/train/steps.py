@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.carrier import Carrier
-from paceline.comm.gradient_exchange import GradientExchange
-from paceline.comm.group import Group
-from paceline.comm.settings import CommSettings
+from paceline.comm import CommSettings, GradientExchange, Group, Transport
 from paceline.core.topology import Topology
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader import TrainLoader
@@ -26,11 +23,9 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.dry_backward import DryBackward
-from paceline.train.exchange_parts import plan_exchange
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
-from paceline.train.step_parts import create_master_optimizer
+from paceline.train.step_parts import DryBackward, create_master_optimizer, plan_exchange
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
 from paceline.train.weights import create_average, master_weights
@@ -74,7 +69,7 @@ class Made:
     # None: one flat all-reduce after backward.
     comm: CommSettings | None = None
     # A buffer for every tensor, by this one.
-    carrier: Carrier | None = None
+    transport: Transport | None = None
     # How many steps an average of the weights reaches back; 0: none is kept.
     average: float = 0.0
 
@@ -97,10 +92,10 @@ def make_step(
     accumulate = plan.accumulation > 1
     if made.comm is None:
         names = [(name, 1) for name, _ in reversed(list(model.named_parameters()))]
-        alone_each = FusionPlan.by_threshold(names, 0) if made.carrier else None
+        alone_each = FusionPlan.by_threshold(names, 0) if made.transport else None
         exchange = GradientExchange(
             model.named_parameters(), group, alone_each, accumulate=accumulate,
-            carrier=made.carrier,
+            transport=made.transport,
         )  # fmt: skip
     else:
         dry = DryBackward(model, policy, normalize, norms, (made.micro, 12, 12, 1))
@@ -112,8 +107,9 @@ def make_step(
         model, optimizer, exchange, norms, scale, graphs=made.graphs, average=average
     )  # fmt: skip
     return TrainStep(
-        model, micro_step, update, exchange, norms, loader, normalize, policy, plan, group,
-        StopSignals(), scale, 5,
+        model=model, micro=micro_step, update=update, exchange=exchange, batch_norm=norms,
+        loader=loader, normalize=normalize, policy=policy, plan=plan, group=group,
+        stop=StopSignals(), scale=scale, seed=5,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The exchange on a GPU: recordings that hold NCCL's collectives, and staging over Gloo."""
+"""The exchange on a GPU: CUDA graphs that hold NCCL's collectives, and staging over Gloo."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from paceline.comm import CommSettings, Group, ProcessGroups
 from paceline.comm.algorithms.names import ALGORITHMS
-from paceline.comm.carrier import Piece, Tell, Wait
-from paceline.comm.group import Group
-from paceline.comm.hybrid import HybridAllReduce
-from paceline.comm.process_groups import ProcessGroups
-from paceline.comm.settings import CommSettings
-from paceline.comm.size_table import SizeTable
+from paceline.comm.hybrid import PlannedAllReduce
+from paceline.comm.transport import Notify, Piece, Wait
 from paceline.core.topology import Topology
 from ranks import run_ranks
 from train.steps import Made, alone, make_step, weights
@@ -24,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Asked for by name, because a group of one otherwise has a single buffer.
+# Asked for by name, because a group of one otherwise has a single bucket.
 NATIVE = CommSettings(algorithm="native", fusion_mib=0.0)
 
 
@@ -46,16 +43,16 @@ def train(group: Group, comm: CommSettings | None, *, graphs: bool, micro: int) 
     for number in range(step.plan.total_steps):
         outcome = step.run(number, 0.05)
         assert outcome.exposed_comm_s >= 0
-    step.exchange.carrier.close()
+    step.exchange.close()
     return weights(step)
 
 
 @pytest.mark.parametrize("micro", [12, 4])
 @pytest.mark.parametrize("wire", ["auto", "float16"])
-def test_recorded_and_eager_overlap_train_as_the_flat_exchange(
+def test_captured_and_eager_overlap_train_as_the_flat_exchange(
     group: Group, micro: int, wire: str
 ) -> None:
-    """With micro-batches of 4 there are two recordings: plain, and armed with its collectives."""
+    """With micro-batches of 4 there are two graphs: without and with collectives."""
     on = CommSettings(algorithm="native", fusion_mib=0.0, overlap="on", wire=wire)
     flat = train(group, None, graphs=False, micro=micro)
     tolerance = 1e-4 if wire == "auto" else 2e-2
@@ -65,14 +62,14 @@ def test_recorded_and_eager_overlap_train_as_the_flat_exchange(
 
 class Doubling:
     """Doubles what it carries, on a stream of its own that is late: whoever reads before the join, or
-    sends before backward has filled the buffer, sees other numbers."""
+    sends before backward has filled the bucket, sees other numbers."""
 
-    name, overlaps, recordable = "doubling", True, True
+    overlaps, capturable = True, True
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def send(self, pieces: Sequence[Piece], begun: Tell, ended: Tell) -> Wait:
+    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -89,15 +86,15 @@ class Doubling:
         """Nothing is held."""
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["captured", "eager"])
 @pytest.mark.parametrize("micro", [12, 4])
 def test_nothing_is_sent_too_early_or_read_too_early(graphs: bool, micro: int) -> None:
     """Twice the gradient at half the rate is the same step, but only if each is doubled just once."""
     found = []
-    for carrier, rate in ((Doubling(), 0.05), (None, 0.1)):
-        made = Made(micro, epochs=5, graphs=graphs, carrier=carrier)
+    for transport, rate in ((Doubling(), 0.05), (None, 0.1)):
+        made = Made(micro, epochs=5, graphs=graphs, transport=transport)
         step = make_step(alone(torch.device("cuda")), made=made)
-        assert step.exchange.overlaps == (carrier is not None)
+        assert step.exchange.overlaps == (transport is not None)
         for number in range(step.plan.total_steps):
             step.run(number, rate)
         found.append(weights(step))
@@ -114,29 +111,29 @@ def _gloo_sums(rank: int) -> bool:
     topology = Topology.from_env(os.environ)
     with Group(topology, CommSettings(backend="gloo"), torch.device("cuda", 0)) as group:
         groups = ProcessGroups(topology, timeout_s=60)
-        hybrid = HybridAllReduce(groups, SizeTable.single("native"))
+        planned = PlannedAllReduce(groups)
         good = True
         for name in ALGORITHMS:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 buffer = torch.arange(1000, device="cuda").remainder(7).add(rank).to(dtype)
                 wanted = sum(torch.arange(1000).remainder(7) + r for r in range(group.world_size))
-                hybrid.carry(buffer, name, "auto")
+                planned.carry(buffer, name, "auto")
                 good &= torch.equal(buffer.cpu().float(), torch.as_tensor(wanted).float())
-        hybrid.close()
+        planned.close()
     return good
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_alone_over_nccl(group: Group, name: str) -> None:
     groups = ProcessGroups(group.topology, timeout_s=60)
-    hybrid = HybridAllReduce(groups, SizeTable.single(name))
+    planned = PlannedAllReduce(groups)
     buffer = torch.arange(1000, device="cuda", dtype=torch.float32)
-    hybrid.carry(buffer, name, "auto")
+    planned.carry(buffer, name, "auto")
     assert torch.equal(buffer.cpu(), torch.arange(1000, dtype=torch.float32))
-    hybrid.close()
+    planned.close()
 
 
-def test_overlap_by_itself_never_costs_a_recording(group: Group) -> None:
+def test_overlap_by_itself_never_costs_a_graph(group: Group) -> None:
     step = make_step(group, made=Made(graphs=True, comm=NATIVE))
     assert step.exchange.overlaps == (group.backend == "nccl")
-    step.exchange.carrier.close()
+    step.exchange.close()

@@ -14,7 +14,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import read_events
 from paceline.plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, PlanFile
-from paceline.train import exchange_parts
+from paceline.train import step_parts
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
 from small_runs import run_small
@@ -37,8 +37,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_hybrid_trains_as_native_does_and_ranks_stay_bit_identical(tmp_path: Path) -> None:
     """A run's end compares all ranks' weights itself, and fails where they differ."""
     cases = {
-        "flat": ({}, 0.0, "1 buffer of 2.28 MiB, native, after backward"),
-        "hybrid": (HYBRID, 1e-5, "9 buffers of 19.3 KiB to 579 KiB, ring (6), hierarchical (3), "
+        "flat": ({}, 0.0, "1 bucket of 2.28 MiB, native, after backward"),
+        "hybrid": (HYBRID, 1e-5, "9 buckets of 19.3 KiB to 579 KiB, ring (6), hierarchical (3), "
                    "overlapped"),
         "after": (HYBRID | {"comm__overlap": "off"}, 1e-5, "after backward"),
         "half": (HYBRID | {"comm__wire": "float16"}, 1e-2, "float16 wire, overlapped"),
@@ -66,11 +66,11 @@ def _probed(*values: Any) -> Any:
 
 
 def _resume(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    recorded, exchange_parts.record_order = exchange_parts.record_order, _probed
+    recorded, step_parts.record_order = step_parts.record_order, _probed
     try:
         return run_small(output, **values).summary
     finally:
-        exchange_parts.record_order = recorded
+        step_parts.record_order = recorded
 
 
 def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
     # Other settings make another plan, of the same order.
     other = rest | {"comm__fusion_mib": 1.0}
     changed = run_ranks(2, _resume, str(tmp_path / "c"), other)[0]["chosen"]
-    assert changed["exchange"].startswith("3 buffers")
+    assert changed["exchange"].startswith("3 buckets")
     assert changed["exchange"].endswith("(order as in the checkpoint)")
     assert changed["changed on resume"].endswith("comm.fusion_mib 0.02 → 1.0")
     # So does another number of ranks; alone, with an algorithm asked for, the run goes on as well.
@@ -126,16 +126,16 @@ def test_a_plan_file_decides_and_one_for_others_is_refused(tmp_path: Path) -> No
 
 def _own_plan(rank: int, output: str, paths: list[str]) -> str:
     """Each rank finds another file where the settings say the same."""
-    read = exchange_parts.PlanChoice.read
+    read = step_parts.PlanChoice.read
 
     def own(settings: Any, *values: Any) -> Any:
         return read(type(settings)(plan=paths[rank]), *values)
 
-    exchange_parts.PlanChoice.read = own  # type: ignore[method-assign]
+    step_parts.PlanChoice.read = own  # type: ignore[method-assign]
     try:
         return _refused(rank, output, {"comm__plan": "plan.toml"})
     finally:
-        exchange_parts.PlanChoice.read = read  # type: ignore[method-assign]
+        step_parts.PlanChoice.read = read  # type: ignore[method-assign]
 
 
 def test_ranks_with_different_plans_are_told_alike(tmp_path: Path) -> None:

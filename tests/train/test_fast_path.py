@@ -1,7 +1,13 @@
+"""What a device gets: fused kernels, torch.compile, CUDA graphs; and whether Triton's kernels run."""
+
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +16,8 @@ from torch import nn
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, RunError
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet, TorchNorm, use_torch_norms
-from paceline.train.fast_path import FastPath, choose_fast_path
+from paceline.train import fast_path
+from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
 from small_runs import run_small
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -97,13 +104,8 @@ def test_a_gpu_compiles_what_has_no_fused_form() -> None:
     assert (path.compile, path.fused_norm) == ("model", False)
     assert parts(model) == {False}
     assert choose(GPU, compile="off", fused_norm="off").compile == "off"
-
-
-def test_what_is_compiled_is_not_fused() -> None:
-    model = SmallResNet()
     path = choose(GPU, model, compile="blocks")
-    assert (path.compile, path.fused_norm) == ("blocks", False)
-    assert parts(model) == {False}
+    assert (path.compile, path.fused_norm) == ("blocks", False), "what is compiled is not fused"
 
 
 def test_switches_that_cannot_be_obeyed_are_refused() -> None:
@@ -133,7 +135,7 @@ def test_switches_that_cannot_be_obeyed_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"compile": "block"}, "run.compile = 'block': unknown; did you mean 'blocks'?"),
         ({"fused_norm": "yes"}, "run.fused_norm = 'yes': unknown; known: auto, off, on"),
@@ -144,10 +146,10 @@ def test_switches_that_cannot_be_obeyed_are_refused() -> None:
         ),
     ],
 )
-def test_words_that_mean_nothing_are_refused(settings: dict[str, str], words: str) -> None:
+def test_unknown_values_are_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RunSettings(**settings)  # type: ignore[arg-type]
-    assert str(caught.value) == words
+    assert str(caught.value) == message
 
 
 def test_only_a_fused_stem_of_three_channels_takes_padded_images() -> None:
@@ -161,20 +163,16 @@ def test_only_a_fused_stem_of_three_channels_takes_padded_images() -> None:
         assert choose(CPU, made(3)).image_channels is None
 
 
-def test_every_block_is_compiled_for_itself(compiled: Compiled) -> None:
+def test_blocks_or_the_whole_model_are_compiled(compiled: Compiled) -> None:
     model = SmallResNet()
     assert choose(CPU, model, compile="blocks").forward is model
     blocks = [model.layer1[0], model.layer2[0], model.layer3[0], model.layer3[1]]
     assert compiled == [(block, False) for block in blocks]
-
-
-def test_the_model_is_compiled_as_a_whole(compiled: Compiled) -> None:
-    model = SmallResNet()
     choose(CPU, model, compile="model")
-    assert compiled == [(model, False)]
+    assert compiled[-1] == (model, False)
 
 
-def test_a_compiler_that_fails_is_told_in_one_line(
+def test_a_compiler_that_fails_gives_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.exc import BackendCompilerFailed
@@ -191,3 +189,33 @@ def test_a_compiler_that_fails_is_told_in_one_line(
     assert str(caught.value) == (
         "torch.compile failed (ValueError: no C++ compiler); use --compile off"
     )
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    """What the probe finds where `run` is the kernel; its tensors lie on the CPU here."""
+    ones = torch.ones
+    monkeypatch.setattr(
+        fast_path.torch, "ones", lambda *shape, device=None, **how: ones(*shape, **how)
+    )
+
+    def probe(run: Any) -> str:
+        triton_problem.cache_clear()  # answers are kept for a process
+        stand_in: Any = SimpleNamespace(normalized=run)
+        monkeypatch.setitem(sys.modules, "paceline.data.normalize_kernel", stand_in)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if run else None)
+        return triton_problem(GPU)
+
+    return probe
+
+
+def test_whether_kernels_can_run_is_found_out_by_running_one(probed: Callable[[Any], str]) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify")
+
+    assert triton_problem(CPU) == "needs a GPU"
+    assert probed(None) == "the package triton is not installed"
+    assert probed(lambda pixel, scale, shift, dtype, extra: pixel.to(dtype) * scale + shift) == ""
+    assert probed(fail) == "no kernel can be built: Failed to find C compiler."
+    assert probed(lambda *given: torch.zeros(1)) == "a kernel gave a wrong result"
+    triton_problem.cache_clear()

@@ -1,94 +1,211 @@
-"""What a micro-step holds on to, and what a step's time is made of."""
+"""The micro-step: images mixed with one another, the loss of mixed labels, and errors of a pass."""
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from paceline.bench.step import StepRow
-from paceline.bench.step import build_step as build
-from paceline.comm.hybrid_carrier import HybridCarrier
-from paceline.comm.settings import CommSettings
+from paceline.core.errors import ConfigError, DataError, RunError
+from paceline.train.micro_step import MicroStep, Mixing, mixed, other_labels, step_error
+from ranks import run_ranks
+from small_runs import run_small, small_config
 from train.steps import Made, alone, make_step
 
-
-def test_steps_collected_in_one_go_share_the_time_by_their_launches() -> None:
-    step = make_step(alone())
-    step.launch(0, 0.1)
-    time.sleep(0.1)
-    step.launch(1, 0.1)
-    first, second = step.collect(), step.collect()
-    assert first.step_s >= 0.1  # up to the second's launch, though both were done long before
-    assert 0 < second.step_s < first.step_s
+SIZE = 12
 
 
-def test_a_short_batch_gives_the_memory_of_a_recording_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("free"))
-    step = make_step(alone())
-    graphs = SimpleNamespace(release=lambda: calls.append("release"))
-    step.micro._recorded = graphs  # type: ignore[assignment]
-    step.launch(0, 0.1)  # recordings are off on a CPU, so every batch counts as short
-    assert step.micro._recorded is None
-    assert calls == ["wait", "release", "free"]
-    step.collect()
+def images(samples: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(1)
+    made = torch.randn(samples, 3, SIZE, SIZE, dtype=dtype)
+    return made.contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("nhwc", [True, False])
-def test_maps_lie_as_the_switch_says(nhwc: bool) -> None:
-    row = StepRow("ours", "ours", "resnet_tiny", 4, 28, 5, "cpu", 1, 1, {"run.channels_last": nhwc})
-    step, words = build(row, alone())
-    orders: list[bool] = []
-    step.model.conv1.register_forward_hook(  # type: ignore[operator, union-attr]
-        lambda module, given, out: orders.append(
-            out.is_contiguous(memory_format=torch.channels_last)
-        )
+def test_a_table_is_a_function_of_seed_step_and_micro_batch() -> None:
+    first = Mixing(0.2, 1.0, SIZE, seed=4).table(7, 2, 50)
+    assert torch.equal(first, Mixing(0.2, 1.0, SIZE, seed=4).table(7, 2, 50))
+    others = (
+        Mixing(0.2, 1.0, SIZE, seed=5).table(7, 2, 50),
+        Mixing(0.2, 1.0, SIZE, seed=4).table(8, 2, 50),
+        Mixing(0.2, 1.0, SIZE, seed=4).table(7, 3, 50),
     )
-    step.run(0, 0.1)
-    assert orders == [nhwc]
-    assert ("NHWC" if nhwc else "NCHW") in words
+    for other in others:
+        assert not torch.equal(first, other)
 
 
-class Recorded:
-    """Notes whether a recording was asked for with its collectives; computes nothing."""
+def test_mixup_adds_two_images_up() -> None:
+    given, table = images(5), Mixing(0.4, 0.0, SIZE, seed=0).table(0, 0, 5)
+    found, own = mixed(given, table)
+    share = table[:, 0]
+    assert torch.equal(own, share)
+    for i, j in enumerate((4, 3, 2, 1, 0)):
+        expected = share[i] * given[i] + (1 - share[i]) * given[j]
+        torch.testing.assert_close(found[i], expected)
+    assert other_labels(torch.arange(5)).tolist() == [4, 3, 2, 1, 0]
 
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
 
-    def run(self, *batch: object, armed: bool) -> None:
-        self.log.append("armed recording" if armed else "recording")
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 5.0])
+def test_shares_follow_their_distribution_image_by_image(alpha: float) -> None:
+    shares = Mixing(alpha, 0.0, SIZE, seed=0).table(0, 0, 40_000)[:, 0]
+    assert float(shares.mean()) == pytest.approx(0.5, abs=0.01)
+    assert float(shares.var()) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
+
+
+def test_cutmix_puts_a_box_of_one_image_into_the_other() -> None:
+    given, table = images(40), Mixing(0.0, 1.0, SIZE, seed=0).table(0, 0, 40)
+    found, own = mixed(given, table)
+    other = given.flip(0)
+    sizes = set()
+    for i, (outside, top, bottom, left, right) in enumerate(table.int().tolist()):
+        assert outside == 1
+        assert 0 <= top <= bottom <= SIZE
+        assert 0 <= left <= right <= SIZE
+        expected = given[i].clone()
+        expected[:, top:bottom, left:right] = other[i][:, top:bottom, left:right]
+        assert torch.equal(found[i], expected)
+        area = (bottom - top) * (right - left)
+        assert float(own[i]) == pytest.approx(1 - area / SIZE**2)
+        sizes.add(area)
+    assert len(sizes) > 10
+
+
+def test_boxes_are_as_large_as_the_shares_say() -> None:
+    """Where no edge cuts them off: Beta(1, 1) is even, so is 1 - the box's part of the image."""
+    table = Mixing(0.0, 1.0, 1000, seed=0).table(0, 0, 20_000)
+    tall, wide = table[:, 2] - table[:, 1], table[:, 4] - table[:, 3]
+    whole = (table[:, 1] > 0) & (table[:, 2] < 1000) & (table[:, 3] > 0) & (table[:, 4] < 1000)
+    assert (tall[whole] == wide[whole]).all()
+    # A box of side s lies inside at (1 - s)² of the centres: small ones are found more often.
+    sides = np.linspace(0, 1, 100_001)
+    weight = 2 * sides * (1 - sides) ** 2
+    expected = (weight * sides).sum() / weight.sum()
+    assert float(tall[whole].mean()) / 1000 == pytest.approx(expected, rel=0.02)
+
+
+def test_with_both_each_image_takes_one() -> None:
+    table = Mixing(0.2, 1.0, SIZE, seed=0).table(0, 0, 2000)
+    boxed = table[:, 2] > table[:, 1]
+    assert (table[boxed, 0] == 1).all()
+    assert 0.4 < float(boxed.float().mean()) < 0.55  # some boxes are empty
+    assert float(table[~boxed, 0].min()) < 0.5
+    for dtype in (torch.float32, torch.float16):
+        found, own = mixed(images(6, dtype), Mixing(0.2, 1.0, SIZE, seed=0).table(0, 0, 6))
+        assert (found.dtype, own.dtype) == (dtype, torch.float32)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.3, 0.0), (0.0, 1.0), (0.3, 1.0)])
+def test_the_step_s_loss_is_that_of_soft_labels(mixup: float, cutmix: float) -> None:
+    plain, step = (make_step(alone(), made=Made(12)) for _ in range(2))
+    step.mixing = Mixing(mixup, cutmix, SIZE, seed=9)
+    batch = next(plain.loader)
+    table = Mixing(mixup, cutmix, SIZE, seed=9).table(0, 0, 12)
+    inputs, own = mixed(plain.normalize(batch.images, "cpu"), table)
+    outputs = plain.model(inputs).detach().double()
+    classes = outputs.shape[1]
+    kept = own[:, None].double()
+    one_hot = F.one_hot(batch.labels, classes).double()
+    soft = kept * one_hot + (1 - kept) * one_hot.flip(0)
+    soft = 0.9 * soft + 0.1 / classes
+    expected = float(-(soft * outputs.log_softmax(1)).sum(1).mean())
+    assert step.run(0, 0.1).loss == pytest.approx(expected, rel=1e-5)
+    assert plain.run(0, 0.1).loss != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.3, 0.0), (0.3, 0.7), (0.0, 0.0)])
+def test_a_run_mixes_every_micro_batch_as_its_settings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixup: float, cutmix: float
+) -> None:
+    """The last one, which is short, too; without strengths none."""
+    found: list[torch.Tensor | None] = []
+    compute = MicroStep.run
+
+    def note(self: MicroStep, *batch: torch.Tensor, **how: Any) -> None:
+        found.append(how["mix"])
+        compute(self, *batch, **how)
+
+    monkeypatch.setattr(MicroStep, "run", note)
+    run_small(
+        tmp_path, run__batch_size=8, run__seed=3, run__mixup=mixup, run__cutmix=cutmix,
+        data__synthetic_samples=54,
+    )  # fmt: skip
+    mixing = Mixing(mixup, cutmix, 28, seed=3)
+    sizes = [(step, number, 8) for step in range(6) for number in range(2)]
+    expected = [mixing.table(*which) for which in [*sizes, (6, 0, 6), (6, 1, 6)]]
+    for table, wanted in zip(found, expected, strict=True):
+        assert torch.equal(table, wanted) if table is not None else not mixup
+
+
+def _run(rank: int, output: str) -> None:
+    run_small(output, **MIXED)
+
+
+MIXED = {"run__batch_size": 8, "run__mixup": 0.2, "run__cutmix": 1.0}
+
+
+def test_one_rank_and_two_and_a_resumed_run_mix_alike(tmp_path: Path) -> None:
+    every = {"checkpoint__interval_steps": 1, "checkpoint__keep": 9}
+    whole = run_small(tmp_path / "one", **MIXED, **every)
+    resume = str(tmp_path / "one/checkpoints/step-00000003.pt")
+    rest = run_small(tmp_path / "rest", **MIXED, run__resume=resume)
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    unmixed = run_small(tmp_path / "unmixed", run__batch_size=8)
+    assert unmixed.summary["weights_sha256"] != whole.summary["weights_sha256"]
+    run_ranks(2, _run, str(tmp_path / "two"))
+    one, two = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "two"))
+    for name, value in one.items():
+        if "running" not in name and "tracked" not in name:  # averaged over ranks
+            torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("value", [-0.1, 0.001, 101.0, float("nan")])
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_what_is_no_strength_is_refused(name: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        small_config(tmp_path, **{f"run__{name}": value})
+    assert refused.value.field == f"run.{name}"
+
+
+def compile_error(text: str) -> Exception:
+    """An error of the compiler's, known by its module: importing the compiler takes seconds."""
+    return type("Failed", (RuntimeError,), {"__module__": "torch._inductor.exc"})(text)
 
 
 @pytest.mark.parametrize(
-    ("overlap", "recordable", "expected"),
+    ("error", "message"),
     [
-        ("auto", True, ["recording", "recording", "armed recording"]),
-        ("auto", False, ["recording", "recording", "recording"]),
-        ("on", False, ["recording", "recording", "armed, not recorded"]),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "out of memory at step 4 with a batch size of 8 a process; use a smaller one, such as "
+            "--batch-size 4; the global batch and the result stay the same",
+        ),
+        (
+            ValueError("Expected more than 1 value per channel when training, got (1, 4, 1, 1)"),
+            "a micro-batch of one sample at step 4 leaves batch norm a single value; choose a "
+            "--global-batch-size or --epochs with which the last batch has more samples, or a larger "
+            "--batch-size",
+        ),
+        (
+            compile_error("backend='inductor' raised:\n\nImportError: no ninja\nSet TORCH_LOGS"),
+            "torch.compile failed (ImportError: no ninja); use --compile off",
+        ),
+        (compile_error(""), "torch.compile failed (Failed); use --compile off"),
     ],
+    ids=["memory", "single value", "compiler", "silent compiler"],
 )
-def test_the_last_micro_step_is_recorded_where_its_carrier_can_be(
-    monkeypatch: pytest.MonkeyPatch, overlap: str, recordable: bool, expected: list[str]
-) -> None:
-    monkeypatch.setattr(HybridCarrier, "recordable", recordable)
-    comm = CommSettings(algorithm="ring", fusion_mib=0.0, overlap=overlap)
-    step = make_step(alone(), made=Made(4, graphs=True, comm=comm))
-    log: list[str] = []
-    step.micro._recorded = Recorded(log)  # type: ignore[assignment]
-    arm = step.exchange.arm
+def test_what_a_user_can_fix_is_one_line(error: Exception, message: str) -> None:
+    found = step_error(error, 3, 8)
+    assert isinstance(found, RunError)
+    assert str(found) == message
 
-    def note() -> None:
-        log.append("armed, not recorded")
-        arm()
 
-    monkeypatch.setattr(step.exchange, "arm", note)
-    step.launch(0, 0.1)
-    assert log == expected
-    step.collect()
-    step.exchange.carrier.close()
+def test_our_own_errors_stay_and_a_defect_keeps_its_traceback() -> None:
+    own = DataError("the shard is gone", "bring it back")
+    assert step_error(own, 3, 8) is own
+    for defect in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("x")):
+        assert step_error(defect, 3, 8) is None

@@ -8,8 +8,8 @@ import pytest
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.train.exchange_parts import plan_exchange
 from paceline.train.pinned_plan import PinnedPlan
+from paceline.train.step_parts import plan_exchange
 from train.steps import Net, alone
 
 PLAN = FusionPlan.single(("b", "a"))

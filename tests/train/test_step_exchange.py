@@ -1,38 +1,35 @@
-"""One step over the communication module: overlapped buffers keep all that the flat exchange promises."""
+"""One step over the communication module: overlapped buckets, parameters of every kind, dry backward."""
 
 from __future__ import annotations
 
-import os
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.gradient_exchange import GradientExchange
-from paceline.comm.group import Group
-from paceline.comm.settings import CommSettings
-from paceline.core.errors import PacelineError
-from paceline.core.topology import Topology
-from paceline.train import exchange_parts
-from paceline.train.step import StepOutcome, TrainStep
+from paceline.comm import CommSettings
+from paceline.core.errors import PacelineError, RunError
+from paceline.precision.settings import PrecisionSettings
+from paceline.train.step import TrainStep
+from paceline.train.step_parts import DryBackward
+from paceline.train.weights import full_state, master_weights
 from ranks import run_ranks
-from train.steps import CPU, OPTIM, Made, Net, alone, joined, make_step, same, snapshot, weights
+from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, weights
 
-# Every tensor alone: the most buffers, and the most that can leave early.
+# Every tensor alone: the most buckets, and the most that can be sent early.
 HYBRID = CommSettings(algorithm="hybrid", eta_kib=1, fusion_mib=0.0)
 RING16 = CommSettings(algorithm="ring", wire="float16", fusion_mib=0.0)
 NATIVE = CommSettings(fusion_mib=0.0)
-
-
-def made(micro: int = 6, comm: CommSettings | None = HYBRID) -> Made:
-    return Made(micro, comm=comm, optim=replace(OPTIM, weight_decay=0.1, decay_bias_norm=True))
+DTYPES = ("fp32", "fp16", "bf16")
+SCALE = PrecisionSettings(loss_scale_init=1024.0)
+DECAY = replace(OPTIM, weight_decay=0.1, decay_bias_norm=True)
+LARS = replace(OPTIM, name="lars", weight_decay=1e-4, trust_coefficient=0.01)
 
 
 def closed(step: TrainStep) -> Tensor:
     """The masters; the step's thread and groups are given back."""
-    step.exchange.carrier.close()
+    step.exchange.close()
     return weights(step)
 
 
@@ -54,16 +51,20 @@ class Odd(nn.Module):
         return out + self.spare(out) if self.use else out
 
 
-def _odd(rank: int, micro: int, comm: CommSettings | None) -> tuple[Tensor, int]:
+def _odd(
+    rank: int, micro: int, comm: CommSettings | None, dtype: str, use: bool = True
+) -> tuple[Tensor, int]:
     with joined() as group:
-        step = make_step(group, model=Odd(rank == 1), made=made(micro, comm))
+        made = Made(micro, comm=comm, optim=DECAY, dtype=dtype, precision=SCALE)
+        step = make_step(group, model=Odd(use and rank == 1), made=made)
         before = snapshot(step)
         assert not any(step.run(number, 0.1).skipped for number in range(2))
         assert step.exchange.overlaps == (comm is not None)
         after = snapshot(step)
         for name in ("frozen.weight", "never.weight", "never.bias"):
             assert torch.equal(before[f"model {name}"], after[f"model {name}"]), name
-        assert not torch.equal(before["model spare.weight"], after["model spare.weight"])
+        kept = torch.equal(before["model spare.weight"], after["model spare.weight"])
+        assert kept == (not use), "decay, too, is for what some rank uses"
         return closed(step), len(step.exchange.plan.buffers)
 
 
@@ -72,10 +73,10 @@ def test_tied_frozen_and_unused_parameters_train_as_in_the_flat_exchange(micro: 
     """With micro-batches of 2 a step has three of them, and only the last may send."""
     found = []
     for comm in (None, NATIVE, HYBRID, RING16):
-        (ours, buffers), (theirs, _) = run_ranks(2, _odd, micro, comm)
+        (ours, buckets), (theirs, _) = run_ranks(2, _odd, micro, comm, "fp32")
         assert torch.equal(ours, theirs)
         # The weight with two names once, nothing of the frozen layer.
-        assert buffers == (11 if comm else 1)
+        assert buckets == (11 if comm else 1)
         found.append(ours)
     flat, native, hybrid, ring16 = found
     assert torch.equal(native, flat)  # two numbers have one sum
@@ -84,15 +85,23 @@ def test_tied_frozen_and_unused_parameters_train_as_in_the_flat_exchange(micro: 
     assert not torch.equal(ring16, flat)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "use"), [("fp16", True), ("fp16", False), ("bf16", True), ("fp32", False)]
+)
+def test_a_parameter_is_trained_alike_on_all_ranks_or_left_alone(dtype: str, use: bool) -> None:
+    (ours, _), (theirs, _) = run_ranks(2, _odd, 6, None, dtype, use)
+    assert torch.equal(ours, theirs)
+
+
 def _four(rank: int, comm: CommSettings | None) -> Tensor:
     with joined() as group:
-        step = make_step(group, made=made(3, comm))
+        step = make_step(group, made=Made(3, comm=comm, optim=DECAY))
         for number in range(3):  # the last is too short for all ranks
             step.run(number, 0.1)
         return closed(step)
 
 
-def test_four_ranks_end_bit_identical_by_every_way() -> None:
+def test_four_ranks_end_bit_identical_by_every_transport() -> None:
     flat = run_ranks(4, _four, None)[0]
     for comm in (HYBRID, RING16, replace(HYBRID, group_size=2)):
         results = run_ranks(4, _four, comm)
@@ -100,133 +109,108 @@ def test_four_ranks_end_bit_identical_by_every_way() -> None:
         torch.testing.assert_close(results[0], flat, rtol=2e-3, atol=2e-3)
 
 
-def _poisoned(rank: int, comm: CommSettings) -> tuple[list[StepOutcome], bool, Tensor]:
-    with joined() as group:
-        step = make_step(group, made=made(comm=comm), norm=True)
-        assert isinstance(step.model, Net)
-        first = step.run(0, 0.1)
-        before = snapshot(step)
-        step.model.poison = float("nan") if rank == 1 else 0.0
-        second = step.run(1, 0.1)
-        kept = same(before, snapshot(step))
-        step.model.poison = 0.0
-        third = step.run(2, 0.1)
-        return [first, second, third], kept, closed(step)
-
-
-@pytest.mark.parametrize("comm", [HYBRID, RING16])
-def test_a_nan_on_one_rank_skips_the_step_on_all(comm: CommSettings) -> None:
-    results = run_ranks(2, _poisoned, comm)
-    for outcomes, kept, trained in results:
-        assert [outcome.skipped for outcome in outcomes] == [False, True, False]
-        assert all(outcome.exposed_comm_s > 0 for outcome in outcomes)
-        assert kept
-        assert torch.equal(trained, results[0][2])
-
-
-class Breaks(Net):
-    """Its backward pass fails once the first buffers have left."""
-
-    broken = False
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.conv(images)
-        if self.broken:
-            features.register_hook(_break)
-        out: Tensor = self.fc(features.relu().flatten(1))
-        return out
-
-
-def _break(gradient: Tensor) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def _broken(rank: int) -> tuple[str, bool, int]:
-    with joined() as group:
-        step = make_step(group, model=Breaks(), made=made())
-        before = snapshot(step)
-        step.model.broken = rank == 1  # type: ignore[assignment]
-        sent: list[int] = []
-        reduce = step.exchange.reduce
-
-        def note(*values: object) -> None:
-            sent.append(step.exchange.sent)
-            reduce(*values)  # type: ignore[arg-type]
-
-        step.exchange.reduce = note  # type: ignore[method-assign, assignment]
-        with pytest.raises(PacelineError) as caught:
-            step.run(0, 0.1)
-        kept = same(before, snapshot(step))
-        step.exchange.carrier.close()
-        return str(caught.value), kept, sent[0]
-
-
-def test_an_error_amid_backward_ends_the_step_on_all_ranks_alike() -> None:
-    (text, kept, sent), (other, kept_there, sent_there) = run_ranks(2, _broken)
-    assert text == other
-    assert "rank 1: out of memory at step 1" in text
-    assert kept
-    assert kept_there
-    assert (sent, sent_there) == (3, 2)
-
-
 def _other_model(rank: int) -> str:
     with joined() as group, pytest.raises(PacelineError) as caught:
-        make_step(group, model=Odd(False) if rank else Net(), made=made())
+        make_step(group, model=Odd(False) if rank else Net(), made=Made(6, comm=HYBRID))
     return str(caught.value)
 
 
-def test_ranks_with_other_parameters_are_told_alike() -> None:
+def test_ranks_with_other_parameters_raise_the_same_line() -> None:
     first, second = run_ranks(2, _other_model)
     assert first == second
     assert first.startswith("ranks differ in the trained parameters: '4 tensors of 1,644 elements")
     assert first.endswith("build the same model on every rank")
 
 
-def _no_memory(rank: int, when: str) -> str:
-    """Rank 1 has none, for the buffers or later on the communication thread."""
-
-    def refuse(*values: object, **options: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    def run() -> None:
-        with Group(Topology.from_env(os.environ), CommSettings(), CPU) as group:
-            step = make_step(group, made=made(comm=RING16))
-            with closing(step.exchange.carrier) as carrier:
-                if rank == 1:
-                    carrier._hybrid._staging.take = refuse  # type: ignore[attr-defined]
-                step.run(0, 0.1)
-
-    if rank == 1 and when == "build":
-        exchange_parts.GradientExchange = refuse  # type: ignore[misc, assignment]
-    try:
-        with pytest.raises(PacelineError) as caught:
-            run()
-    finally:
-        exchange_parts.GradientExchange = GradientExchange  # type: ignore[misc]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("when", "words"),
-    [
-        ("build", "out of memory with the gradients' buffers on cpu; free memory, or"),
-        ("step", "out of memory in the exchange of gradients; free memory, or lower comm.fusion_m"),
-    ],
-)
-def test_a_buffer_larger_than_memory_ends_all_ranks_with_one_line(when: str, words: str) -> None:
-    for line in run_ranks(2, _no_memory, when):
-        assert words in line
-
-
 def test_a_process_alone_runs_what_it_is_asked_to() -> None:
-    flat = make_step(alone(), made=made(comm=CommSettings()))
-    asked = make_step(alone(), made=made(comm=HYBRID))
-    for step in (flat, asked):
+    steps = [make_step(alone(), made=Made(6, comm=comm)) for comm in (CommSettings(), HYBRID)]
+    for step, buckets in zip(steps, (1, 4), strict=True):
         for number in range(2):
             step.run(number, 0.1)
-    assert len(flat.exchange.plan.buffers) == 1
-    assert not flat.exchange.overlaps
-    assert len(asked.exchange.plan.buffers) == 4
-    assert asked.exchange.overlaps
-    assert torch.equal(closed(asked), closed(flat))
+        assert len(step.exchange.plan.buffers) == buckets
+        assert step.exchange.overlaps == (buckets > 1)
+    assert torch.equal(closed(steps[0]), closed(steps[1]))
+
+
+def lars(dtype: str) -> Made:
+    return Made(dtype=dtype, optim=LARS, precision=SCALE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frozen_and_shared_parameters_are_exported_as_they_are(dtype: str) -> None:
+    model = Odd(True)
+    step = make_step(alone(), model=model, made=lars(dtype))
+    frozen, trained = model.frozen.weight.clone(), model.first.weight.clone()
+    assert not step.run(0, 0.1).skipped
+    assert model.first.weight is model.second.weight
+    assert not torch.equal(model.first.weight, trained)
+    assert "frozen.weight" not in (*step.exchange.names, *step.update.names)
+    state = full_state(model, step.update.optimizer)
+    assert torch.equal(state["frozen.weight"], frozen.float())
+    assert torch.equal(state["first.weight"], state["second.weight"])
+    assert {v.dtype for n, v in state.items() if "tracked" not in n} == {torch.float32}
+    masters = master_weights(model, step.update.optimizer)
+    assert masters.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_parameter_of_zeros_is_trained_at_the_plain_rate(dtype: str) -> None:
+    """Its norm is 0, and so would be any rate that is proportional to it: it could never leave."""
+    model = Net()
+    nn.init.zeros_(model.conv.weight)
+    nn.init.ones_(model.conv.bias)  # else the ReLU would let no gradient through
+    step = make_step(alone(), model=model, made=lars(dtype))
+    assert not step.run(0, 0.1).skipped
+    ratios = dict(zip(step.update.names, step.update.optimizer.trust_ratios(), strict=True))
+    assert ratios["conv.weight"] == 1.0
+    assert ratios["fc.weight"] != 1.0
+    assert model.conv.weight.abs().sum() > 0
+    assert model.conv.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_empty_group_of_parameters_is_left_out(dtype: str) -> None:
+    """No bias, no norm: the second group is empty."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 4, bias=False))
+    step = make_step(alone(), model=model, made=lars(dtype))
+    assert len(step.update.optimizer.param_groups) == 1
+    losses = [step.run(number, 0.05).loss for number in range(2)]
+    assert losses[1] < losses[0]
+
+
+def dry(step: TrainStep, forward: object) -> DryBackward:
+    shape = (6, 12, 12, 1)
+    return DryBackward(forward, step.policy, step.normalize, step.batch_norm, shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_dry_backward_pass_leaves_no_trace(dtype: str) -> None:
+    step = make_step(alone(), made=Made(dtype=dtype), dropout=0.5, norm=True)
+    step.run(0, 0.1)
+    before, state = snapshot(step), torch.get_rng_state()
+    shapes: list[tuple[int, ...]] = []
+
+    def forward(images: Tensor) -> Tensor:
+        shapes.append(tuple(images.shape))
+        out: Tensor = step.model(images)
+        return out
+
+    dry(step, forward)()
+    assert shapes == [(6, 1, 12, 12)]
+    assert same(before, snapshot(step))
+    assert torch.equal(state, torch.get_rng_state())
+    gradients = [parameter.grad for parameter in step.model.parameters()]
+    assert all(gradient is not None for gradient in gradients), "it went through all layers"
+
+
+def test_a_dry_backward_pass_raises_the_errors_of_a_first_step() -> None:
+    step = make_step(alone())
+
+    def forward(images: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(RunError, match="out of memory at step 1 with a batch size of 6 a process"):
+        dry(step, forward)()
+    with pytest.raises(TypeError):
+        dry(step, lambda: None)()

@@ -1,4 +1,4 @@
-"""The step on a GPU: recorded and replayed, without waiting, one step behind."""
+"""The step on a GPU: captured and replayed, without waiting, one step behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from full_products import full_products
 from no_waiting import no_waiting
 from paceline.core.events import StepEvent
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.mixing import Mixing
+from paceline.train.micro_step import Mixing
 from paceline.train.run import run_training
 from paceline.train.step import TrainStep
 from small_runs import Silent, small_config
@@ -49,17 +49,17 @@ def trained(step: TrainStep) -> tuple[Tensor, list[float]]:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("micro", [12, 4])
-def test_recorded_steps_equal_plain_ones(dtype: str, micro: int) -> None:
+def test_captured_steps_equal_plain_ones(dtype: str, micro: int) -> None:
     begin = weights(made_step(dtype, False))
     plain, losses = trained(made_step(dtype, False, micro))
-    recorded, recorded_losses = trained(made_step(dtype, True, micro))
-    away = float((recorded - plain).norm() / (plain - begin).norm())
+    captured, captured_losses = trained(made_step(dtype, True, micro))
+    away = float((captured - plain).norm() / (plain - begin).norm())
     assert away < TOLERANCE[dtype]
-    assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
+    assert captured_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
 
 
-def test_a_short_step_behind_recorded_ones_is_scaled_on_the_device() -> None:
-    """The plan's last step has 4 samples of 12: a quarter of the scale, in the recorded update too."""
+def test_a_short_step_behind_captured_ones_is_scaled_on_the_device() -> None:
+    """The plan's last step has 4 samples of 12: a quarter of the scale, in the captured update too."""
     found = []
     for graphs in (False, True):
         step = made_step("fp16", graphs)
@@ -71,28 +71,28 @@ def test_a_short_step_behind_recorded_ones_is_scaled_on_the_device() -> None:
         assert not outcome.skipped
         assert float(step.scale.step_value) == float(step.scale.value) / 4
         found.append((weights(step) - before, outcome.loss))
-    (plain, loss), (recorded, recorded_loss) = found
-    assert float((recorded - plain).norm() / plain.norm()) < 2 * TOLERANCE["fp16"]
-    assert recorded_loss == pytest.approx(loss, rel=TOLERANCE["fp16"])
+    (plain, loss), (captured, captured_loss) = found
+    assert float((captured - plain).norm() / plain.norm()) < 2 * TOLERANCE["fp16"]
+    assert captured_loss == pytest.approx(loss, rel=TOLERANCE["fp16"])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_recorded_steps_mix_images_as_plain_ones_do(dtype: str) -> None:
+def test_captured_steps_mix_images_as_plain_ones_do(dtype: str) -> None:
     begin, found = weights(made_step(dtype, False)), []
     for graphs, mixing in ((False, True), (True, True), (True, False)):
         step = made_step(dtype, graphs, 4)
         step.mixing = Mixing(0.2, 1.0, 12, seed=3) if mixing else None
         found.append(trained(step))
-    (plain, losses), (recorded, recorded_losses), (unmixed, _) = found
+    (plain, losses), (captured, captured_losses), (unmixed, _) = found
     moved = (plain - begin).norm()
-    assert float((recorded - plain).norm() / moved) < TOLERANCE[dtype]
-    assert recorded_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
-    assert float((recorded - unmixed).norm() / moved) > 5 * TOLERANCE[dtype]
+    assert float((captured - plain).norm() / moved) < TOLERANCE[dtype]
+    assert captured_losses == pytest.approx(losses, rel=TOLERANCE[dtype])
+    assert float((captured - unmixed).norm() / moved) > 5 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_recorded_steps_average_their_weights_exactly(dtype: str) -> None:
-    """One that is halted, too, in the recording: it must not count."""
+def test_captured_steps_average_their_weights_exactly(dtype: str) -> None:
+    """One that is halted, too, in the graph: it must not count."""
     scale = PrecisionSettings(loss_scale_init=1024.0)
     made = Made(epochs=8, dtype=dtype, precision=scale, graphs=True, average=4.0)
     step = make_step(alone(torch.device("cuda")), made=made, norm=True)
@@ -156,7 +156,7 @@ def test_dropout_differs_between_replays_and_comes_back_with_its_seed() -> None:
         step = made_step("fp32", graphs, dropout=0.5)
         batch = next(step.loader)
         found = []
-        for seed in (0, 0, 0, 0, 1, 2, 1, 2):  # the first calls run plainly, then one records
+        for seed in (0, 0, 0, 0, 1, 2, 1, 2):  # the first calls run plainly, then one captures
             step.exchange.begin()
             step.micro.begin(12, 12)
             torch.manual_seed(seed)

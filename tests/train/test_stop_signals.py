@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from paceline.comm.gradient_exchange import SIGNALS
+from paceline.comm.exchange import SIGNALS
 from paceline.config import CheckpointSettings
 from paceline.core.errors import ConfigError
 from paceline.train import StopSignals

@@ -95,7 +95,7 @@ class DdpBench:
     def _meet(self, phase: str) -> None:
         """A barrier over the store, not by a collective: a rank may compile for minutes."""
         self._ranks.synchronize()
-        self._ranks.group.settle(phase)
+        self._ranks.group.agree(phase)
         if self._ranks.rank == 0:
             sys.stderr.write(f"{phase}\n")
 
@@ -114,7 +114,7 @@ class DdpBench:
             switches={"comm.share_gpus": self._ranks.share_gpus, **OURS.get(name, {})},
         )  # fmt: skip
         step, self.about[name] = build_step(row, group)
-        self._closing += [step.release, step.exchange.carrier.close]
+        self._closing += [step.release, step.exchange.close]
         number = 0
 
         def run() -> None:

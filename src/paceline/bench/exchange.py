@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.bench.exchange_model import FilledModel, model_weights
 from paceline.bench.ranks import RankGroup, interleaved
 from paceline.bench.timing import Times
-from paceline.comm.create_carrier import create_carrier
-from paceline.comm.gradient_exchange import GradientExchange, Signals
+from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
+from paceline.comm.transport import create_transport
 from paceline.core.errors import CommError
 from paceline.core.flat_layout import TensorSpec
 from paceline.plan.plan_file import ClusterFacts
@@ -91,9 +91,9 @@ class ExchangeBench:
         ]
         choice = PlanChoice.read(comm, specs, ClusterFacts(size, len(ranks.nodes)))
         plan = choice.plan([spec.name for spec in reversed(specs)])
-        carrier = create_carrier(ranks.group, comm, plan)
-        self._closing.append(carrier.close)
-        exchange = GradientExchange(named, ranks.group, plan, carrier=carrier)
+        transport = create_transport(ranks.group, comm, plan)
+        self._closing.append(transport.close)
+        exchange = GradientExchange(named, ranks.group, plan, transport=transport)
         algorithms = ", ".join(dict.fromkeys(b.algorithm for b in plan.buffers))
         self.about[name] = f"{len(plan.buffers)} buffers, {algorithms}"
 

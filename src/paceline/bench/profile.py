@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from paceline.bench.step import StepRow
 from paceline.bench.step import build_step as build
 from paceline.bench.step import measure_ours as measure
-from paceline.comm.gradient_exchange import Signals
+from paceline.comm.exchange import Signals
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology

@@ -89,7 +89,7 @@ def tune(
     ) as joined:
         # Only rank 0 writes; its folder counts, and all learn what is wrong with it.
         main = joined.rank == 0
-        joined.group.settled("output", lambda: check_output(output, force) if main else output)
+        joined.group.agree_on("output", lambda: check_output(output, force) if main else output)
 
         def tell(row: MeasuredSize) -> None:
             if main:

@@ -1,7 +1,7 @@
-"""The communication module: process groups, agreement, algorithms, and the exchange of gradients.
+"""Communication: process groups, agreement between ranks, all-reduce algorithms, the gradient exchange.
 
-torch.distributed (NCCL, Gloo) is the engine; nothing here opens a socket of its own. The public names,
-which also serve plain DDP, load on first use: importing this room does not import torch.
+torch.distributed (NCCL, Gloo) does the work; nothing here opens a socket of its own. Public names load
+on first use: importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.comm.agreement import AgreedError, PeerError
+    from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
+    from paceline.comm.group import Group
     from paceline.comm.hybrid import HybridAllReduce
+    from paceline.comm.process_groups import ProcessGroups
+    from paceline.comm.progress import ExchangeObserver
+    from paceline.comm.settings import CommSettings
     from paceline.comm.size_table import SizeTable
+    from paceline.comm.tracing import Timeline
+    from paceline.comm.transport import Transport, create_transport
 
-__all__ = ["HybridAllReduce", "SizeTable"]
+__all__ = [
+    "SIGNALS",
+    "AgreedError",
+    "CommSettings",
+    "ExchangeObserver",
+    "GradientExchange",
+    "Group",
+    "HybridAllReduce",
+    "PeerError",
+    "ProcessGroups",
+    "Signals",
+    "SizeTable",
+    "Timeline",
+    "Transport",
+    "create_transport",
+]
 
-_HOME = {"HybridAllReduce": "hybrid", "SizeTable": "size_table"}
+_HOME = {
+    "SIGNALS": "exchange",
+    "AgreedError": "agreement",
+    "CommSettings": "settings",
+    "ExchangeObserver": "progress",
+    "GradientExchange": "exchange",
+    "Group": "group",
+    "HybridAllReduce": "hybrid",
+    "PeerError": "agreement",
+    "ProcessGroups": "process_groups",
+    "Signals": "exchange",
+    "SizeTable": "size_table",
+    "Timeline": "tracing",
+    "Transport": "transport",
+    "create_transport": "transport",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,4 @@
-"""`CommThread`: the one thread of a process that runs collectives, in the order in which they came.
-
-In: jobs, from whichever thread backward runs on. Out: a `Future` for each. Handing a job over never
-waits. After a job has failed the ranks are no longer in step, so every later job fails with its error.
-"""
+"""`CommThread`: the one thread of a process that runs collectives beside the backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +26,12 @@ class _Job:
 
 
 class CommThread:
-    """Started with the first job; a daemon, so that a stuck collective cannot keep the process."""
+    """Runs jobs in the order in which they were submitted.
+
+    Submitting never waits. After a job has failed the ranks are no longer in step, so every later job
+    fails with its error. The thread starts with the first job, and is a daemon, so that a stuck
+    collective cannot keep the process alive.
+    """
 
     def __init__(self, name: str = "paceline-comm") -> None:
         self._name = name
@@ -41,7 +42,7 @@ class CommThread:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def submit(self, run: Callable[[], Tensor], device: torch.device) -> Future[Any]:
-        """Runs `run` after all earlier jobs; the future holds what it returns, or its error."""
+        """Runs `run` after all earlier jobs; the future holds its result, or its error."""
         if self._closed:
             raise CommError("the communication thread has ended", "submit before close()")
         if self._thread is None:
@@ -49,7 +50,7 @@ class CommThread:
             self._thread.start()
         ready = None
         if device.type == "cuda":
-            # What the caller's stream still computes must be there before the job reads it.
+            # What the caller's stream still computes must be complete before the job reads it.
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(device))
         future: Future[Any] = Future(devices=[device] if ready else None)
@@ -59,7 +60,7 @@ class CommThread:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the first job to fail did."""
+        """The error of the first job that failed."""
         return self._failure
 
     def close(self) -> None:
@@ -81,7 +82,7 @@ class CommThread:
                 job.future.set_result(self._outcome(job))
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One side stream a device, so that its exchanges stay in order."""
+        """One side stream for each device, so that its exchanges stay in order."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]

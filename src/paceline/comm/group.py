@@ -1,7 +1,7 @@
 """`Group`: the ranks of a run and what they do together.
 
-In: a `Topology`, settings and this rank's device. Out: collectives on tensors, broadcast of bytes,
-agreement. A single process without a launcher is a group of one that needs no backend.
+Collectives on tensors, broadcast and gather of bytes, agreement, and a watchdog over all of them. A
+single process without a launcher is a group of one that needs no backend.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from paceline.comm import nccl
 from paceline.comm.agreement import Agreement, PeerError
-from paceline.comm.progress_board import ProgressBoard
-from paceline.comm.rank_hosts import RankHosts, ranks_text
+from paceline.comm.job import RankHosts, format_ranks
+from paceline.comm.process_groups import abort_process_groups, backend_reason, prepare_nccl
+from paceline.comm.progress import BucketInfo, ProgressBoard
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
-from paceline.comm.watchdog import Tell, Watchdog
-from paceline.comm.watchdog_words import BufferWords
+from paceline.comm.watchdog import ShowError, Watchdog
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
 from paceline.core.topology import Topology
 
 Made = TypeVar("Made")
 
-# How long a rank whose collective broke waits to be told by the culprit what happened.
+# How long a rank whose collective broke waits for the rank that failed to post its error.
 _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
@@ -48,11 +47,11 @@ class Group:
         topology: Topology,
         settings: CommSettings,
         device: torch.device,
-        tell: Tell | None = None,
+        show_error: ShowError | None = None,
         shared: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tell` shows an error when the watchdog ends this process. `shared`: settings that all ranks of
-        the job have in common, by which another job at the same port is told apart."""
+        """`show_error` shows an error when the watchdog ends this process. `shared`: settings that all
+        ranks of the job have in common, by which another job at the same port is recognized."""
         self.topology = topology
         self.device = device
         self._share_gpus = settings.share_gpus
@@ -68,25 +67,25 @@ class Group:
         # Destroy CUDA graphs that hold collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
         self._left = self._device_lost = False
-        # The process groups have been ended from this side, and are closed no more.
+        # The process groups have been aborted, and must not be closed any more.
         self.aborted = False
-        # On rank 0: the launcher has run this job before.
+        # On rank 0: the launcher has restarted the ranks of this job.
         self.restarted = False
         if self.backend == "none":
             return
         if self.backend == "nccl":
-            nccl.prepare_environment(topology, share_gpus=settings.share_gpus)
+            prepare_nccl(topology, share_gpus=settings.share_gpus)
         meeting = meet(topology, settings.rendezvous_timeout_s, shared)
         store, self.restarted = meeting.store, meeting.restarted
         self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
         facts = {"comm.backend": self.backend, "device": device.type}
-        self._agreement.settle("join", facts=facts, remedy="use the same kind of device everywhere")
+        self._agreement.agree("join", facts=facts, remedy="use the same kind of device everywhere")
         if topology.world_size > 1:
             self._hosts = RankHosts.read(store)
             self._watchdog = Watchdog(
-                store, topology, settings.timeout_s, self.board, tell, self._hosts,
+                store, topology, settings.timeout_s, self.board, show_error, self._hosts,
                 before_exit=self.abort,
             )  # fmt: skip
         self.watched(
@@ -110,8 +109,8 @@ class Group:
         return self.topology.world_size
 
     def all_reduce_sum(self, tensor: Tensor, *, wait: bool = True) -> None:
-        """Replaces `tensor` by its sum over ranks, bit-identical on all of them. Without `wait` a GPU
-        may still be at it; whoever waits for the device does so under `watched`."""
+        """Replaces `tensor` by its sum over ranks, bit-identical on all of them. Without `wait` a
+        GPU may not have finished; whoever waits for the device does so under `watched`."""
         if self.backend == "none":
             return
         if wait:
@@ -161,27 +160,27 @@ class Group:
         sizes = lengths.flatten().tolist()
         return [r.numpy().tobytes()[:size] for r, size in zip(rows, sizes, strict=True)]
 
-    def settle(
+    def agree(
         self,
         phase: str,
         error: PacelineError | None = None,
         facts: Mapping[str, Any] | None = None,
         remedy: str = "start every rank with the same recipe and flags",
     ) -> None:
-        """All ranks go on, or all raise the same error (see `Agreement.settle`)."""
+        """All ranks continue, or all raise the same error (see `Agreement.agree`)."""
         if self._agreement is not None:
-            self._agreement.settle(phase, error, facts, remedy)
+            self._agreement.agree(phase, error, facts, remedy)
         elif error is not None:
             raise error
 
-    def settled(self, phase: str, make: Callable[[], Made]) -> Made:
-        """Makes something on this rank; if that fails on any rank, all raise the same error."""
+    def agree_on(self, phase: str, make: Callable[[], Made]) -> Made:
+        """The result of `make` on this rank; if it fails on any rank, all raise the same error."""
         made, error = None, None
         try:
             made = make()
         except PacelineError as caught:
             error = caught
-        self.settle(phase, error)
+        self.agree(phase, error)
         assert made is not None
         return made
 
@@ -191,34 +190,36 @@ class Group:
         if self._watchdog is not None:
             self._watchdog.asked_to_stop = asked_to_stop
 
-    def name_buffers(self, buffers: Sequence[BufferWords]) -> None:
-        """What the watchdog calls the buffers of the exchange."""
+    def name_buckets(self, buckets: Sequence[BucketInfo]) -> None:
+        """How the watchdog describes the buckets of the exchange."""
         if self._watchdog is not None:
-            self._watchdog.buffers = buffers
+            self._watchdog.buckets = buckets
 
     def post_fault(self, error: PacelineError) -> None:
-        """Tells the others what happened here, for when they ask."""
+        """Publishes this rank's error for the other ranks."""
         self._own_fault = error
         if self._agreement is not None:
             self._agreement.post_fault(error)
 
     def fault(self) -> PacelineError:
-        """The error that some rank posted; called once a collective has said that there is one."""
+        """The error that some rank posted; called once a collective has shown that there is one."""
         found = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else self._own_fault
-        return found or CommError("a rank failed without saying why", "look into the ranks' logs")
+        return found or CommError(
+            "a rank failed without posting its error", "look into the ranks' logs"
+        )
 
-    def told(self, error: CommError) -> PeerError:
-        """Of an exchange that broke: what the rank that failed has said, else `error` itself."""
+    def peer_error(self, error: CommError) -> PeerError:
+        """For an exchange that broke: the error that the failed rank posted, else `error` itself."""
         suspect = self._suspect(error.cause)
-        said = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
-        if said:
-            return PeerError.told(said)
+        fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
+        if fault:
+            return PeerError.from_agreed(fault)
         suspect = suspect or self._silent()
         return PeerError(f"{error.cause}{suspect and ': '}{suspect}", error.remedy)
 
     def announce_stop(self) -> None:
-        """This rank was asked to stop. The others hear of it in the next collective at the latest, and
-        with this already while they still work towards it, which may take them minutes."""
+        """This rank was asked to stop. The next collective tells the others; this tells them already
+        while they work towards it, which may take minutes."""
         if self._agreement is not None and not self._stop_heard:
             self._stop_heard = True
             self._agreement.announce_stop()
@@ -241,14 +242,14 @@ class Group:
         self._release_graphs.append(release)
 
     def released(self, release: Callable[[], None]) -> None:
-        """There are no such graphs any more."""
+        """The graphs of `release` are destroyed."""
         if release in self._release_graphs:
             self._release_graphs.remove(release)
 
     def leaving(self, error: BaseException) -> None:
-        """Before the teardown after an error: from here on the watchdog ends the process with `error`
-        where the teardown does not end by itself. NCCL's communicators are aborted where the other ranks
-        do not leave at the same point: their kernels, or ours, would wait forever."""
+        """Before the teardown after an error: from here on the watchdog ends the process with
+        `error` where the teardown does not end by itself. NCCL's communicators are aborted where the
+        other ranks do not leave at the same point: their kernels, or ours, would wait forever."""
         if self._left:
             return
         self._left = True
@@ -265,7 +266,7 @@ class Group:
         connections close with the process."""
         if self.backend == "nccl":
             self.aborted = True
-            nccl.abort(list(self._release_graphs), _ABORT_WAIT_S)
+            abort_process_groups(list(self._release_graphs), _ABORT_WAIT_S)
 
     def __enter__(self) -> Group:
         return self
@@ -276,13 +277,13 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leaves; an error of this rank's own is left for the others to find first."""
+        """Leaves the group; an error of this rank is posted first."""
         if error is not None:
             self.leaving(error)
         self.close()
 
     def _post_own(self, error: BaseException) -> None:
-        """Leaves an error of this rank's own where the others find it."""
+        """Posts an error that began on this rank."""
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
@@ -299,8 +300,8 @@ class Group:
             self._watchdog.close()
 
     def completed(self, what: str, action: Callable[[], object]) -> None:
-        """`watched`, to the end of the collective on the device. NCCL's calls return once the work is
-        queued; the wait for a lost rank would come later, where nobody watches."""
+        """`watched`, until the collective has ended on the device. NCCL's calls return once the work is
+        queued; the wait for a lost rank would come later, unwatched."""
 
         def complete() -> None:
             action()
@@ -309,24 +310,26 @@ class Group:
 
         self.watched(what, complete)
 
-    def watched(self, what: str, action: Callable[[], object]) -> None:
-        """Runs a collective; when it breaks, says which rank failed and why, where that is known."""
+    def watched(self, what: str, action: Callable[[], Made]) -> Made:
+        """Runs a collective under the watchdog and returns its result. If it fails, raises a
+        `PeerError` that names the rank that failed and why, where that is known."""
         try:
             with self.board.during(what):
-                action()
+                result = action()
                 if self._watchdog is not None:
                     self._watchdog.hold_if_ending()
+            return result
         except torch.AcceleratorError:
             raise  # this rank's own device failed; no other rank is to blame
         except RuntimeError as error:
             suspect = self._suspect(str(error))
-            told = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
-            if told is not None:
-                raise PeerError.told(told) from error
+            fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
+            if fault is not None:
+                raise PeerError.from_agreed(fault) from error
             gone = suspect or self._silent() or "another rank is gone"
             raise PeerError(
-                f"{what} broke on rank {self.rank}: {gone} ({_reason(error)})",
-                "the first rank to fail tells the cause; resume with --resume auto",
+                f"{what} broke on rank {self.rank}: {gone} ({backend_reason(error)})",
+                "the log of the first rank to fail has the cause; resume with --resume auto",
             ) from error
 
     def _suspect(self, error: str) -> str:
@@ -352,13 +355,7 @@ class Group:
         if not ranks or self._agreement is None:
             return ""
         verb = "gives" if len(ranks) == 1 else "give"
-        return self._agreement.first_suspect(f"{ranks_text(ranks)} {verb} no sign of life")
-
-
-def _reason(error: RuntimeError) -> str:
-    """The backend's first sentence, without the line of its source code that it begins with."""
-    text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
-    return text.splitlines()[0].partition(". ")[0][:160] if text else type(error).__name__
+        return self._agreement.first_suspect(f"{format_ranks(ranks)} {verb} no sign of life")
 
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:

@@ -1,7 +1,5 @@
-"""`HybridAllReduce`: for every buffer the algorithm that its size asks for.
-
-In: process groups, a `SizeTable` and a wire format; then buffers, or the buckets of DDP. Out: their sums
-or means, bit-identical on all ranks, summed on the communication thread with groups of its own:
+"""`HybridAllReduce`: for every buffer the algorithm that its size asks for, also as a hook of plain
+DDP.
 
     state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=1 << 20))
     ddp.register_comm_hook(state, HybridAllReduce.ddp_hook)
@@ -9,7 +7,6 @@ or means, bit-identical on all ranks, summed on the communication thread with gr
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.
 import os
-import re
 from collections.abc import Callable
 
 import torch
@@ -21,20 +18,96 @@ from paceline.comm.algorithms.all_reduce import AllReduce, check_buffer
 from paceline.comm.algorithms.catalogue import create_algorithm
 from paceline.comm.algorithms.staging import Staging
 from paceline.comm.comm_thread import CommThread
-from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.process_groups import ProcessGroups, backend_reason
 from paceline.comm.size_table import SizeTable
 from paceline.comm.wire import WireFormat
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 
-__all__ = ["HybridAllReduce", "SizeTable"]
+__all__ = ["HybridAllReduce", "PlannedAllReduce", "SizeTable"]
+
+
+class PlannedAllReduce:
+    """Casts a buffer to the wire format, sums it with the algorithm that it is given, casts it back; in
+    the caller's thread or on the communication thread.
+
+    Every rank runs the same buffers in the same order. An algorithm that fails raises a `CommError`,
+    and fails every later job of the thread; the timeout is that of the process groups.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self._staging = Staging()
+        self._algorithms: dict[str, AllReduce] = {}
+        self._thread = CommThread()
+
+    def prepare(self, algorithm: str) -> None:
+        """Connects the ranks as the algorithm needs it. All ranks call this at the same point;
+        otherwise they connect at the first use."""
+        if algorithm not in self._algorithms:
+            self._algorithms[algorithm] = create_algorithm(algorithm, self.groups, self._staging)
+
+    def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
+        """Sums `buffer` over ranks, in this thread; `auto` is the buffer's own format.
+
+        The sum must fit the format itself, as that of shares of a mean does.
+        """
+        self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
+
+    def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        """Runs `run` on the communication thread, once what `device` still computes is complete."""
+        return self._thread.submit(run, device)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the first job that failed on the communication thread."""
+        return self._thread.failure
+
+    def close(self) -> None:
+        """Ends the communication thread and leaves its process groups."""
+        self._thread.close()
+        self.groups.close()
+
+    def run(self, buffer: Tensor, algorithm: str, wire: WireFormat, divide_by: int = 1) -> None:
+        """Replaces `buffer` by its sum over ranks, divided by `divide_by`, in this thread."""
+        check_buffer(buffer)
+        travelling = buffer
+        if wire.dtype != buffer.dtype:
+            travelling = self._staging.take("wire", buffer.numel(), wire.dtype, buffer.device)
+        wire.encode(buffer, travelling)
+        # Gloo reads and writes memory of the host only.
+        if buffer.is_cuda and self.groups.backend == "gloo":
+            cpu = torch.device("cpu")
+            host = self._staging.take("host", buffer.numel(), wire.dtype, cpu, pinned=True)
+            host.copy_(travelling)
+            self._all_reduce(algorithm, host)
+            travelling.copy_(host)
+        else:
+            self._all_reduce(algorithm, travelling)
+        wire.decode(travelling, buffer, divide_by)
+
+    def _all_reduce(self, algorithm: str, buffer: Tensor) -> None:
+        try:
+            self.prepare(algorithm)
+            self._algorithms[algorithm].all_reduce(buffer)
+        except torch.AcceleratorError:
+            raise  # this rank's own device failed
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise  # of this rank, not of the others
+            raise CommError(
+                f"{algorithm} all-reduce of {buffer.nbytes} bytes broke on rank "
+                f"{self.groups.rank} ({backend_reason(error)})",
+                f"a rank is gone or {self.groups.timeout_s:g} s late; look into the ranks' logs",
+            ) from error
 
 
 class HybridAllReduce:
-    """Chooses by size, casts to the wire format, sums, casts back.
+    """A `SizeTable` that chooses the algorithm by the bytes that travel, and a `PlannedAllReduce`.
 
-    Every rank hands over the same buffers in the same order. A failed exchange fails its future, and
-    every later one, with a `CommError`; the timeout is that of the process groups.
+    Every rank hands over the same buffers in the same order; sums and means are bit-identical on all
+    ranks. A failed exchange fails its future, and every later one, with a `CommError`; the timeout is
+    that of the process groups.
     """
 
     def __init__(self, groups: ProcessGroups, table: SizeTable, wire: str = "float32") -> None:
@@ -43,11 +116,9 @@ class HybridAllReduce:
         self._wire = wire
         WireFormat.named(wire)
         groups.check_same({"comm.wire": wire, "comm.sizes": table.to_table()})
-        self._staging = Staging()
-        self._algorithms: dict[str, AllReduce] = {
-            name: create_algorithm(name, groups, self._staging) for name in table.algorithms
-        }
-        self._thread = CommThread()
+        self._planned = PlannedAllReduce(groups)
+        for name in table.algorithms:
+            self._planned.prepare(name)
 
     @classmethod
     def from_env(
@@ -70,14 +141,7 @@ class HybridAllReduce:
     def all_reduce(self, buffer: Tensor, *, mean: bool = False) -> None:
         """Sums `buffer` over ranks, in this thread; not while submitted buffers are under way."""
         divide_by = self.groups.world_size if mean else 1
-        self._travel(buffer, self.choose(buffer), self._format(buffer), divide_by)
-
-    def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
-        """The same by the algorithm and in the format that a plan names; `auto`: as the buffer is.
-
-        The sum must have room in the format itself, as that of shares of a mean has.
-        """
-        self._travel(buffer, algorithm, WireFormat.for_tensor(buffer, wire), 1)
+        self._planned.run(buffer, self.choose(buffer), self._format(buffer), divide_by)
 
     def submit(self, buffer: Tensor, *, mean: bool = False) -> Future[Tensor]:
         """`all_reduce` on the communication thread; returns at once."""
@@ -87,16 +151,7 @@ class HybridAllReduce:
             self.all_reduce(buffer, mean=mean)
             return buffer
 
-        return self.queue(run, buffer.device)
-
-    def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        """`run` on the communication thread, once what `device` still computes is there."""
-        return self._thread.submit(run, device)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the communication thread carries nothing any more."""
-        return self._thread.failure
+        return self._planned.queue(run, buffer.device)
 
     @staticmethod
     def ddp_hook(state: "HybridAllReduce", bucket: GradBucket) -> Future[Tensor]:
@@ -105,49 +160,10 @@ class HybridAllReduce:
 
     def close(self) -> None:
         """Ends the communication thread and leaves its process groups."""
-        self._thread.close()
-        self.groups.close()
+        self._planned.close()
 
     def _format(self, buffer: Tensor) -> WireFormat:
         """A buffer that is 16 bits wide already travels as it is."""
         full = str(buffer.dtype).removeprefix("torch.")
         name = self._wire if buffer.dtype == torch.float32 else full
         return WireFormat.named(name, self.groups.world_size)
-
-    def _travel(self, buffer: Tensor, name: str, wire: WireFormat, divide_by: int) -> None:
-        check_buffer(buffer)
-        # Gloo reads and writes memory of the host only.
-        staged = buffer.is_cuda and self.groups.backend == "gloo"
-        travelling = buffer
-        if wire.dtype != buffer.dtype:
-            travelling = self._staging.take("wire", buffer.numel(), wire.dtype, buffer.device)
-        wire.encode(buffer, travelling)
-        if staged:
-            host = self._staging.take(
-                "host", buffer.numel(), wire.dtype, torch.device("cpu"), pinned=True
-            )
-            host.copy_(travelling)
-            self._run(name, host)
-            travelling.copy_(host)
-        else:
-            self._run(name, travelling)
-        wire.decode(travelling, buffer, divide_by)
-
-    def _run(self, name: str, buffer: Tensor) -> None:
-        try:
-            if name not in self._algorithms:  # which may connect ranks
-                self._algorithms[name] = create_algorithm(name, self.groups, self._staging)
-            self._algorithms[name].all_reduce(buffer)
-        except torch.AcceleratorError:
-            raise  # this rank's own device failed
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                raise  # this rank's own, and not the others'
-            # Without the line of its own source code that the backend begins with.
-            text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
-            reason = (text.splitlines() or [type(error).__name__])[0].partition(". ")[0][:160]
-            raise CommError(
-                f"{name} all-reduce of {buffer.nbytes} bytes broke on rank "
-                f"{self.groups.rank} ({reason})",
-                f"a rank is gone or {self.groups.timeout_s:g} s late; look into the ranks' logs",
-            ) from error

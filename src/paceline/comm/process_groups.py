@@ -1,30 +1,48 @@
-"""`ProcessGroups`: the torch.distributed groups that the communication thread has for itself.
+"""`ProcessGroups`: the torch.distributed groups of the gradient exchange, and NCCL's set-up and abort.
 
-In: this rank's `Topology`, perhaps k, and a timeout; the default group must exist, or the process be
-alone. Out: the agreed `GroupLayout`, a group of all ranks for messages, and, where the backend's own
-collectives run in parts of the cluster (NCCL), groups for this rank's row, its columns and the masters.
-All ranks create them at once, in one order, or all raise the same error.
+A group of all ranks carries messages. Where the backend's own collectives run in parts of the cluster
+(NCCL), there are also groups for this rank's row, its columns and the masters of the `GroupLayout`. All
+ranks create them at once, in one order, or all raise the same error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from paceline.comm.group_layout import GroupLayout, Place
-from paceline.core.errors import CommError
+from paceline.core.errors import CommError, ConfigError
 from paceline.core.topology import Topology
+
+# torch's own NCCL watchdog aborts the process with a C++ stack trace when a peer is gone. Paceline's
+# watchdog knows which rank is missing and in which collective, so torch's is switched off. Variables that
+# a user has set stay as they are.
+_NCCL_ENVIRONMENT = {
+    # 0: no abort of the process; NCCL's errors stay readable, and our watchdog ends the rank.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # After a CUDA error torch's watchdog would throw in its own thread, which ends in SIGABRT.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+_MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProcessGroups:
-    """Groups apart from the default one, so that what the main thread sends cannot get between."""
+    """Separate from the default group, so that collectives of the main thread cannot interleave. The
+    default group must exist, unless this process is alone."""
 
     def __init__(
         self,
@@ -101,7 +119,7 @@ class ProcessGroups:
 
 
 def _agree(topology: Topology, k: int | None, timeout_s: float) -> GroupLayout:
-    """The layout, from what all ranks say; every rank reads the same words, so all fail alike."""
+    """The layout, from the reports of all ranks; each rank reads the same ones, so all fail alike."""
     place = Place(
         topology.rank,
         topology.world_size,
@@ -110,16 +128,16 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> GroupLayout:
         topology.local_world_size,
     )
     facts = {"comm.group_size": k, "comm.timeout_s": timeout_s}
-    said = all_gather_json([astuple(place), facts])
-    words = [(Place(*theirs), found) for theirs, found in said]
-    _compare([theirs for _, theirs in words])
-    for rank, (found, _) in enumerate(words):
+    gathered = all_gather_json([astuple(place), facts])
+    reports = [(Place(*theirs), found) for theirs, found in gathered]
+    _compare([theirs for _, theirs in reports])
+    for rank, (found, _) in enumerate(reports):
         if found.rank != rank:
             raise CommError(
                 f"rank {rank} of torch.distributed is rank {found.rank} in its topology",
                 "check the launcher's environment variables",
             )
-    return GroupLayout.from_places([found for found, _ in words], k)
+    return GroupLayout.from_places([found for found, _ in reports], k)
 
 
 def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[Any]:
@@ -143,11 +161,63 @@ def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[An
     ]
 
 
-def _compare(said: Sequence[Mapping[str, object]]) -> None:
-    for rank, theirs in enumerate(said):
-        for name, first in said[0].items():
+def backend_reason(error: RuntimeError) -> str:
+    """The first sentence of a backend's error, without the line of source code that it begins with."""
+    text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
+    return text.splitlines()[0].partition(". ")[0][:160] if text else type(error).__name__
+
+
+def _compare(reports: Sequence[Mapping[str, object]]) -> None:
+    for rank, theirs in enumerate(reports):
+        for name, first in reports[0].items():
             if theirs.get(name) != first:
                 raise CommError(
                     f"ranks differ in {name}: {first} on rank 0, {theirs.get(name)} on rank {rank}",
                     "start every rank with the same settings",
                 )
+
+
+def prepare_nccl(topology: Topology, *, share_gpus: bool) -> None:
+    """Before the process group is created; NCCL and torch read the environment only then."""
+    for name, value in _NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not share_gpus or topology.world_size == 1:
+        return
+    require_mps()
+    # NCCL refuses two ranks of one host on one GPU. Ranks with different host ids take each other for
+    # remote and talk through sockets.
+    os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-rank{topology.rank}")
+    if topology.master_addr in _LOOPBACK:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def require_mps() -> None:
+    """Without MPS the processes' kernels take turns, and a collective waits for its peer forever."""
+    pipes = Path(os.environ.get(_MPS_PIPES) or "/tmp/nvidia-mps")
+    if not (pipes / "control").exists():
+        raise ConfigError(
+            "comm.share_gpus", True, f"NVIDIA MPS does not run (no {pipes / 'control'})",
+            "start it with `nvidia-cuda-mps-control -d`",
+        )  # fmt: skip
+
+
+def abort_process_groups(release_graphs: Iterable[Callable[[], None]], limit_s: float) -> None:
+    """Ends all process groups without waiting for the other ranks, within about `limit_s` seconds.
+
+    The abort ends kernels that wait for a lost rank. It returns once no CUDA graph refers to the
+    communicators any more, so graphs are destroyed first. A thread does it, because after a CUDA error
+    or on a stuck device the calls may not return.
+    """
+
+    def run() -> None:
+        for release in release_graphs:
+            # On a lost context: the other graphs are released and the groups aborted all the same.
+            with suppress(Exception):
+                release()
+        with suppress(Exception):  # likewise, or the groups are gone already
+            if dist.is_initialized():
+                distributed_c10d._abort_process_group()
+
+    thread = threading.Thread(target=run, name="paceline-abort", daemon=True)
+    thread.start()
+    thread.join(limit_s)

@@ -1,20 +1,19 @@
 """The rendezvous: ranks find one another at the address that the launcher names.
 
-In: a `Topology`, and the settings that all ranks of the job share. Out: a `Meeting`: a key-value store
-that all ranks of this attempt share, and no others. Under torchrun the agent hosts it, so it outlives a
-dying rank; elsewhere rank 0 does.
+The result is a `Meeting`: a key-value store that exactly the ranks of this attempt share. Under
+torchrun the agent hosts it, so it outlives a dying rank; elsewhere rank 0 does.
 
-1. Rank 0 draws a name for this attempt at the job, and leaves a note that says which job it is.
-2. Every other rank leaves a greeting with its rank, its `JobIdentity` and a word that nobody else has.
+1. Rank 0 draws a name for this attempt, and publishes the identity of its job.
+2. Every other rank publishes a greeting: its rank, its `JobIdentity` and a unique token.
 3. Rank 0 answers each greeting with the attempt's name, or with the reason why that rank belongs to
    another job; a rank that is refused ends at once and never joins.
-4. A rank that was accepted takes its place, which only one process can have. The meeting ends when all
+4. An accepted rank takes its place, which only one process can have. The rendezvous is complete when all
    places are taken.
 
-An agent keeps its store when it starts ranks anew, with all that the last attempt left in it, and
-agents on several nodes do not count their attempts alike. A greeting of a rank that is dead is
-answered too, but only the living take their places. A note that a former attempt left in an agent's store
-may tell of another number of ranks, so there only the job's id counts; a store of rank 0's has no past.
+An agent keeps its store when it restarts the ranks, with everything the last attempt wrote, and agents
+on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only live
+ranks take their places. In an agent's store the published job may be that of an earlier attempt with
+another number of ranks, so there only the job's id counts; a store hosted by rank 0 is always new.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, though not in __all__
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.active_clock import ActiveClock
-from paceline.comm.job_identity import JobIdentity
-from paceline.comm.rank_hosts import RankHost, post_hosts
+from paceline.comm.agreement import ActiveClock
+from paceline.comm.job import JobIdentity, RankHost, post_hosts, rank_hosts_store
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 
@@ -48,17 +46,17 @@ _COUNT = f"{_LOBBY}/greetings"
 _POLL_S = 0.02
 _LAST_POLL_S = 0.3
 _RETRY_S = 0.1
-# Torch's own timeout comes first, where it works: its words tell more.
+# Torch's own timeout comes first, where it works: its message says more.
 _GRACE_S = 1.0
-# Where no job id tells whether a rank with other settings is of this job, rank 0 gives the right one so
-# much time to come after the wrong one has been refused.
+# Where no job id decides whether a rank with other settings belongs to this job, rank 0 waits so long for
+# the right one after refusing the wrong one.
 _REFUSED_S = 30.0
 _LINGER_S = 1.0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """`restarted`, on rank 0: the launcher has run this job before, and its ranks start anew."""
+    """`restarted`, on rank 0: the launcher has restarted the ranks of this job."""
 
     store: Store
     restarted: bool
@@ -69,7 +67,7 @@ def meet(
 ) -> Meeting:
     """Returns when all ranks have come, or fails with a line that names address, port and remedy."""
     where = f"{topology.master_addr}:{topology.master_port}"
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_hosts = not rank_hosts_store()
     hosts = topology.is_main and not agent_hosts
     job = JobIdentity.from_env(os.environ, topology, settings)
     try:
@@ -94,7 +92,7 @@ def meet(
 def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> str:
     """Returns this host's own address once somebody listens at the job's.
 
-    Torch would wait for that too, but says in pages of its own that nobody came.
+    Torch would wait for that too, but reports a failure at great length.
     """
     while True:
         left_s = timeout_s - clock.now_s()
@@ -180,14 +178,14 @@ class _JoiningRank:
 
     def join(self, timeout_s: float, clock: ActiveClock) -> str:
         """The attempt's name, from rank 0, once this rank has its place in it."""
-        word, rank = uuid.uuid4().hex, self._topology.rank
+        token, rank = uuid.uuid4().hex, self._topology.rank
         greeting = {
-            "word": word, "rank": rank, "restarts": _restart_count(),
+            "token": token, "rank": rank, "restarts": _restart_count(),
             "at": list(self._here), "job": self._job.to_table(),
         }  # fmt: skip
         number = self._store.add(_COUNT, 1)
         self._store.set(f"{_LOBBY}/greeting/{number}", json.dumps(greeting))
-        answer_key, pause_s = f"{_LOBBY}/answer/{word}", _POLL_S
+        answer_key, pause_s = f"{_LOBBY}/answer/{token}", _POLL_S
         while not self._store.check([answer_key]):
             self._check_job()
             if clock.now_s() > timeout_s:
@@ -198,23 +196,23 @@ class _JoiningRank:
         if "refused" in answer:
             raise self._refusal(JobIdentity.from_table(answer["job"]), answer["refused"])
         place = _place(answer["name"], rank)
-        if self._store.compare_set(place, "", word).decode() != word:
+        if self._store.compare_set(place, "", token).decode() != token:
             raise self._refusal(
                 JobIdentity.from_table(answer["job"]), f"it has another process as rank {rank}"
             )
         return str(answer["name"])
 
     def _check_job(self) -> None:
-        """Fails where the store is another job's, also one that greets nobody any more."""
+        """Fails where the store is another job's, also one whose rank 0 answers no more."""
         if not self._store.check([_JOB]):
             return
-        note = json.loads(self._store.get(_JOB))
-        job = JobIdentity.from_table(note["job"])
-        if note["agent"]:
+        published = json.loads(self._store.get(_JOB))
+        job = JobIdentity.from_table(published["job"])
+        if published["agent"]:
             conflict = "their job ids differ" if job.same_id(self._job) is False else ""
         else:
             conflict = job.conflict(self._job)
-            if not conflict and note["complete"]:
+            if not conflict and published["complete"]:
                 conflict = "all of its ranks have joined already"
         if conflict:
             raise self._refusal(job, conflict)
@@ -244,7 +242,7 @@ class _Coordinator:
         self._agent_hosts = agent_hosts
         self._name = uuid.uuid4().hex
         self._hosts = {0: here}
-        # How often any agent says that it has started its ranks anew.
+        # The largest restart count of any agent.
         self.restarts = _restart_count()
         self._read = 0
         self._unread: set[int] = set()
@@ -253,7 +251,7 @@ class _Coordinator:
 
     def admit_all(self, timeout_s: float, clock: ActiveClock) -> str:
         """The attempt's name, once every rank has its place."""
-        self._note(complete=False)
+        self._publish_job(complete=False)
         missing = set(range(1, self._topology.world_size))
         while missing:
             self._answer_all(clock)
@@ -267,12 +265,12 @@ class _Coordinator:
             if missing:
                 time.sleep(_POLL_S)
         post_hosts(PrefixStore(self._name, self._store), self._hosts)
-        self._note(complete=True)
+        self._publish_job(complete=True)
         return self._name
 
-    def _note(self, *, complete: bool) -> None:
-        note = {"job": self._job.to_table(), "complete": complete, "agent": self._agent_hosts}
-        self._store.set(_JOB, json.dumps(note))
+    def _publish_job(self, *, complete: bool) -> None:
+        job = {"job": self._job.to_table(), "complete": complete, "agent": self._agent_hosts}
+        self._store.set(_JOB, json.dumps(job))
 
     def _answer_all(self, clock: ActiveClock) -> None:
         came = self._store.add(_COUNT, 0)
@@ -289,16 +287,16 @@ class _Coordinator:
         conflict = self._job.conflict(theirs)
         answer: dict[str, Any] = {"job": self._job.to_table()}
         answer |= {"refused": conflict} if conflict else {"name": self._name}
-        self._store.set(f"{_LOBBY}/answer/{greeting['word']}", json.dumps(answer))
+        self._store.set(f"{_LOBBY}/answer/{greeting['token']}", json.dumps(answer))
         if not conflict:
             self._hosts[rank] = RankHost(*greeting["at"])
             self.restarts = max(self.restarts, greeting["restarts"])
         elif not self._agent_hosts and self._job.same_id(theirs) is not False:
-            # Perhaps a rank of this very job that was started otherwise. In an agent's store it may be
-            # one of a former attempt.
+            # Perhaps a rank of this job that was started with other settings. In an agent's store it may
+            # be one of an earlier attempt.
             self._refused[rank], self._refused_s = conflict, clock.now_s()
             if self._job.same_id(theirs) or self._job.settings == theirs.settings:
-                # The store ends with this process, and that rank has yet to read why.
+                # The store ends with this process, and that rank has yet to read the reason.
                 time.sleep(_LINGER_S)
                 raise self._mismatch(rank)
 
@@ -330,7 +328,7 @@ def _where(topology: Topology) -> str:
 def explain(
     where: str, topology: Topology, error: BaseException, timeout_s: float
 ) -> tuple[str, str]:
-    """Cause and remedy for what torch reports in its own, longer words."""
+    """Cause and remedy of an error of torch's store."""
     text = str(error).lower()
     if "in use" in text or "eaddrinuse" in text:
         return (

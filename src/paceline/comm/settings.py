@@ -27,15 +27,16 @@ class CommSettings:
     elsewhere. `timeout_s` bounds every collective, `rendezvous_timeout_s` the wait for ranks that have
     not arrived yet.
 
-    Gradients travel in buffers: in the order in which backward makes them ready, a buffer is closed once
-    it holds `fusion_mib` MiB (0: every tensor alone). `algorithm` is one of the catalogue
-    (docs/communication.md), auto, which is the backend's own (native), or hybrid: by size, from the table
-    in the file `sizes` (`paceline tune` writes one), or, with `eta_kib`, hierarchical below that many KiB
-    and ring from there on. `wire` is the format that travels: float32, float16, bfloat16, or auto, as the
-    gradients are. `group_size` is the k of the algorithms with groups; 0 takes the ranks of a node.
-    `overlap` sends full buffers while backward goes on: on, off, or auto, wherever that does not cost
-    a recorded CUDA graph. `plan` is a plan file, which decides buffers, algorithms and wire itself.
-    `share_gpus` lets several ranks use one GPU over NCCL, which needs NVIDIA MPS; it is meant for tests.
+    Gradients travel in buffers: in the order in which backward makes them ready, a buffer is closed
+    once it holds `fusion_mib` MiB (0: every tensor alone). `algorithm` is one of the catalogue
+    (docs/communication.md), auto, which is the backend's own (native), or hybrid: by size, from the
+    table in the file `sizes` (`paceline tune` writes one), or, with `eta_kib`, hierarchical below that
+    many KiB and ring from there on. `wire` is the format that travels: float32, float16, bfloat16, or
+    auto, as the gradients are. `group_size` is the k of the algorithms with groups; 0 takes the ranks
+    of a node. `overlap` sends full buffers while backward goes on: on, off, or auto, wherever that does
+    not cost a recorded CUDA graph. `plan` is a plan file, which decides buffers, algorithms and wire
+    itself. `share_gpus` lets several ranks use one GPU over NCCL, which needs NVIDIA MPS; it is meant
+    for tests.
     """
 
     backend: str = "auto"

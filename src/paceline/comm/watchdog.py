@@ -1,44 +1,55 @@
-"""`Watchdog`: ends a rank whose exchange stalls, and says which buffer and because of whom.
+"""`Watchdog`: ends a rank whose exchange stalls, and reports which bucket and because of which rank.
 
-In: the group's store, a `ProgressBoard` and `comm.timeout_s`. Out: nothing in a healthy run but a small
-post every few seconds. Python cannot interrupt a wait in C++, so a thread does it:
+Python cannot interrupt a wait in C++, so threads do it. In a healthy run each rank publishes a
+heartbeat every few seconds and does nothing else.
 
-1. A rank that has waited in one place for 40 % of the timeout begins to read the others' posts.
-2. Shortly before the timeout the first such rank proposes what it found; all ranks take that verdict,
-   also one that only computes, show it and end with its exit code.
+1. A rank that has waited in one place for 40 % of `comm.timeout_s` reads the others' heartbeats.
+2. Shortly before the timeout the first such rank proposes what it found. All ranks take that verdict,
+   also those that only compute, show it and end with its exit code.
 3. Where the store does not answer, rank 0's host is gone or this one is cut off: a rank that waits, or
-   that has heard nothing for as long, says so and ends.
-4. A rank that leaves with an error has seconds for it; torch may wait for a lost host without end.
+   that has received no answer for as long, reports it and ends.
+4. A rank that leaves with an error has seconds to do so; torch may wait for a lost host without end.
 5. A rank whose collective cannot fail by itself (NCCL, a CUDA graph) ends with the error that another
    rank has posted. Once a signal has asked it to stop, it waits `_STOP_WAIT_S` for a silent rank.
+
+The watchdog uses two threads: `HeartbeatChannel` publishes and reads heartbeats, `Watchdog` checks
+them, because a call to a store on an unreachable host can block forever.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.comm.active_clock import ActiveClock
-from paceline.comm.agreement import PeerError
-from paceline.comm.progress_board import ProgressBoard, Standing
-from paceline.comm.rank_hosts import RankHosts
-from paceline.comm.watchdog_mail import WatchdogMail, hosts_store
-from paceline.comm.watchdog_words import BufferWords, stall_error, unreachable_error
+from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError
+from paceline.comm.job import RankHosts, rank_hosts_store
+from paceline.comm.progress import (
+    BucketInfo,
+    ProgressBoard,
+    RankProgress,
+    stall_error,
+    unreachable_error,
+)
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
 
-Tell = Callable[[PacelineError], None]
+ShowError = Callable[[PacelineError], None]
 
-# Longer than a rank waits to be told the cause and for the others to leave (see `group.py`).
+_VERDICT = "paceline/watchdog/verdict"
+# Longer than a rank waits for the cause and for the others to leave (see `group.py`).
 _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
-_LAST_WORDS_S = 2.0
+_CHANNEL_END_WAIT_S = 0.5
+_SHOW_WAIT_S = 2.0
 _FREE_WAIT_S = 4.0
 _LINGER_S = 3.0
+_POLL_S = 0.02
 # torchrun kills ranks 30 s after its SIGTERM: a lost rank has to be found and named before.
 _STOP_WAIT_S = 15.0
 # Often enough that a lost rank is named within seconds, seldom enough for thousands of ranks.
@@ -54,34 +65,34 @@ class Watchdog:
         topology: Topology,
         timeout_s: float,
         board: ProgressBoard,
-        tell: Tell | None = None,
+        show_error: ShowError | None = None,
         hosts: RankHosts | None = None,
         *,
         before_exit: Callable[[], None] | None = None,
     ) -> None:
-        """`tell` shows an error where nobody can raise it. `before_exit` frees what outlives a process,
-        in bounded time. All ranks make one before they first wait."""
+        """`show_error` shows an error where it cannot be raised. `before_exit` frees what outlives a
+        process, in bounded time. All ranks create their watchdog before their first collective."""
         self._topology = topology
         self._timeout_s = timeout_s
         self._limit_s = timeout_s - min(0.2 * timeout_s, 15.0)
         self._silence_s = timeout_s / 6
         self._beat_s = min(max(timeout_s / 60, 0.1), _LONGEST_BEAT_S)
         self._board = board
-        self._tell = tell or _tell
+        self._show_error = show_error or _print_error
         self._hosts = hosts or RankHosts()
         self._before_exit = before_exit
         self.asked_to_stop: Callable[[], bool] = lambda: False
-        self.buffers: Sequence[BufferWords] = ()
-        self._mail = WatchdogMail(store, topology, self._beat_s)
+        self.buckets: Sequence[BucketInfo] = ()
+        self._channel = HeartbeatChannel(store, topology, self._beat_s)
         self._now_s = 0.0
-        self._seen: Standing | None = None
+        self._seen: RankProgress | None = None
         self._since_s = self._answered_s = self._proposed_s = 0.0
         self._answers = -1
-        self._news: dict[int, tuple[int, float]] = {}
+        self._last_beat: dict[int, tuple[int, float]] = {}
         self._leaving: tuple[PacelineError, float] | None = None
         self._fault_since_s = 0.0
         self._asked_since_s: float | None = None
-        # Either this thread ends the process or the run's own error does: a rank says one line.
+        # Either this thread ends the process or the run's own error does: a rank prints one line.
         self._ends = False
         self._end_lock = threading.Lock()
         self._closed = threading.Event()
@@ -89,41 +100,42 @@ class Watchdog:
         self._thread.start()
 
     def leaving(self, error: BaseException) -> None:
-        """This rank goes with an error of its own: that is what it shows, should it get stuck.
+        """This rank leaves with an error of its own, and ends with it should it get stuck.
 
-        Does not return where there is a verdict and the error is its consequence, of connections that
-        other ranks closed as they ended: then the verdict is what this rank shows, and ends with.
+        Does not return where there is a verdict and the error is only its consequence, because other
+        ranks closed their connections as they ended: then this rank shows the verdict and ends with it.
         """
-        follows = isinstance(error, PeerError) and self._mail.verdict is not None
+        follows = isinstance(error, PeerError) and self._channel.verdict is not None
         if not isinstance(error, PacelineError):
             error = PacelineError(f"{type(error).__name__}: {error}")
         with self._end_lock:
-            spoken_for = follows or self._ends
-            if not spoken_for and self._leaving is None:  # again, it changes nothing
+            superseded = follows or self._ends
+            if not superseded and self._leaving is None:  # the first error counts
                 self._leaving = (error, self._now_s + _LEAVE_S)
-        if spoken_for:
+        if superseded:
             self._thread.join()
 
     def silent_ranks(self) -> set[int]:
-        """Whose heartbeat has stopped, where a collective broke. Waits for two beats at most, and not at
-        all where a launcher has asked this rank to stop: it knows who ended."""
-        return self._mail.silent_ranks(self.asked_to_stop)
+        """Ranks whose heartbeat has stopped, for a collective that broke. Waits for two beats at
+        most, and not at all where a launcher has asked this rank to stop: the launcher knows which
+        rank ended."""
+        return self._channel.silent_ranks(self.asked_to_stop)
 
     def hold_if_ending(self) -> None:
-        """Does not return where this process is being ended: a collective that the abort has cut short
-        returns with wrong numbers, and nothing may be made of them."""
+        """Does not return while this process is being ended: a collective that the abort has cut short
+        returns with wrong numbers, which must not be used."""
         with self._end_lock:
             ends = self._ends
         if ends:
             self._thread.join()
 
     def close(self) -> None:
-        """Does not return where the verdict is being shown: then the process ends with that."""
+        """Does not return while a verdict is being shown: the process ends with it."""
         with self._end_lock:
             self._closed.set()
             ends = self._ends
         self._thread.join(None if ends else _END_WAIT_S)
-        self._mail.close()
+        self._channel.close()
 
     def _serve(self) -> None:
         tick_s = self._beat_s / 2
@@ -131,50 +143,52 @@ class Watchdog:
         clock = ActiveClock(longest_s=4 * tick_s)
         while not self._closed.wait(tick_s):
             self._now_s = clock.now_s()
-            error = self._look()
+            error = self._check()
             if error is not None and self._may_end(error):
                 self._end(error)
 
     def _may_end(self, error: PacelineError) -> bool:
-        """False where this rank has begun to leave by itself, unless it got stuck on the way."""
+        """False where this rank has begun to leave by itself, unless it got stuck."""
         with self._end_lock:
             left = self._closed.is_set() or (self._leaving and self._leaving[0] is not error)
             self._ends = not left
         return self._ends
 
-    def _look(self) -> PacelineError | None:
-        """What this rank has to end with, if anything."""
-        standing = self._board.standing
-        if standing != self._seen:
-            self._seen, self._since_s, self._proposed_s = standing, self._now_s, 0.0
-        self._mail.post(standing)
-        if self._mail.answers != self._answers:
-            self._answers, self._answered_s = self._mail.answers, self._now_s
+    def _check(self) -> PacelineError | None:
+        """The error that this rank has to end with, if any."""
+        progress = self._board.progress
+        if progress != self._seen:
+            self._seen, self._since_s, self._proposed_s = progress, self._now_s, 0.0
+        self._channel.publish(progress)
+        if self._channel.answers != self._answers:
+            self._answers, self._answered_s = self._channel.answers, self._now_s
         if self._leaving is not None:
             error, deadline_s = self._leaving
             return error if self._now_s > deadline_s else None
-        if self._mail.verdict is not None:
-            return self._mail.verdict_here or PeerError.told(self._mail.verdict)
-        waited_s = self._now_s - self._since_s if standing.waits else 0.0
-        unheard_s = self._now_s - self._answered_s
-        out_of_reach = unheard_s > max(self._silence_s, 3 * self._beat_s)
-        if unheard_s > self._limit_s or (waited_s > self._limit_s and out_of_reach):
-            return self._unreachable(standing, unheard_s)
-        self._mail.listening = waited_s > 2 * self._beat_s
-        if self._mail.fault is None or not self._mail.listening:
+        if self._channel.verdict is not None:
+            return self._channel.verdict_here or PeerError.from_agreed(self._channel.verdict)
+        waited_s = self._now_s - self._since_s if progress.waits else 0.0
+        unanswered_s = self._now_s - self._answered_s
+        out_of_reach = unanswered_s > max(self._silence_s, 3 * self._beat_s)
+        if unanswered_s > self._limit_s or (waited_s > self._limit_s and out_of_reach):
+            return self._unreachable(progress, unanswered_s)
+        self._channel.reads_fault = waited_s > 2 * self._beat_s
+        if self._channel.fault is None or not self._channel.reads_fault:
             self._fault_since_s = self._now_s
         elif self._now_s - self._fault_since_s > 3 * self._beat_s:
-            # Long enough for the exchange that tells all ranks of the fault, where it still goes on.
-            return PeerError.told(self._mail.fault)
-        self._mail.curious = waited_s > 0.4 * self._timeout_s or self._is_asked(waited_s)
-        self._read_letters()
+            # Long enough for the exchange that brings the fault to all ranks, where it still works.
+            return PeerError.from_agreed(self._channel.fault)
+        self._channel.reads_progress = waited_s > 0.4 * self._timeout_s or self._is_asked_to_stop(
+            waited_s
+        )
+        self._note_heartbeats()
         if not self._proposed_s and (waited_s > self._limit_s or self._stops_for_a_silent_rank()):
             self._proposed_s = self._now_s
-            self._mail.propose(self._stall(standing, waited_s))
+            self._channel.propose(self._stall(progress, waited_s))
         return None
 
-    def _is_asked(self, waited_s: float) -> bool:
-        """Whether this rank waits though a signal has asked it to stop; notes since when."""
+    def _is_asked_to_stop(self, waited_s: float) -> bool:
+        """Whether this rank waits although a signal has asked it to stop; records since when."""
         if not waited_s or not self.asked_to_stop():
             self._asked_since_s = None
         elif self._asked_since_s is None:
@@ -186,53 +200,184 @@ class Watchdog:
         since_s = self._asked_since_s
         return since_s is not None and self._now_s - since_s > _STOP_WAIT_S and bool(self._silent())
 
-    def _read_letters(self) -> None:
-        """Notes when each rank's last news came."""
-        for rank, (number, _) in self._mail.letters.items():
-            if self._news.get(rank, (-1, 0.0))[0] != number:
-                self._news[rank] = (number, self._now_s)
+    def _note_heartbeats(self) -> None:
+        """Records when each rank's latest heartbeat was seen."""
+        for rank, (number, _) in self._channel.heartbeats.items():
+            if self._last_beat.get(rank, (-1, 0.0))[0] != number:
+                self._last_beat[rank] = (number, self._now_s)
 
-    def _stall(self, standing: Standing, waited_s: float) -> CommError:
-        standings = {rank: theirs for rank, (_, theirs) in self._mail.letters.items()}
-        standings[self._topology.rank] = standing
+    def _stall(self, progress: RankProgress, waited_s: float) -> CommError:
+        known = {rank: theirs for rank, (_, theirs) in self._channel.heartbeats.items()}
+        known[self._topology.rank] = progress
         silent = self._silent()
-        return stall_error(standings, silent, self.buffers, waited_s, self._timeout_s, self._hosts)
+        return stall_error(known, silent, self.buckets, waited_s, self._timeout_s, self._hosts)
 
     def _silent(self) -> set[int]:
-        """Ranks of which nothing new has come for three beats."""
+        """Ranks without a new heartbeat for three beats."""
         return {
             rank
-            for rank, (_, heard_s) in self._news.items()
+            for rank, (_, seen_s) in self._last_beat.items()
             if rank != self._topology.rank
-            and self._now_s - heard_s > min(self._silence_s, 3 * self._beat_s)
+            and self._now_s - seen_s > min(self._silence_s, 3 * self._beat_s)
         }
 
-    def _unreachable(self, standing: Standing, unheard_s: float) -> CommError:
-        rank, closed = self._topology.rank, self._mail.lost
+    def _unreachable(self, progress: RankProgress, unanswered_s: float) -> CommError:
+        rank, closed = self._topology.rank, self._channel.lost
         reached = self._hosts.others_that_answer(rank, self._topology.master_port)
         host = self._topology.master_addr
-        return unreachable_error(standing, rank, host, unheard_s, closed, self._hosts, reached)
+        return unreachable_error(progress, rank, host, unanswered_s, closed, self._hosts, reached)
 
     def _end(self, error: PacelineError) -> None:
-        """Not by way of destructors and exit handlers: they wait for what does not come."""
-        last_words = threading.Thread(target=self._say, args=(error,), daemon=True)
-        last_words.start()
+        """Without destructors and exit handlers, which would wait for the lost rank."""
+        showing = threading.Thread(target=self._show, args=(error,), daemon=True)
+        showing.start()
         freeing = threading.Thread(target=self._before_exit or (lambda: None), daemon=True)
         freeing.start()
-        if self._topology.is_main and hosts_store() and not self._mail.lost:
-            self._mail.linger(2 * self._beat_s + _LINGER_S)
-        self._mail.close()  # the host waits for word that this rank has heard
+        if self._topology.is_main and rank_hosts_store() and not self._channel.lost:
+            self._channel.linger(2 * self._beat_s + _LINGER_S)
+        self._channel.close()  # the store's host waits until this rank has read the verdict
         freeing.join(_FREE_WAIT_S)
-        last_words.join(_LAST_WORDS_S)
+        showing.join(_SHOW_WAIT_S)
         os._exit(error.exit_code)
 
-    def _say(self, error: PacelineError) -> None:
-        """In a thread: a pipe that nobody reads must not keep the process."""
-        self._tell(error)
+    def _show(self, error: PacelineError) -> None:
+        """In a thread, because writing to a pipe that nobody reads blocks."""
+        self._show_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _tell(error: PacelineError) -> None:
+def _print_error(error: PacelineError) -> None:
     sys.stderr.write(f"paceline: error: {error}\n")
     sys.stderr.flush()
+
+
+class HeartbeatChannel:
+    """Publishes this rank's progress in the rendezvous store, reads the others', and shares one
+    verdict.
+
+    A thread makes every call, on a connection of its own: where the store's host is cut off, torch
+    waits for an answer without end, and only this thread is lost. Nothing else here waits for the store
+    but the constructor and, briefly, `close`.
+    """
+
+    def __init__(self, store: Store, topology: Topology, beat_s: float) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+        self._agreement = Agreement(self._store, topology, beat_s)
+        self._rank, self._size = topology.rank, topology.world_size
+        self._beat_s = beat_s
+        self._mine = RankProgress()
+        self._proposal: CommError | None = None
+        self._wake = threading.Event()
+        self._closed = False
+        # Results of the thread; each is replaced as a whole.
+        self.answers = 0
+        self.lost = False
+        self.verdict: AgreedError | None = None
+        self.verdict_here: CommError | None = None  # the same, where this rank's proposal won
+        self.heartbeats: dict[int, tuple[int, RankProgress]] = {}
+        # What the thread reads with each beat. The watchdog asks for the others' progress once this rank
+        # has waited for long, and for a posted error, which then is why it waits.
+        self.reads_progress = False
+        self.reads_fault = False
+        self._counting = False
+        self.fault: AgreedError | None = None
+        self._publish()
+        self._thread = threading.Thread(target=self._serve, name="paceline-heartbeat", daemon=True)
+        self._thread.start()
+
+    def publish(self, progress: RankProgress) -> None:
+        """With the next beat."""
+        self._mine = progress
+
+    def propose(self, error: CommError) -> None:
+        """The first proposal of all ranks becomes the verdict."""
+        self._proposal = error
+        self._wake.set()
+
+    def linger(self, wait_s: float) -> None:
+        """On the store's host: waits until the others have read the verdict."""
+        deadline = time.monotonic() + wait_s
+        keys = [self._read_key(rank) for rank in range(self._size) if rank != self._rank]
+        try:
+            store: Store = self._store.clone()  # type: ignore[attr-defined]
+            while time.monotonic() < deadline and not store.check(keys):
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            return
+
+    def silent_ranks(self, stop: Callable[[], bool]) -> set[int]:
+        """Ranks whose heartbeat does not advance. Waits for two beats, until all others have
+        advanced, or until `stop`. Rank 0, where the store that it hosts is gone."""
+        deadline = time.monotonic() + 2.5 * self._beat_s + _POLL_S
+        others = set(range(self._size)) - {self._rank}
+        before, first, alive = self.answers, dict[int, int](), set[int]()
+        self._counting = True
+        self._wake.set()
+        while time.monotonic() < deadline and not self.lost and alive != others:
+            if stop():
+                first = {}
+                break
+            time.sleep(_POLL_S)
+            if self.answers > before:  # what was read before this call may be out of date
+                seen = {rank: number for rank, (number, _) in self.heartbeats.items()}
+                first = first or seen
+                alive |= {rank for rank in others & seen.keys() if seen[rank] > first[rank]}
+        self._counting = False
+        if self.lost:
+            return {0} & others if rank_hosts_store() else set()
+        return others - alive if first else set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join(_CHANNEL_END_WAIT_S)
+
+    def _serve(self) -> None:
+        while not self._closed and self.verdict is None:
+            try:
+                self._beat()
+            except RuntimeError:
+                # The store's process has ended; the watchdog decides what follows.
+                self.lost = True
+                return
+            self.answers += 1
+            self._wake.wait(self._beat_s)
+            self._wake.clear()
+
+    def _beat(self) -> None:
+        self._publish()
+        if self._proposal is not None:
+            # The first posted fault stays: a rank that reported its own error knows best, and of two
+            # proposals at once one counts, also for a rank that reads the fault alone.
+            self._agreement.post_fault(self._proposal)
+            fault = self._agreement.read_fault() or self._proposal
+            verdict = json.dumps({"error": str(fault), "code": fault.exit_code})
+            self._store.compare_set(_VERDICT, "", verdict)
+        if self.reads_progress or self._counting:
+            keys = [self._key(rank) for rank in range(self._size)]
+            self.heartbeats = dict(enumerate(map(_parse, self._store.multi_get(keys))))
+        if self.reads_fault:
+            self.fault = self._agreement.read_fault()
+        if self._store.check([_VERDICT]):
+            found = json.loads(self._store.get(_VERDICT))
+            if found["error"] == f"rank {self._rank}: {self._proposal}":
+                self.verdict_here = self._proposal
+            self.verdict = AgreedError(found["error"], found["code"])
+            # Last: after this the store's host may end at once, and the store with it.
+            self._store.set(self._read_key(self._rank), "")
+
+    def _publish(self) -> None:
+        self._store.set(self._key(self._rank), f"{self.answers} {self._mine.to_text()}")
+
+    def _key(self, rank: int) -> str:
+        return f"paceline/watchdog/{rank}"
+
+    def _read_key(self, rank: int) -> str:
+        return f"paceline/watchdog/heard/{rank}"
+
+
+def _parse(heartbeat: bytes) -> tuple[int, RankProgress]:
+    """The number of the beat, which shows that the sender is alive, and its progress."""
+    number, _, text = heartbeat.decode().partition(" ")
+    return int(number), RankProgress.from_text(text)

@@ -15,7 +15,6 @@ from torch import nn
 
 from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
-from paceline.comm.watchdog_words import BufferWords
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
@@ -109,7 +108,7 @@ class Training:
         # CUDA graphs hold references to NCCL communicators, so they go before the process groups.
         self.step.release()
         if not self.group.aborted:
-            self.step.exchange.carrier.close()
+            self.step.exchange.close()
         self.step.loader.close()
         self.source.close()
         self.validation.close()
@@ -154,7 +153,7 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
-    model, pretrained = group.settled("model", lambda: _create_model(config, source, group))
+    model, pretrained = group.agree_on("model", lambda: _create_model(config, source, group))
     parts = create_parts(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
@@ -162,7 +161,7 @@ def _assemble(
         steps_per_epoch=schedule.steps_per_epoch,
     )  # fmt: skip
     start = {"initial weights": fingerprint(model)}
-    group.settle("start", facts=start, remedy="use the same --pretrained file and versions")
+    group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
 
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
@@ -173,10 +172,10 @@ def _assemble(
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
         path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
-        progress = group.settled(
+        progress = group.agree_on(
             "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
         )
-    loader = group.settled(
+    loader = group.agree_on(
         "loader",
         lambda: create_train_loader(
             source, plan, config.data, seed=config.run.seed, rank=group.rank,
@@ -184,8 +183,8 @@ def _assemble(
         ),
     )  # fmt: skip
     step = create_step(config, parts, loader, plan, group, stop)
-    buffers = BufferWords.of(parts.exchange)
-    group.name_buffers(buffers)
+    buffers = parts.exchange.bucket_info()
+    group.name_buckets(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
     parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
     chosen = {

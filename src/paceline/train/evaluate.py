@@ -33,10 +33,10 @@ from paceline.data.sources.source import Source, open_source
 from paceline.models.registry import create_model
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
+from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.stop_signals import StopSignals, agreed_stop
-from paceline.train.triton_probe import triton_problem
 from paceline.train.weights import checkpoint_weights
 
 
@@ -155,12 +155,12 @@ def evaluate_file(
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
     with Group(topology, config.comm, device, shared=shared) as group:
-        source = group.settled("data", lambda: _open_validation(config, checkpoint, path))
+        source = group.agree_on("data", lambda: _open_validation(config, checkpoint, path))
         model = _restored(config, checkpoint).to(group.device)
-        policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))
+        policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
         allow_tf32(config.precision)
         policy.convert(model)
-        loader = group.settled(
+        loader = group.agree_on(
             "loader",
             lambda: create_eval_loader(
                 source, config.data, rank=group.rank, world_size=group.world_size,

@@ -1,11 +1,13 @@
 """`FastPath`: fused kernels, torch.compile and CUDA graphs, each where it helps.
 
-In: the switches, the model and the device. Out: the function that computes a forward pass, whether
-micro-steps are recorded, and words that say what was chosen. A switch that cannot be obeyed is refused.
+`choose_fast_path` returns the function that computes a forward pass, whether micro-steps are captured
+in CUDA graphs, and a description of what was chosen. A switch that cannot be obeyed is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,8 +51,8 @@ def choose_fast_path(
     *,
     shared_gpu: bool = False,
 ) -> FastPath:
-    """Settles the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
-    `shared_gpu`: other ranks use the same GPU, beside whose collectives cuDNN's batch norm hangs."""
+    """Decides the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
+    `shared_gpu`: other ranks use the same GPU; cuDNN's batch norm hangs beside their collectives."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         # Shapes hardly ever change in training: the search for the fastest algorithm pays at once.
@@ -59,7 +61,7 @@ def choose_fast_path(
     how = settings.compile
     if how == "auto":
         how = "model" if on_gpu and not fused else "off"
-    # The exchange lies between the recordings, so they serve any number of ranks and any backend.
+    # The exchange is between the graphs, so they work with any number of ranks and any backend.
     graphs = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and on_gpu)
     if graphs and not on_gpu:
         raise ConfigError("run.cuda_graphs", "on", f"needs a GPU, not {device}", "use 'auto'")
@@ -104,3 +106,29 @@ def compiled(model: nn.Module, how: str) -> Forward:
         for block in blocks:
             block.compile(dynamic=False)
     return model
+
+
+# Whether Triton's kernels can run here.
+#
+# In: a device. Out: nothing, or why not: no package, no C compiler in a slim container, a GPU too
+# old. One small kernel is built and launched: versions and capabilities listed in code would grow
+# old.
+
+
+@functools.cache
+def triton_problem(device: torch.device) -> str:
+    """Empty where kernels run. A CPU has no use for them and is asked nothing."""
+    if device.type != "cuda":
+        return "needs a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    try:
+        from paceline.data.normalize_kernel import normalized
+
+        pixel = torch.ones((1, 1, 1, 1), dtype=torch.uint8, device=device)
+        one = torch.ones((1, 1, 1, 1), device=device)
+        value = normalized(pixel, one, one, torch.float32, 0)
+        return "" if float(value) == 2.0 else "a kernel gave a wrong result"
+    except Exception as error:  # noqa: BLE001  (compilers and drivers raise what they like)
+        lines = str(error).splitlines()
+        return f"no kernel can be built: {lines[0][:160] if lines else type(error).__name__}"

@@ -126,8 +126,8 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
     """Opens the data and the run folder on this rank, together with all others."""
     facts = common_settings(config)
     facts |= {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
-    group.settle("configuration", facts=facts)
-    source, validation = group.settled("data", lambda: _open_data(config))
+    group.agree("configuration", facts=facts)
+    source, validation = group.agree_on("data", lambda: _open_data(config))
     labels = _digest(source.labels)
     if config.data.shuffle == "shards":
         sizes = np.array(shard_sizes(source) or (), dtype=np.int64)
@@ -138,7 +138,7 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
         "validation images": len(validation),
         "validation labels (digest)": _digest(validation.labels),
     }
-    group.settle("data set", facts=facts, remedy="use the same data")
+    group.agree("data set", facts=facts, remedy="use the same data")
     return RunInputs(source, validation, labels, *_agree_on_folder(config, group))
 
 
@@ -182,7 +182,7 @@ def _agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLoc
         except PacelineError as caught:
             error = caught
     with _released_on_error(lock):
-        group.settle("run folder", error)
+        group.agree("run folder", error)
         chosen = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
         path, _, resume = group.broadcast_bytes(chosen).decode().partition("\n")
     if folder is not None:
@@ -210,7 +210,7 @@ def read_checkpoint(
             folder, content = _newest_intact(folder)
         except PacelineError as caught:
             error = caught
-    group.settle("checkpoint", error)
+    group.agree("checkpoint", error)
     chosen = group.broadcast_bytes(
         str(folder.resume_from).encode() if content is not None else None
     )
@@ -226,7 +226,7 @@ def read_checkpoint(
             )
         return found
 
-    checkpoint = group.settled("checkpoint content", parse)
+    checkpoint = group.agree_on("checkpoint content", parse)
     return checkpoint, replace(folder, resume_from=path)
 
 

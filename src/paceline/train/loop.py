@@ -92,7 +92,7 @@ class TrainingLoop:
         if t.saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
-        t.group.settle("end", t.step.fault)
+        t.group.agree("end", t.step.fault)
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
 

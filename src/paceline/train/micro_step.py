@@ -1,9 +1,9 @@
-"""`MicroStep`: forward and backward of one micro-batch.
+"""`MicroStep`: forward and backward of one micro-batch, eager or as a CUDA graph.
 
-In: pixels and labels. Out: gradients in the exchange's buffers, and the loss added up on the device. The
-loss is divided by the step's samples, those of all ranks, and multiplied by the step's loss scale before
-the backward pass, so the sum over ranks and micro-steps is the average, times that scale. In the last
-micro-step of a step an exchange that overlaps sends buffers while backward goes on.
+The loss is divided by the step's samples, those of all ranks, and multiplied by the step's loss scale
+before the backward pass, so the sum of the gradients over ranks and micro-steps is their average, times
+that scale. In the last micro-step of a step an exchange that overlaps sends buckets while backward goes
+on. `Mixing` draws mixup and CutMix; `step_error` turns what a pass raises into an error for the user.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.comm.gradient_exchange import GradientExchange
+from paceline.comm.exchange import GradientExchange
+from paceline.core.errors import PacelineError, RunError
 from paceline.data.normalize import Normalizer
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.captured import Captured
-from paceline.train.mixing import mixed, other_labels
+from paceline.train.capture import Captured
+from paceline.train.machine import derive_seed, out_of_memory
 
 # Images, labels, and a table of `Mixing` where images are mixed.
-_Parts = tuple[Tensor, Tensor, Tensor | None]
-_Compute = Callable[[Tensor, Tensor, Tensor | None], None]
+_Inputs = tuple[Tensor, Tensor, Tensor | None]
+# A row of a table of `Mixing`: the image's share outside of the box, and the box, where its share is 0.
+_COLUMNS = 5
 
 
 class MicroStep:
-    """`forward` is the model, compiled or not."""
+    """`forward` is the model, compiled or not. Adds to `loss` on the device."""
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class MicroStep:
         *,
         graphs: bool = False,
     ) -> None:
-        """`graphs`: micro-steps are recorded; a last one that overlaps only where its carrier can be."""
+        """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it."""
         self.forward = forward
         self._policy = policy
         self._normalize = normalize
@@ -50,11 +54,11 @@ class MicroStep:
         self._graphs = graphs
         self._share = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)
-        self._recorded: _Recorded | None = None
+        self._captured: _CapturedMicroSteps | None = None
 
     def begin(self, samples: int, global_batch: int) -> None:
-        """Before the first micro-batch of a step over `samples` samples, those of all ranks;
-        `global_batch` is what a full step has."""
+        """Before the first micro-batch of a step over `samples` samples, those of all ranks; a full
+        step has `global_batch`."""
         self._share.fill_(1.0 / samples)
         self._scale.begin_step(samples, global_batch)
         self.loss.zero_()
@@ -63,45 +67,43 @@ class MicroStep:
         self, images: Tensor, labels: Tensor, *, usual: bool, last: bool = False,
         mix: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`usual`: the size that nearly every micro-batch has, worth recording. `last` of its step: what
-        backward fills may leave. `mix` is a table of `Mixing`, always or never."""
-        armed = last and self._exchange.overlaps
-        recorded = self._graphs and (not armed or self._exchange.carrier.recordable)
+        """`usual`: the size that nearly every micro-batch has, worth capturing. `last` of its step: the
+        exchange may send full buckets. `mix` is a table of `Mixing`, always or never."""
+        inputs, device = (images, labels, mix), self._policy.device
+        sends = last and self._exchange.overlaps
         if not (self._graphs and usual):
-            self._drop_recording()
-        if not (recorded and usual):
-            if armed:
-                self._exchange.arm()
-            self._compute(*_moved((images, labels, mix), self._policy.device))
+            self._drop_graphs()
+        if not (self._graphs and usual) or (sends and not self._exchange.transport.capturable):
+            self._compute(sends, *_moved(inputs, device))
             return
-        if self._recorded is None:
-            self._normalize.prepare(self._policy.device)
-            self._recorded = _Recorded(
-                self._compute, self._compute_armed, (images, labels, mix), self._policy.device
-            )
-        self._recorded.run((images, labels, mix), self._exchange, armed=armed)
+        if self._captured is None:
+            self._normalize.prepare(device)
+            self._captured = _CapturedMicroSteps(self._compute_to_end, inputs, device)
+        self._captured.run(inputs, self._exchange, sends=sends)
 
     def release(self) -> None:
         """Destroys the CUDA graphs, before the process groups whose collectives they hold."""
-        recorded, self._recorded = self._recorded, None
+        captured, self._captured = self._captured, None
         self._graphs = False
-        if recorded is not None:
-            recorded.release()
+        if captured is not None:
+            captured.release()
 
-    def _drop_recording(self) -> None:
-        """A recording holds the memory of a whole micro-batch for good, and a short batch, at the end of
-        a run, needs nearly as much once more."""
-        recorded, self._recorded = self._recorded, None
-        if recorded is not None:
+    def _drop_graphs(self) -> None:
+        """A graph holds the memory of a whole micro-batch for good, and a short batch, at the end of a
+        run, needs nearly as much once more."""
+        captured, self._captured = self._captured, None
+        if captured is not None:
             # The exchange of the step before may still be under way, and wait for a lost rank.
             self._exchange.group.watched(
                 "the end of the step before", lambda: torch.cuda.synchronize(self._policy.device)
             )
-            recorded.release()
+            captured.release()
             torch.cuda.empty_cache()
 
-    def _compute(self, images: Tensor, labels: Tensor, mix: Tensor | None) -> None:
+    def _compute(self, sends: bool, images: Tensor, labels: Tensor, mix: Tensor | None) -> None:
         own: Tensor | None = None
+        if sends:
+            self._exchange.arm()
         with self._policy.compute():
             inputs = self._normalize(images, self._policy.device)
             if mix is not None:
@@ -112,6 +114,13 @@ class MicroStep:
         self.loss.add_(part.detach())
         self._exchange.gather()
 
+    def _compute_to_end(
+        self, sends: bool, images: Tensor, labels: Tensor, mix: Tensor | None
+    ) -> None:
+        """A capture must not end before the buckets that it sends are complete."""
+        self._compute(sends, images, labels, mix)
+        self._exchange.join()
+
     def _loss(self, outputs: Tensor, labels: Tensor, own: Tensor | None) -> Tensor:
         """Summed over the samples; of both labels where two images were mixed."""
         of = partial(F.cross_entropy, outputs, label_smoothing=self._smoothing)
@@ -120,65 +129,158 @@ class MicroStep:
         first, second = (of(each, reduction="none") for each in (labels, other_labels(labels)))
         return (own * first + (1 - own) * second).sum()
 
-    def _compute_armed(self, images: Tensor, labels: Tensor, mix: Tensor | None) -> None:
-        """What left during backward is there at the end: a recording must not end before."""
-        self._exchange.arm()
-        self._compute(images, labels, mix)
-        self._exchange.join()
 
-
-def _moved(parts: _Parts, device: torch.device) -> _Parts:
-    images, labels, mix = parts
+def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
+    images, labels, mix = inputs
     return (
         images.to(device, non_blocking=True), labels.to(device, non_blocking=True),
         None if mix is None else mix.to(device, non_blocking=True),
     )  # fmt: skip
 
 
-class _Recorded:
-    """The recordings of a micro-batch, plain and armed, with the memory that they read.
+class _CapturedMicroSteps:
+    """The CUDA graphs of a micro-step, one that sends buckets and one that does not, with their inputs.
 
-    Only one runs at a time, and what it leaves is in the exchange's buffers, so they share one pool.
+    Only one runs at a time, and its results are in the exchange's buffers, so they share one pool.
     """
 
     def __init__(
         self,
-        plain: _Compute,
-        armed: _Compute,
-        parts: _Parts,
+        compute: Callable[[bool, Tensor, Tensor, Tensor | None], None],
+        inputs: _Inputs,
         device: torch.device,
     ) -> None:
-        images, labels, mix = parts
-        self._parts: _Parts = (
+        images, labels, mix = inputs
+        self._inputs: _Inputs = (
             torch.empty_like(images, device=device), torch.empty_like(labels, device=device),
             None if mix is None else torch.empty_like(mix, device=device),
         )  # fmt: skip
         pool = torch.cuda.graph_pool_handle()
         self._captured = {
-            kind: Captured(partial(compute, *self._parts), enabled=True, pool=pool)
-            for kind, compute in ((False, plain), (True, armed))
+            sends: Captured(partial(compute, sends, *self._inputs), enabled=True, pool=pool)
+            for sends in (False, True)
         }
-        self._uses: dict[bool, frozenset[str]] = {}
-        self._sent: dict[bool, int] = {}
+
+    def run(self, inputs: _Inputs, exchange: GradientExchange, *, sends: bool) -> None:
+        """Warms up, captures or replays, and keeps the exchange's state in step."""
+        for place, given in zip(self._inputs, inputs, strict=True):
+            if place is not None and given is not None:
+                place.copy_(given, non_blocking=True)
+        captured = self._captured[sends]
+        if captured.replays:
+            captured()
+            exchange.replay(sends=sends)
+        elif captured.captures:
+            with exchange.capture(sends=sends):
+                captured()
+        else:
+            captured()
 
     def release(self) -> None:
         for captured in self._captured.values():
             captured.release()
 
-    def run(self, parts: _Parts, exchange: GradientExchange, *, armed: bool) -> None:
-        """Replays, and tells the exchange what no Python has told it; records where due."""
-        for place, part in zip(self._parts, parts, strict=True):
-            if place is not None and part is not None:
-                place.copy_(part, non_blocking=True)
-        captured = self._captured[armed]
-        replayed, records, sent = captured.replays, captured.records, exchange.sent
-        try:
-            captured()
-        except Exception:
-            if records:
-                exchange.forget_sent(sent)
-            raise
-        if replayed:
-            exchange.note_replay(self._uses[armed], self._sent[armed])
-        else:
-            self._uses[armed], self._sent[armed] = exchange.gathered, exchange.sent
+
+class Mixing:
+    """Mixes each image of a micro-batch with another one, and its label too.
+
+    Mixup (Zhang et al. 2018) adds two images up, CutMix (Yun et al. 2019) puts a box of one into the
+    other; with both on, each image takes one of the two at random. The other image is the one at the
+    same place from the end. Shares are drawn image by image: one share for a whole batch would make the
+    steps of large batches differ. `mixup` and `cutmix` are the parameters of their Beta distributions;
+    0 is off.
+    """
+
+    def __init__(self, mixup: float, cutmix: float, size: int, seed: int) -> None:
+        """`size`: width and height of the images in pixels."""
+        self._mixup, self._cutmix = mixup, cutmix
+        self._size = size
+        self._seed = seed
+
+    def table(self, step: int, number: int, samples: int) -> Tensor:
+        """For `samples` images of micro-batch `number` of `step`, whichever rank computes it."""
+        key = derive_seed(self._seed, step, number, "mixing")
+        chance = np.random.Generator(np.random.Philox(key))
+        table = np.zeros((samples, _COLUMNS), dtype=np.float32)
+        table[:, 0] = chance.beta(self._mixup, self._mixup, samples) if self._mixup else 1
+        if self._cutmix:
+            boxes = self._boxes(chance, samples)
+            boxed = np.zeros_like(table)
+            boxed[:, 0], boxed[:, 1:] = 1, boxes
+            takes = chance.random(samples) < (0.5 if self._mixup else 1)
+            table[takes] = boxed[takes]
+        return torch.from_numpy(table)
+
+    def _boxes(self, chance: np.random.Generator, samples: int) -> npt.NDArray[np.int64]:
+        """Top, bottom, left and right, cut off at the edges of the image."""
+        side = self._size * np.sqrt(1 - chance.beta(self._cutmix, self._cutmix, samples))
+        centre = chance.integers(0, self._size, (2, samples))
+        first, last = centre - side.astype(int) // 2, centre + side.astype(int) // 2
+        rows_and_columns = np.stack((first, last), axis=1).clip(0, self._size)
+        return rows_and_columns.reshape(4, samples).T
+
+
+def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """The images, and what share of each is still its own."""
+    height, width = images.shape[2:]
+    own, top, bottom, left, right = (column.view(-1, 1, 1, 1) for column in table.unbind(1))
+    rows = torch.arange(height, device=images.device).view(1, 1, -1, 1)
+    columns = torch.arange(width, device=images.device).view(1, 1, 1, -1)
+    inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+    share = torch.where(inside, torch.zeros_like(own), own).to(images.dtype)
+    kept = own * (1 - (bottom - top) * (right - left) / (height * width))
+    return torch.lerp(images.flip(0), images, share), kept.flatten()
+
+
+def other_labels(labels: Tensor) -> Tensor:
+    """Of the images that were mixed in."""
+    return labels.flip(0)
+
+
+def step_error(error: Exception, step: int, micro_batch: int) -> PacelineError | None:
+    """The error, with cause and remedy, for an exception out of a forward or backward pass; None
+    where it is a defect of the program and must keep its traceback."""
+    if isinstance(error, PacelineError):
+        return error
+    if _is_compile_error(error):
+        return _compile_error(error)
+    return _memory_error(error, step, micro_batch) or _single_value_error(error, step)
+
+
+def _memory_error(error: Exception, step: int, size: int) -> RunError | None:
+    return out_of_memory(
+        error,
+        f"at step {step + 1} with a batch size of {size} a process",
+        f"use a smaller one, such as --batch-size {max(1, size // 2)}; "
+        "the global batch and the result stay the same",
+    )
+
+
+def _single_value_error(error: Exception, step: int) -> RunError | None:
+    """Batch norm has no variance to take of one sample with 1 × 1 maps."""
+    if "more than 1 value per channel" not in str(error):
+        return None
+    return RunError(
+        f"a micro-batch of one sample at step {step + 1} leaves batch norm a single value",
+        "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
+        "larger --batch-size",
+    )
+
+
+def _is_compile_error(error: Exception) -> bool:
+    """By name, because importing the compiler takes a second."""
+    return any(
+        kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+        for kind in type(error).__mro__
+    )
+
+
+def _compile_error(error: Exception) -> RunError:
+    """The first line with a reason: torch adds pages of advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:" only announces it.
+    reason = next((line for line in lines if not line.endswith(":")), type(error).__name__)
+    if type(error).__module__.startswith("triton"):
+        remedy = "use --set run.fused_norm=off --set optim.fused=foreach"
+        return RunError(f"Triton could not build a kernel ({reason[:200]})", remedy)
+    return RunError(f"torch.compile failed ({reason[:200]})", "use --compile off")

@@ -20,7 +20,7 @@ import torch
 
 from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
-from paceline.comm.watchdog import Tell
+from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer
@@ -64,14 +64,14 @@ class RunOutcome:
 
 
 def run_training(
-    config: RunConfig, display: Callable[[], Observer], tell: Tell | None = None
+    config: RunConfig, display: Callable[[], Observer], show_error: ShowError | None = None
 ) -> RunOutcome:
     """Trains on this rank. `display` makes the observer of rank 0's events. `tell` shows the error
     with which the watchdog ends this process, where nothing can be raised any more."""
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
-    with Group(topology, config.comm, device, tell, shared) as group, _device_errors(group):
+    with Group(topology, config.comm, device, show_error, shared) as group, _device_errors(group):
         return _train(config, group, display)
 
 
@@ -183,7 +183,7 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
             f"cannot write the run's records in {folder.path}: {caught.strerror}",
             "free space or choose another --output",
         )
-    training.group.settle("records", error)
+    training.group.agree("records", error)
 
 
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
@@ -194,7 +194,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     facts = {"the final weights": weights}
     if average is not None:
         facts["their average"] = fingerprint(average.named())
-    group.settle("weights", facts=facts, remedy="this is a defect: please report it")
+    group.agree("weights", facts=facts, remedy="this is a defect: please report it")
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
     summary = _summary(training, result, weights, _input_counters(training))
@@ -216,7 +216,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 write_atomically(folder / "summary.json", text.encode())
             except PacelineError as caught:
                 error = caught
-    group.settle("conclusion", error)
+    group.agree("conclusion", error)
     return RunOutcome(folder, group.rank, result, summary, report)
 
 

@@ -1,9 +1,9 @@
 """One training step, top to bottom: batches → forward → backward → reduce → update.
 
-In: the step's number and rate. Out: what happened, equal on all ranks. `launch` queues a step and
-returns; `collect` waits for the oldest one and reads its outcome: a GPU always has a next step to do.
-Whatever goes wrong on one rank rides with the gradients, so that all ranks skip, stop or fail at the
-same step; a rank that cannot go on takes part in the exchange, with nothing, until all have read it.
+`launch` queues a step and returns; `collect` waits for the oldest one and reads its outcome, equal on
+all ranks: a GPU always has a next step to do. Errors and signals of one rank travel with the gradients,
+so that all ranks skip, stop or fail at the same step; a rank that has failed takes part in the
+exchange, with zeros, until all ranks have read why.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.gradient_exchange import GradientExchange, Signals
+from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
-from paceline.comm.timeline import NoTimeline, Spans
+from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError
 from paceline.data.batch import CorruptSample
 from paceline.data.batch_plan import BatchPlan
@@ -29,9 +29,7 @@ from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.input_report import InputWait
 from paceline.train.machine import explain_out_of_memory, seed_micro_batch
-from paceline.train.micro_step import MicroStep
-from paceline.train.mixing import Mixing
-from paceline.train.step_error import step_error
+from paceline.train.micro_step import MicroStep, Mixing, step_error
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
 
@@ -39,7 +37,7 @@ from paceline.train.update import Update, row_values
 @dataclass(frozen=True)
 class StepOutcome:
     """`done` is False when a stop signal cut the step short: nothing of it remains. `bad` names the
-    parameters whose gradients were not finite. `save`: some rank was asked to save and go on."""
+    parameters whose gradients were not finite. `save`: some rank was asked to save and continue."""
 
     number: int
     rate: float
@@ -56,11 +54,11 @@ class StepOutcome:
     data_s: float
     # How long this rank waited for the exchange after its own backward pass.
     exposed_comm_s: float
-    # How long it stood still for want of a batch, by cause.
+    # How long it waited for a batch, by cause.
     stall: dict[str, float]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Launched:
     number: int
     rate: float
@@ -73,9 +71,9 @@ class _Launched:
     stall: Callable[[], dict[str, float]]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainStep:
-    """Everything one step touches."""
+    """Everything one step uses."""
 
     model: nn.Module
     micro: MicroStep
@@ -91,7 +89,7 @@ class TrainStep:
     scale: LossScale
     seed: int
     mixing: Mixing | None = None
-    # An error between steps waits here for the next exchange, which tells all ranks.
+    # An error between steps waits here for the next exchange, which reports it to all ranks.
     fault: PacelineError | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
@@ -144,7 +142,7 @@ class TrainStep:
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, number, len(batch.labels))
                     self.micro.run(batch.images, batch.labels, usual=usual, last=final, mix=mix)
-        except Exception as error:  # what a user cannot mend is raised again
+        except Exception as error:  # a defect of the program is raised again
             fault = step_error(error, step, self.plan.micro_batch)
             if fault is None:
                 raise
@@ -165,15 +163,15 @@ class TrainStep:
         row, ready = self._send_row()
         self._under_way.append(
             _Launched(
-                step,
-                rate,
-                row,
-                ready,
-                tuple(corrupt),
-                started,
-                data_s,
-                self.exchange.exposed,
-                wait.stall,
+                number=step,
+                rate=rate,
+                row=row,
+                ready=ready,
+                corrupt=tuple(corrupt),
+                started=started,
+                data_s=data_s,
+                exposed=self.exchange.exposed,
+                stall=wait.stall,
             )
         )
 
@@ -204,7 +202,7 @@ class TrainStep:
         return row, ready
 
     def collect(self) -> StepOutcome:
-        """Waits for the oldest step under way. Raises what any rank met."""
+        """Waits for the oldest step under way. Raises the error of any rank."""
         launched = self._under_way.popleft()
         if launched.ready is not None:
             # Where the device exchanges by itself, this is where a rank waits for the others.
@@ -236,20 +234,20 @@ class TrainStep:
         )
 
     def release(self) -> None:
-        """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not wait
-        for the device, which after a failure may be stuck in a collective."""
+        """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not
+        wait for the device, which after a failure may be stuck in a collective."""
         self.micro.release()
         self.update.release()
         self.group.released(self.release)
 
     def roll_back(self) -> None:
-        """Undoes what a step that broke off before its update has changed: the batch-norm statistics."""
+        """Restores the batch-norm statistics after a step that failed before its update."""
         if self._unfinished:
             self.batch_norm.roll_back()
             self._unfinished = False
 
     def _asked_to_stop(self) -> bool:
-        """Here, or on another rank, which then waits for us with seconds to spare."""
+        """On this rank, or on another one, which then waits for this rank."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

@@ -1,20 +1,28 @@
-"""`StepParts`: what a training step is made of, for a model that is there already.
+"""Builds the training step of a model: precision, optimizer, exchange, loss scale, fast path.
 
-In: the configuration, a model on its device and the group. Out: precision, optimizer on masters,
-exchange, loss scale and fast path, settled among all ranks; and the `TrainStep` itself. Training and
-benchmark build their steps here, so that one measures what the other runs.
+`create_parts` chooses each part and makes all ranks agree on it: what one rank cannot do, or does
+differently, ends all ranks with one line before the first collective that it would break. `create_step`
+makes the `TrainStep`. Training and benchmarks both build their steps here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from paceline.comm.gradient_exchange import GradientExchange
+from paceline.comm.exchange import GradientExchange, tensor_spec
+from paceline.comm.gradient_order import agree_order, record_order
 from paceline.comm.group import Group
+from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.progress import format_bytes
+from paceline.comm.settings import CommSettings
+from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
+from paceline.core.errors import CheckpointError, ConfigError
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.loader_protocol import TrainBatches
 from paceline.data.normalize import Normalizer
@@ -22,25 +30,24 @@ from paceline.models.registry import parameter_groups
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
-from paceline.plan.plan_file import PlanFile
+from paceline.plan.expected import Expected
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.dry_backward import DryBackward
-from paceline.train.exchange_parts import describe_exchange, plan_exchange
-from paceline.train.fast_path import FastPath, choose_fast_path
-from paceline.train.micro_step import MicroStep
-from paceline.train.mixing import Mixing
+from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
+from paceline.train.machine import explain_out_of_memory
+from paceline.train.micro_step import MicroStep, Mixing, step_error
 from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
-from paceline.train.triton_probe import triton_problem
 from paceline.train.update import Update
 from paceline.train.weights import WeightAverage, create_average
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Everything but data and plan."""
+    """Everything a step needs but data and batch plan."""
 
     model: nn.Module
     policy: Policy
@@ -51,7 +58,7 @@ class StepParts:
     fast: FastPath
     normalize: Normalizer
     plan_file: PlanFile
-    exchange_words: str
+    exchange_summary: str
     average: WeightAverage | None = None
 
     def describe(self) -> dict[str, str]:
@@ -60,7 +67,7 @@ class StepParts:
             "precision": f"{self.policy.name}, loss scale {self.scale.describe()}",
             "optimizer": f"{type(self.optimizer).__name__.lower()}, {self.optimizer.path}",
             "speed": self.fast.describe(),
-            "exchange": self.exchange_words,
+            "exchange": self.exchange_summary,
         }
 
 
@@ -72,21 +79,21 @@ def create_parts(
     `steps_per_epoch` says how far the average of `run.average_epochs` reaches back."""
     problem = triton_problem(group.device)
     facts = {"Triton": problem or "usable"}
-    group.settle("kernels", facts=facts, remedy="use the same image on all nodes")
-    policy = group.settled("precision", lambda: choose_policy(config.precision, group.device))
+    group.agree("kernels", facts=facts, remedy="use the same image on all nodes")
+    policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
     allow_tf32(config.precision)
     settings = config.optim
     if problem and settings.fused == "auto":
         settings = replace(settings, fused="foreach")
-    optimizer = group.settled(
+    optimizer = group.agree_on(
         "optimizer", lambda: create_master_optimizer(settings, model, policy, rate)
     )
     if settings.name == "muon":
         remedy = "muon wants one kind of device and as many threads everywhere; or use lars"
-        group.settle("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
+        group.agree("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
     batch_norm = BatchNormState(model)
     shared = config.comm.share_gpus and group.world_size > 1
-    fast = group.settled(
+    fast = group.agree_on(
         "speed",
         lambda: choose_fast_path(config.run, model, group.device, problem, shared_gpu=shared),
     )
@@ -102,35 +109,44 @@ def create_parts(
     planned = plan_exchange(config.comm, model, group, dry, pinned)
     exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
-    words = describe_exchange(exchange, planned, _when(exchange, fast))
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm
     )
     return StepParts(
-        model, policy, optimizer, batch_norm, scale, exchange, fast, normalize, planned.file, words,
-        average,
-    )  # fmt: skip
+        model=model,
+        policy=policy,
+        optimizer=optimizer,
+        batch_norm=batch_norm,
+        scale=scale,
+        exchange=exchange,
+        fast=fast,
+        normalize=normalize,
+        plan_file=planned.file,
+        exchange_summary=describe_exchange(exchange, planned, _when(exchange, fast)),
+        average=average,
+    )
 
 
 def _computes(device: torch.device) -> str:
-    """What the last bits of a product of matrices depend on. All ranks make the same products; were
-    they to differ, so would the weights, more with every step, and nobody would be told."""
+    """What the last bits of a matrix product depend on. All ranks compute the same products; if these
+    differed, so would the weights, more with every step, and unnoticed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
 
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:
-    """At which moment the buffers leave."""
+    """When buckets are sent."""
     if not exchange.overlaps:
         return "after backward"
     if fast.compile == "model":
-        return "overlapped (of little use: compiled as a whole, backward gives all at its end)"
+        return "overlapped (of little use: compiled as a whole, backward yields all gradients at its end)"
     if not fast.graphs:
         return "overlapped"
-    recordable = exchange.carrier.recordable
-    return f"overlapped, {'in the recording' if recordable else 'last micro-step not recorded'}"
+    if exchange.transport.capturable:
+        return "overlapped, in the CUDA graph"
+    return "overlapped, last micro-step not captured"
 
 
 def create_step(
@@ -151,9 +167,22 @@ def create_step(
     if run.mixup or run.cutmix:
         mixing = Mixing(run.mixup, run.cutmix, config.data.image_size, run.seed)
     step = TrainStep(
-        parts.model, micro, update, parts.exchange, parts.batch_norm, loader, parts.normalize,
-        parts.policy, plan, group, stop, parts.scale, run.seed, mixing,
-    )  # fmt: skip
+        model=parts.model,
+        micro=micro,
+        update=update,
+        exchange=parts.exchange,
+        batch_norm=parts.batch_norm,
+        loader=loader,
+        normalize=parts.normalize,
+        policy=parts.policy,
+        plan=plan,
+        group=group,
+        stop=stop,
+        scale=parts.scale,
+        seed=run.seed,
+        mixing=mixing,
+    )
+    # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
     return step
 
@@ -173,3 +202,158 @@ def create_master_optimizer(
     for master, parameter in zip(optimizer.masters(), parameters, strict=True):
         master.detach().copy_(drawn[parameter])
     return optimizer
+
+
+@dataclass(frozen=True)
+class ExchangeParts:
+    """The plan of the exchange, as agreed by all ranks, before memory is allocated."""
+
+    settings: CommSettings
+    file: PlanFile
+    trained: dict[str, nn.Parameter]
+    origin: str
+
+    @property
+    def plan(self) -> FusionPlan:
+        return self.file.plan
+
+    @property
+    def fp16_travels(self) -> bool:
+        """Whether gradients are rounded to fp16 for the wire, with its small range."""
+        return any(bucket.wire == "float16" for bucket in self.plan.buffers)
+
+    def create(self, group: Group, *, accumulate: bool, graphs: bool) -> GradientExchange:
+        """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs."""
+        transport = create_transport(group, self.settings, self.plan)
+        wanted = self.settings.overlap
+        overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
+
+        def make() -> GradientExchange:
+            where = f"with the gradients' buffers on {group.device}"
+            with explain_out_of_memory(where, "free memory, or choose a smaller model"):
+                return GradientExchange(
+                    self.trained.items(), group, self.plan, accumulate=accumulate,
+                    transport=transport, overlap=overlap,
+                )  # fmt: skip
+
+        return group.agree_on("exchange", make)
+
+
+def plan_exchange(
+    settings: CommSettings, model: nn.Module, group: Group, backward: Callable[[], None],
+    pinned: PinnedPlan | None = None,
+) -> ExchangeParts:  # fmt: skip
+    """The fusion plan of the checkpoint, of the plan file or by the settings, the same on all ranks.
+    `backward` runs one pass, to record the order of the gradients where it matters."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tensors = tuple(tensor_spec(name, p) for name, p in trained.items())
+    facts = ModelFacts.of((spec.name, spec.length) for spec in tensors)
+    group.agree(
+        "parameters", facts={"the trained parameters": facts.describe()},
+        remedy="build the same model on every rank",
+    )  # fmt: skip
+    cluster = ClusterFacts(group.world_size, _count_nodes(group))
+    if pinned is not None:
+        group.agree_on("checkpoint's tensors", lambda: _check_pinned(pinned, trained))
+    if pinned is not None and pinned.whole:
+        plan, origin = pinned.plan, "as in the checkpoint"
+    else:
+        choice = group.agree_on("plan", lambda: PlanChoice.read(settings, tensors, cluster))
+        origin = f"plan {settings.plan}" if settings.plan else ""
+        if choice.fixed is not None:
+            plan = choice.fixed
+        elif pinned is not None:
+            order = pinned.plan.tensors
+            plan, origin = choice.plan(order), "order as in the checkpoint"
+        else:
+            order = group.agree_on("gradient order", lambda: record_order(trained, backward))
+            plan = choice.plan(agree_order(group, order))
+    group.agree_on("plan fits", lambda: _checked(plan, trained))
+    group.agree("fusion plan", facts={"the fusion plan": plan.fingerprint})
+    file = PlanFile(plan, facts, cluster, _expected(settings, plan))
+    return ExchangeParts(settings, file, trained, origin)
+
+
+def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
+    """The planner's expectation of this plan, for the report only."""
+    if not settings.plan:
+        return None
+    try:
+        file = PlanFile.read(Path(settings.plan))
+    except ConfigError:
+        return None
+    return file.expected if file.plan == plan else None
+
+
+def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> PinnedPlan:
+    other = sorted(set(pinned.plan.tensors) ^ set(trained))
+    if other:
+        raise CheckpointError(
+            f"the checkpoint trains other tensors: {', '.join(other[:3])} ({len(other)} in all)",
+            "resume with the settings of [model] that the run was started with",
+        )
+    return pinned
+
+
+def _checked(plan: FusionPlan, trained: dict[str, nn.Parameter]) -> FusionPlan:
+    plan.check(tuple(trained))
+    return plan
+
+
+def _count_nodes(group: Group) -> int:
+    seen = torch.zeros(group.world_size, device=group.device)
+    seen[min(group.topology.node_rank, group.world_size - 1)] = 1
+    group.all_reduce_sum(seen)
+    return int((seen > 0).sum())
+
+
+def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, moment: str) -> str:
+    """`7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire, overlapped`."""
+    sizes = [bucket.bytes for bucket in exchange.bucket_info()]
+    span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+    count = span if len(sizes) > 1 else f"1 bucket of {format_bytes(sizes[0])}"
+    names = [bucket.algorithm for bucket in parts.plan.buffers]
+    many = len(set(names)) > 1
+    ways = [f"{n} ({names.count(n)})" if many else n for n in dict.fromkeys(names)]
+    wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buffers) if w != "auto"]
+    origin = [f"({parts.origin})"] if parts.origin else []
+    return " ".join([", ".join([count, *ways, *wires, moment]), *origin])
+
+
+@dataclass(frozen=True)
+class DryBackward:
+    """One backward pass over images of zeros, to record the order of the gradients.
+
+    Running statistics and random numbers are restored; the caller discards the gradients. `images` is
+    the shape of a micro-batch, so that compiled code serves the first step, too.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    policy: Policy
+    normalize: Normalizer
+    batch_norm: BatchNormState
+    images: tuple[int, int, int, int]
+
+    def __call__(self) -> None:
+        """Raises the errors of a first step."""
+        try:
+            self._run()
+        except Exception as error:  # a defect of the program is raised again
+            fault = step_error(error, 0, self.images[0])
+            if fault is None:
+                raise
+            raise fault from error
+
+    def _run(self) -> None:
+        device = self.policy.device
+        on_gpu = device.type == "cuda"
+        self.batch_norm.remember()
+        with torch.random.fork_rng(devices=[device] if on_gpu else []):
+            zeros = torch.zeros(self.images, dtype=torch.uint8, device=device)
+            with self.policy.compute():
+                outputs = self.forward(self.normalize(zeros, device))
+            outputs.float().sum().backward()  # type: ignore[no-untyped-call]
+        self.batch_norm.discard_if(torch.ones((), device=device))
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()

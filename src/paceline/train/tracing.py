@@ -7,11 +7,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.exchange_observer import ExchangeObserver, Observers
 from paceline.comm.group import Group
-from paceline.comm.timeline import NoTimeline, Spans, Timeline, TimelineSpan
-from paceline.comm.timeline_clock import measure_offsets
-from paceline.comm.watchdog_words import BufferWords
+from paceline.comm.progress import BucketInfo, ExchangeObserver, Observers
+from paceline.comm.tracing import NoTimeline, Spans, Timeline, TimelineSpan, measure_offsets
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError
 from paceline.core.events import EvalEvent, Event, StepEvent
@@ -25,7 +23,7 @@ class RunTrace:
     """The spans of all ranks over the steps of `run.trace_steps`. Does nothing without `run.trace`."""
 
     def __init__(
-        self, settings: RunSettings, group: Group, buffers: list[BufferWords], folder: Path,
+        self, settings: RunSettings, group: Group, buffers: list[BucketInfo], folder: Path,
         first_step: int = 0,
     ) -> None:  # fmt: skip
         """`first_step`: that of a resumed run, which may be past the window."""
@@ -36,7 +34,7 @@ class RunTrace:
         if settings.trace and first_step < settings.trace_steps[1]:
             first, last = settings.trace_steps
             self.timeline = Timeline(
-                first, last, group.device, device_carries=group.backend == "nccl"
+                first, last, group.device, device_exchanges=group.backend == "nccl"
             )
 
     @property
@@ -75,11 +73,11 @@ class RunTrace:
     def _traced(self, span: TimelineSpan) -> TracedSpan:
         details: dict[str, Any] = {"step": span.step}
         name = span.name
-        if 0 <= span.buffer < len(self._buffers):
-            buffer = self._buffers[span.buffer]
-            name = buffer.label(span.buffer + 1)
+        if 0 <= span.bucket < len(self._buffers):
+            buffer = self._buffers[span.bucket]
+            name = buffer.label(span.bucket + 1)
             details |= {
-                "buffer": span.buffer,
+                "buffer": span.bucket,
                 "bytes": buffer.bytes,
                 "algorithm": buffer.algorithm,
                 "wire": buffer.wire,

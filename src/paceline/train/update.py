@@ -1,8 +1,8 @@
 """`Update`: from summed gradients to new weights, decided on the device.
 
-In: the exchange's buffers after `reduce`. Out: new masters, momenta and half-precision weights, or, where
-a gradient is not finite or a rank has given up, all as it was; and a short row of numbers that tells
-which. Nobody waits for it here: the step reads the row later.
+Updates masters, momenta and half-precision weights from the exchange's buffers after `reduce`; where a
+gradient is not finite or a rank has given up, all stay as they were. A short row of numbers says which;
+the step reads it later, so that nothing waits here.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.gradient_exchange import SIGNALS, GradientExchange
+from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.optim.build import set_rate
 from paceline.optim.lars import LARS
 from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.captured import Captured
+from paceline.train.capture import Captured
 from paceline.train.weights import WeightAverage
 
 # What follows the sums of the signals in the row.
@@ -53,7 +53,7 @@ class Update:
         self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
 
     def run(self, rate: float) -> None:
-        """One update at the rate `rate`."""
+        """One update at the learning rate `rate`."""
         set_rate(self.optimizer, rate)
         self.optimizer.upload()
         self._captured()

@@ -1,8 +1,7 @@
-"""`Captured`: a sequence of GPU work, recorded once and replayed.
+"""`Captured`: a sequence of GPU work, captured once as a CUDA graph and replayed.
 
-In: a function without arguments that reads and writes fixed memory. Out: the same effect with one launch
-in place of hundreds. The first calls run as they are: they compile kernels and choose algorithms,
-which a recording cannot.
+The captured function takes no arguments and reads and writes fixed memory; a replay has the same effect
+with one launch in place of hundreds.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ import torch
 
 from paceline.core.errors import RunError
 
+# The first calls run the function itself: they compile kernels and choose algorithms, which a capture
+# cannot do.
 WARM_CALLS = 2
 _LOCK_WAIT_S = 1.0
 
 
 class Captured:
-    """With `enabled` False it is the plain function. Recordings that never run at the same time, and hand
-    each other nothing, may share a `pool` of memory."""
+    """With `enabled` False it is the plain function. Graphs that never run at the same time, and pass
+    each other no data in their own memory, may share a memory `pool`."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Captured:
     ) -> None:
         self._function = function
         self._pool = pool
-        self._left = WARM_CALLS if enabled else -1
+        self._warm_calls_left = WARM_CALLS if enabled else -1
         self._graph: torch.cuda.CUDAGraph | None = None
         self._lock = threading.Lock()
 
@@ -42,17 +43,17 @@ class Captured:
         return self._graph is not None
 
     @property
-    def records(self) -> bool:
-        """Whether the next call records, so that until its end nothing has really run."""
-        return self._graph is None and self._left == 0
+    def captures(self) -> bool:
+        """Whether the next call captures, so that nothing runs on the device until the capture ends."""
+        return self._graph is None and self._warm_calls_left == 0
 
     def __call__(self) -> None:
-        if self._graph is not None or self._left == 0:
+        if self._graph is not None or self._warm_calls_left == 0:
             with self._lock:
-                self._graph = self._graph or self._record()
+                self._graph = self._graph or self._capture()
                 self._graph.replay()
         else:
-            self._left -= 1 if self._left > 0 else 0
+            self._warm_calls_left -= 1 if self._warm_calls_left > 0 else 0
             self._function()
 
     def release(self) -> None:
@@ -69,14 +70,14 @@ class Captured:
             if self._graph is not None:
                 self._graph.reset()
                 self._graph = None
-            self._left = -1
+            self._warm_calls_left = -1
         finally:
             self._lock.release()
 
-    def _record(self) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Only this thread's calls belong to the recording: a loader's thread may copy meanwhile.
+            # Only this thread's calls are captured: a loader's thread may copy meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -84,7 +85,7 @@ class Captured:
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
             raise RunError(
-                f"the step could not be recorded as a CUDA graph ({reason})",
+                f"the step could not be captured as a CUDA graph ({reason})",
                 "use --set run.cuda_graphs=off",
             ) from error
         return graph

@@ -1,0 +1,309 @@
+"""`GradientExchange`: sums the gradients of all ranks, in the buckets of a fusion plan.
+
+Gradients live in one flat buffer for each number format, in the plan's order. For each step: `begin`;
+for each micro-step `arm` (before the last one), backward, and `gather`, which moves `.grad` into the
+buffers; then `reduce`. Several micro-steps add up in fp32 and are rounded once. After `reduce`, `.grad`
+are views of the sums over all ranks. The sums of a few `Signals` travel in the last bucket: stopping,
+failing and counting cost no message of their own.
+
+With a transport that overlaps, and once armed, each bucket is sent as soon as backward has filled it,
+strictly in the plan's order; `reduce` sends the rest and waits. A micro-step may be captured in a CUDA
+graph: `capture` and `replay` keep the exchange's own state in step with the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+from paceline.comm.messages import plan_messages
+from paceline.comm.progress import BucketInfo, ExchangeObserver
+from paceline.comm.tracing import ExposedTime, Reading
+from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
+from paceline.core.errors import RunError
+from paceline.core.flat_layout import FlatLayout, TensorSpec
+from paceline.plan.fusion_plan import FusionPlan
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What each rank adds to the step's own collective. All are summed over ranks."""
+
+    loss: float = 0.0
+    corrupt: float = 0.0
+    fault: float = 0.0
+    abandon: float = 0.0
+    # A rank was asked to save and continue.
+    save: float = 0.0
+    # A rank was asked to stop, by SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.
+    interrupt: float = 0.0
+    terminate: float = 0.0
+    hangup: float = 0.0
+    user1: float = 0.0
+    user2: float = 0.0
+
+
+SIGNALS = tuple(field.name for field in fields(Signals))
+
+
+class GradientExchange:
+    """Owns the gradients' memory between backward pass and update, and all state of the exchange."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        group: Group,
+        plan: FusionPlan | None = None,
+        *,
+        accumulate: bool = False,
+        transport: Transport | None = None,
+        overlap: bool = True,
+    ) -> None:
+        """`accumulate`: a step may gather more than once. `overlap`: where the transport can."""
+        self.group = group
+        self.transport: Transport = transport or DirectTransport(group)
+        # May be replaced between steps.
+        self.observer = ExchangeObserver()
+        self._exposed = ExposedTime(group.device)
+        self._trained = {name: p for name, p in parameters if p.requires_grad}
+        # Backward reaches the last layer first; for a chain this is the order of readiness.
+        self.plan = plan or FusionPlan.single(tuple(reversed(self._trained)))
+        self.plan.check(tuple(self._trained))
+        self.names = self.plan.tensors
+        self.layouts = flat_layouts([(name, self._trained[name]) for name in self.names])
+        tail = len(SIGNALS) + len(self.names)
+        self._allocate(tail, accumulate=accumulate)
+        self.messages = plan_messages(self.plan, self.layouts, tail)
+        # Of this step: tensors with a gradient, buckets sent, and how to wait for them.
+        self._used: set[str] = set()
+        self._next = 0
+        self._waits: list[Wait] = []
+        # While armed: tensors that each bucket still waits for.
+        self._armed = False
+        self._missing: list[set[str]] = []
+        # Of the captured micro-steps: what they gather, and how many buckets they send.
+        self._captured: dict[bool, tuple[frozenset[str], int]] = {}
+        # The last bucket waits for the signals, so a single one has nothing to gain.
+        self.overlaps = overlap and self.transport.overlaps and len(self.messages) > 1
+        if self.overlaps:
+            for number, bucket in enumerate(self.plan.buffers):
+                for name in bucket.tensors:
+                    hook = self._hook(name, number)
+                    self._trained[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _allocate(self, tail: int, *, accumulate: bool) -> None:
+        """The flat buffers, with `tail` numbers behind the float32 gradients, and views of them."""
+        device = self.group.device
+        self.buffers: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        for dtype, layout in self.layouts.items():
+            length = layout.length + (tail if dtype == "float32" else 0)
+            kind = getattr(torch, dtype)
+            self.buffers[dtype] = torch.zeros(length, dtype=kind, device=device)
+            for slot in layout:
+                parameter = self._trained[slot.name]
+                self._views[slot.name] = self.buffers[dtype].as_strided(
+                    parameter.shape, _dense_strides(parameter), slot.offset
+                )
+            if accumulate:
+                self._sums[dtype] = torch.zeros(layout.length, device=device)
+        self.tail = self.buffers["float32"][-tail:]
+        self._own_tail = torch.zeros(tail, device=device)
+        self._sent_tail: tuple[float, ...] = (0.0,) * tail
+
+    @property
+    def uses(self) -> Tensor:
+        """After `reduce`: how many ranks had a gradient for each tensor, in the plan's order."""
+        return self.tail[len(SIGNALS) :]
+
+    @property
+    def exposed(self) -> Reading:
+        """Reads how long the latest step waited; on a GPU, once the device is past it."""
+        return self._exposed.reading
+
+    @property
+    def sent(self) -> int:
+        """How many buckets of this step have been sent."""
+        return self._next
+
+    def bucket_info(self) -> list[BucketInfo]:
+        """The buckets of the plan, with the bytes that travel."""
+        return [
+            BucketInfo(sum(m.wire_bytes for m in messages), b.algorithm, b.tensors, b.wire)
+            for b, messages in zip(self.plan.buffers, self.messages, strict=True)
+        ]
+
+    def begin(self, step: int = 0) -> None:
+        """Before the first micro-step of optimizer step `step`."""
+        self._used.clear()
+        self._next = 0
+        self._waits.clear()
+        self._drop_grads(self._trained)
+        for total in self._sums.values():
+            total.zero_()
+        self.observer.step_begun(step)
+
+    def arm(self) -> None:
+        """Before the last backward pass of a step: from now on full buckets are sent."""
+        if self.overlaps:
+            self._armed = True
+            self._missing = [set(bucket.tensors) for bucket in self.plan.buffers]
+
+    def gather(self) -> None:
+        """Moves the gradients that have not been sent into the buffers, in one kernel or two."""
+        self._armed = False
+        for bucket in self.plan.buffers[: self._next]:
+            for name in bucket.tensors:
+                if self._trained[name].grad is not None:
+                    raise RunError(
+                        f"backward gave {name} a second gradient after its bucket had been sent",
+                        "use --set comm.overlap=off",
+                    )
+        self._fill({name for bucket in self.plan.buffers[self._next :] for name in bucket.tensors})
+
+    def reduce(self, loss: Tensor, signals: Signals) -> None:
+        """Sums gradients and signals over all ranks; does not wait for the device."""
+        self._armed = False
+        own = (
+            *(getattr(signals, name) for name in SIGNALS),
+            *(float(name in self._used) for name in self.names),
+        )
+        if own != self._sent_tail:
+            # Pinned, so that the copy does not wait; mostly the same as in the step before.
+            host = torch.tensor(own, pin_memory=self._own_tail.is_cuda)
+            self._own_tail.copy_(host, non_blocking=True)
+            self._sent_tail = own
+        self.tail.copy_(self._own_tail)
+        self.tail[0].copy_(loss)
+        self._exposed.begin()
+        while self._next < len(self.messages):
+            self._send()
+        self.join()
+        self._exposed.end()
+        for name, view in self._views.items():
+            self._trained[name].grad = view
+        self.observer.step_ended(self._exposed.last_s)
+
+    def join(self) -> None:
+        """Waits for all buckets that have been sent, as a CUDA graph must before its capture ends."""
+        while self._waits:
+            self._waits.pop(0)()
+
+    @contextmanager
+    def capture(self, *, sends: bool) -> Iterator[None]:
+        """Around the capture of a micro-step in a CUDA graph and the graph's first replay.
+
+        Remembers what the micro-step gathers and sends, for `replay`; `sends`: it was armed, and sends
+        buckets. If it fails nothing has been sent, since a capture only records.
+        """
+        sent = self._next
+        try:
+            yield
+        except Exception:
+            self._armed = False
+            self._next = sent
+            self._waits.clear()
+            raise
+        self._captured[sends] = (frozenset(self._used), self._next)
+
+    def replay(self, *, sends: bool) -> None:
+        """After the replay of the captured micro-step, in which no Python ran: its gradients are in the
+        buffers, and its buckets have been sent."""
+        gathered, self._next = self._captured[sends]
+        self._used |= gathered
+
+    def close(self) -> None:
+        """Closes the transport; CUDA graphs that hold its collectives are destroyed before."""
+        self.transport.close()
+
+    def _hook(self, name: str, number: int) -> Callable[[Tensor], None]:
+        """Sends all buckets that are full once the gradient of `name`, in bucket `number`, is ready."""
+
+        def ready(parameter: Tensor) -> None:
+            if not self._armed:
+                return
+            self._missing[number].discard(name)
+            while self._next < len(self.messages) - 1 and not self._missing[self._next]:
+                self._fill(set(self.plan.buffers[self._next].tensors))
+                self._send()
+
+        return ready
+
+    def _fill(self, names: set[str]) -> None:
+        """Copies the gradients of `names` into the buffers and adds them to the sums."""
+        for dtype, layout in self.layouts.items():
+            slots = [slot for slot in layout if slot.name in names]
+            found = [s.name for s in slots if self._trained[s.name].grad is not None]
+            if not found:
+                continue
+            first, last = slots[0].offset, slots[-1].stop
+            piece = self.buffers[dtype][first:last]
+            if self._sums and len(found) < len(slots):
+                piece.zero_()  # what this pass did not reach must not be added once more
+            grads = [_dense(name, self._trained[name].grad) for name in found]
+            torch._foreach_copy_([self._views[name] for name in found], grads)
+            if self._sums:
+                self._sums[dtype][first:last].add_(piece)
+            self._used.update(found)
+        self._drop_grads(names)
+
+    def _drop_grads(self, names: Iterable[str]) -> None:
+        """So that backward hands its own tensors over without adding."""
+        for name in names:
+            self._trained[name].grad = None
+
+    def _send(self) -> None:
+        """Sends the next bucket of the plan."""
+        for name in self.plan.buffers[self._next].tensors:
+            if name not in self._used:
+                self._views[name].zero_()
+        number, pieces = self._next, []
+        for message in self.messages[number]:
+            piece = self.buffers[message.dtype][message.start : message.stop]
+            total = self._sums.get(message.dtype)
+            if total is not None:
+                stop = min(message.stop, total.numel())
+                piece[: stop - message.start].copy_(total[message.start : stop])
+            pieces.append(Piece(piece, message.algorithm, message.wire))
+        self._next += 1
+        self.observer.sent(number)
+        self._waits.append(
+            self.transport.send(
+                pieces,
+                lambda: self.observer.begun(number),
+                lambda: self.observer.ended(number),
+            )
+        )
+
+
+def tensor_spec(name: str, parameter: Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+
+
+def flat_layouts(tensors: Sequence[tuple[str, nn.Parameter]]) -> dict[str, FlatLayout]:
+    """Where each gradient lies, for each number format; float32 always, because the signals use it."""
+    by_dtype: dict[str, list[TensorSpec]] = {"float32": []}
+    for name, parameter in tensors:
+        spec = tensor_spec(name, parameter)
+        by_dtype.setdefault(spec.dtype, []).append(spec)
+    return {dtype: FlatLayout.build(specs) for dtype, specs in by_dtype.items()}
+
+
+def _dense(name: str, gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    if gradient.layout != torch.strided:
+        raise RunError(
+            f"the gradient of {name} is sparse", "make it dense, as with nn.Embedding(sparse=False)"
+        )
+    return gradient
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides, so that channels_last weights get channels_last gradients."""
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).stride()

@@ -1,0 +1,221 @@
+"""Which job a rank belongs to (`JobIdentity`), and on which host each rank runs (`RankHosts`).
+
+Two jobs that use one port by mistake must not mix. Every launcher but a bare environment gives its job
+an id, and two known ids decide. Where one is unknown, the settings that all ranks share decide. What
+may differ between ranks of one job is not compared: restart counts (agents on several nodes do not
+count alike), hosts, and a node's own paths and worker counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from paceline.core.topology import Topology
+
+_NAMED_SETTINGS = 3
+# By launcher: the first of these variables that is set identifies the job.
+_ID_VARIABLES = {
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "openmpi": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    "mpi": ("PMI_JOBID", "PALS_APID"),
+}
+# What torchrun calls every job that was not given a name with --rdzv-id.
+_NO_RUN_ID = "none"
+_HOSTS_KEY = "paceline/hosts"
+_PROBE_S = 1.0
+_PROBED_HOSTS = 8
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """`job_id` is empty where the launcher gives none; `settings` where the program has none."""
+
+    launcher: str
+    job_id: str
+    world_size: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+
+    @classmethod
+    def from_env(
+        cls, env: Mapping[str, str], topology: Topology, settings: Mapping[str, Any] | None = None
+    ) -> JobIdentity:
+        return cls(
+            topology.launcher,
+            _job_id(env, topology.launcher),
+            topology.world_size,
+            # As they arrive at the others: JSON knows no tuples.
+            json.loads(json.dumps(dict(settings or {}), default=str)),
+            socket.gethostname(),
+            os.getpid(),
+        )
+
+    def to_table(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> JobIdentity:
+        return cls(**table)
+
+    @property
+    def digest(self) -> str:
+        """Of the settings."""
+        text = json.dumps(self.settings, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def same_id(self, other: JobIdentity) -> bool | None:
+        """None where one of the two is unknown."""
+        return self.job_id == other.job_id if self.job_id and other.job_id else None
+
+    def conflict(self, other: JobIdentity) -> str:
+        """Why `other` is no rank of this job; empty where it may be one."""
+        same = self.same_id(other)
+        if same is False:
+            return "their job ids differ"
+        if self.world_size != other.world_size:
+            return f"the number of ranks is {self.world_size} there and {other.world_size} here"
+        if same is None and self.settings and other.settings and self.settings != other.settings:
+            return self._differences(other)
+        return ""
+
+    def _differences(self, other: JobIdentity) -> str:
+        names = sorted(
+            name
+            for name in self.settings.keys() | other.settings.keys()
+            if self.settings.get(name) != other.settings.get(name)
+        )
+        shown = [
+            f"{name} is {self.settings.get(name)!r} there and {other.settings.get(name)!r} here"
+            for name in names[:_NAMED_SETTINGS]
+        ]
+        more = len(names) - _NAMED_SETTINGS
+        return ", ".join(shown) + (f", and {more} more settings differ" if more > 0 else "")
+
+    def describe(self) -> str:
+        """`torchrun job 4711 of 2 ranks, configuration 1f3a5b7c, process 99 on node3`."""
+        job_id = f" {self.job_id}" if self.job_id else " without an id"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        configuration = f", configuration {self.digest}" if self.settings else ""
+        return (
+            f"{self.launcher} job{job_id} of {ranks}{configuration}, process {self.pid} on "
+            f"{self.host}"
+        )
+
+
+def _job_id(env: Mapping[str, str], launcher: str) -> str:
+    if env.get("PACELINE_JOB_ID"):
+        return env["PACELINE_JOB_ID"]
+    if launcher == "slurm":
+        # The parts of a heterogeneous job have ids of their own, and one in common.
+        if "SLURM_HET_JOB_ID" in env:
+            return env["SLURM_HET_JOB_ID"]
+        return f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}".strip(".")
+    found = (env.get(name, "") for name in _ID_VARIABLES.get(launcher, ()))
+    job_id = next(filter(None, found), "")
+    return "" if launcher == "torchrun" and job_id == _NO_RUN_ID else job_id
+
+
+def rank_hosts_store() -> bool:
+    """Whether rank 0's process hosts the rendezvous store; under torchrun the agent does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+class RankHost(NamedTuple):
+    """A host's own name, and its address towards the rendezvous."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+def post_hosts(store: Store, hosts: Mapping[int, RankHost]) -> None:
+    """On rank 0, before any rank reads."""
+    store.set(_HOSTS_KEY, json.dumps([list(hosts[rank]) for rank in sorted(hosts)]))
+
+
+class RankHosts:
+    """The hosts of all ranks, as messages name them. A job on a single host, or one whose hosts are
+    unknown (a test, a single process), names ranks alone."""
+
+    def __init__(self, hosts: Collection[RankHost] = ()) -> None:
+        self._hosts = list(hosts)
+        self._distinct = list(dict.fromkeys(self._hosts))
+
+    @classmethod
+    def read(cls, store: Store) -> RankHosts:
+        return cls([RankHost(*host) for host in json.loads(store.get(_HOSTS_KEY))])
+
+    @property
+    def several(self) -> bool:
+        return len(self._distinct) > 1
+
+    def of(self, rank: int) -> RankHost | None:
+        return self._hosts[rank] if self.several and rank < len(self._hosts) else None
+
+    def rank_label(self, rank: int) -> str:
+        """`rank 3`, or `rank 3 on node7 (10.0.0.7)`."""
+        host = self.of(rank)
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+    def whole_hosts(self, ranks: Collection[int]) -> dict[RankHost, list[int]]:
+        """Hosts with several ranks, of which all are among `ranks`, with these."""
+        found: dict[RankHost, list[int]] = {}
+        for host in self._distinct if self.several else ():
+            theirs = [rank for rank, own in enumerate(self._hosts) if own == host]
+            if len(theirs) > 1 and set(theirs) <= set(ranks):
+                found[host] = theirs
+        return found
+
+    def gone_text(self, address: str) -> str:
+        """Who is gone when the connection to this address broke; empty where it is not one of several
+        hosts of the job."""
+        for host in self._distinct if self.several else ():
+            if host.address == address:
+                ranks = [rank for rank, own in enumerate(self._hosts) if own == host]
+                if len(ranks) == 1:
+                    return f"{self.rank_label(ranks[0])} is gone"
+                return f"host {host} or one of its {format_ranks(ranks)} is gone"
+        return ""
+
+    def others_that_answer(self, rank: int, port: int) -> list[RankHost] | None:
+        """Hosts other than this rank's and rank 0's that this one still reaches; None where there is no
+        such host. A port that refuses is an answer too; one that a firewall drops is not."""
+        known = {self.of(rank), self.of(0)}
+        others = [host for host in self._distinct if host not in known][:_PROBED_HOSTS]
+        if not others or not self.several:
+            return None
+        with ThreadPoolExecutor(len(others)) as pool:
+            answers = list(pool.map(lambda host: _answers(host.address, port), others))
+        return [host for host, answer in zip(others, answers, strict=True) if answer]
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def format_ranks(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 4 to 7` or `ranks 1, 5 and 9`."""
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

@@ -1,0 +1,287 @@
+"""How far each rank has come, and what is reported when an exchange stalls.
+
+`ExchangeObserver` receives the events of a step's exchange. `ProgressBoard` is one of them: it keeps
+this rank's `RankProgress`, small enough to be published every few seconds and comparable between ranks,
+because all ranks make the same calls in the same order. `stall_error` and `unreachable_error` turn the
+progress of all ranks into one line, `cause; remedy`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+from paceline.comm.job import RankHost, RankHosts, format_ranks
+from paceline.core.errors import CommError
+
+_NAMED_TENSORS = 3
+_NAMED_RANKS = 8
+
+
+class ExchangeObserver:
+    """Receives the events of an exchange; these methods do nothing.
+
+    For each step: `step_begun`; for each bucket of the plan, by its index, `sent`, `begun` and `ended`;
+    then `step_ended`. An observer never changes what is exchanged, and must be quick, because the
+    exchange waits for it. `begun` and `ended` are called on the communication thread where the
+    transport has one, possibly at the same time as methods on the main thread. Where the device
+    exchanges by itself (NCCL) they mean that the all-reduce, and the wait for it, have been queued. A
+    replayed CUDA graph calls `step_begun` and `step_ended` alone.
+    """
+
+    def step_begun(self, step: int) -> None:
+        """Optimizer step `step`, counted from 0; before its first micro-step."""
+
+    def sent(self, bucket: int) -> None:
+        """The bucket is full on this rank and handed to the transport."""
+
+    def begun(self, bucket: int) -> None:
+        """Its first message goes to the other ranks."""
+
+    def ended(self, bucket: int) -> None:
+        """Its sum over ranks is complete."""
+
+    def step_ended(self, exposed_s: float) -> None:
+        """All sums are complete; the step waited this long for them after its own backward pass.
+
+        On a GPU this is the last known time, possibly an earlier step's: reading it would wait.
+        """
+
+
+class Observers(ExchangeObserver):
+    """Several observers as one, called in the order given."""
+
+    def __init__(self, observers: Sequence[ExchangeObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def step_begun(self, step: int) -> None:
+        for observer in self._observers:
+            observer.step_begun(step)
+
+    def sent(self, bucket: int) -> None:
+        for observer in self._observers:
+            observer.sent(bucket)
+
+    def begun(self, bucket: int) -> None:
+        for observer in self._observers:
+            observer.begun(bucket)
+
+    def ended(self, bucket: int) -> None:
+        for observer in self._observers:
+            observer.ended(bucket)
+
+    def step_ended(self, exposed_s: float) -> None:
+        for observer in self._observers:
+            observer.step_ended(exposed_s)
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """Of the exchange: the step (from 0) and how many buckets it has begun and ended. Of the group:
+    how many collectives this rank has entered between steps (`calls`), and the one that it is in
+    (`call`)."""
+
+    step: int = -1
+    begun: int = 0
+    ended: int = 0
+    calls: int = 0
+    call: str = ""
+    computes: bool = False
+
+    @property
+    def in_exchange(self) -> bool:
+        return self.begun > self.ended
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank needs others to go on."""
+        return self.in_exchange or bool(self.call)
+
+    @property
+    def doing(self) -> str:
+        """For messages, such as `in bucket 3 of step 12`."""
+        if self.in_exchange:
+            return f"in bucket {self.ended + 1} of step {self.step + 1}"
+        if self.call:
+            return f"in {self.call}"
+        if self.computes:
+            return f"computing step {self.step + 1}"
+        return f"after step {self.step + 1}" if self.step >= 0 else "before the first step"
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> RankProgress:
+        return cls(**json.loads(text))
+
+
+class ProgressBoard(ExchangeObserver):
+    """This rank's progress. Threads may write and read at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._progress = RankProgress()
+
+    @property
+    def progress(self) -> RankProgress:
+        with self._lock:
+            return self._progress
+
+    def _update(self, **changes: int | str | bool) -> None:
+        with self._lock:
+            self._progress = replace(self._progress, **changes)  # type: ignore[arg-type]
+
+    def step_begun(self, step: int) -> None:
+        self._update(step=step, begun=0, ended=0, computes=True)
+
+    def begun(self, bucket: int) -> None:
+        self._update(begun=bucket + 1)
+
+    def ended(self, bucket: int) -> None:
+        self._update(ended=bucket + 1)
+
+    def step_ended(self, exposed_s: float) -> None:
+        self._update(computes=False)
+
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """Within a collective of the group. After one that fails the rank ends, and `call` stays."""
+        now = self.progress
+        # Inside a step ranks may differ, where one replays a CUDA graph; there buckets are counted.
+        self._update(calls=now.calls + (not now.computes), call=call)
+        yield
+        self._update(call="")
+
+
+@dataclass(frozen=True)
+class BucketInfo:
+    """A bucket of the plan, for messages and traces: the bytes that travel, and how."""
+
+    bytes: int
+    algorithm: str
+    tensors: tuple[str, ...]
+    wire: str = "auto"
+
+    def label(self, number: int) -> str:
+        """`bucket 3, 16.2 MiB, ring`."""
+        return f"bucket {number}, {format_bytes(self.bytes)}, {self.algorithm}"
+
+    def describe(self, number: int, of: int) -> str:
+        first = ", ".join(self.tensors[:_NAMED_TENSORS])
+        more = len(self.tensors) - _NAMED_TENSORS
+        rest = f" and {more} more" if more > 0 else ""
+        return (
+            f"bucket {number} of {of} ({format_bytes(self.bytes)}, {self.algorithm}: {first}{rest})"
+        )
+
+
+def stall_error(
+    progress: Mapping[int, RankProgress],
+    silent: Collection[int],
+    buckets: Sequence[BucketInfo],
+    stalled_s: float,
+    timeout_s: float,
+    hosts: RankHosts | None = None,
+) -> CommError:
+    """Which exchange or collective stalled, and because of whom. At least one rank `waits`; `silent`
+    ranks have published nothing for a while, so what is known of them is out of date."""
+    hosts = hosts or RankHosts()
+    known = {rank: s for rank, s in progress.items() if rank not in silent}
+    waiting = {rank: s for rank, s in known.items() if s.waits}
+    inside = [s for s in waiting.values() if s.in_exchange]
+    if inside:
+        # The earliest place at which somebody waits: later ones wait for that one too.
+        first = min(inside, key=lambda s: (s.step, s.ended))
+        what = f"step {first.step + 1}: the exchange of {_bucket(first.ended, buckets)}"
+        place = (first.step, first.ended + 1)
+        absent = [rank for rank, s in known.items() if (s.step, s.begun) < place]
+    else:
+        calls = min(s.calls for s in waiting.values())
+        called = next(s.call for s in waiting.values() if s.calls == calls)
+        what, absent = called, [rank for rank, s in known.items() if s.calls < calls]
+    named = _culprits(progress, absent, silent, hosts)
+    left_out = len(named) - _NAMED_RANKS
+    if left_out > 0:
+        named = [*named[:_NAMED_RANKS], f"{left_out} more ranks likewise"]
+    why = "; ".join(named) or "all ranks are in it, and the network does not complete it"
+    return CommError(
+        f"{what} stalled for {stalled_s:.3g} s: {why}",
+        f"look into {_look(absent, silent, hosts)}; comm.timeout_s = {timeout_s:g} sets the wait; go on "
+        "with --resume auto",
+    )
+
+
+def unreachable_error(
+    progress: RankProgress,
+    rank: int,
+    host: str,
+    silent_s: float,
+    closed: bool,
+    hosts: RankHosts | None = None,
+    reached: Sequence[RankHost] | None = None,
+) -> CommError:
+    """The rendezvous store does not answer; `closed`: its connection was closed, so its process has
+    ended. `reached`: of the hosts other than rank 0's and this one, those that answer; None where
+    there are none."""
+    hosts = hosts or RankHosts()
+    answer = "has been gone" if closed else "has not answered"
+    there = f"rank 0's host {hosts.of(0) or f'({host})'}"
+    cause = f"{hosts.rank_label(rank)}, {progress.doing}: {there} {answer} for {silent_s:.3g} s"
+    cut = "it or this host has ended or is cut off the network"
+    if reached:
+        cause += f", though {', '.join(map(str, reached))} can be reached"
+        cut = "that host has ended, or the network between it and this host is cut"
+    elif reached is not None and not closed:
+        cause += ", nor does any other host answer"
+        cut = f"this host {hosts.of(rank)} is cut off the network"
+    return CommError(cause, f"{cut}; go on with --resume auto")
+
+
+def format_bytes(amount: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if amount >= scale:
+            return f"{amount / scale:.3g} {unit}"
+    return f"{amount} bytes"
+
+
+def _bucket(index: int, buckets: Sequence[BucketInfo]) -> str:
+    if index < len(buckets):
+        return buckets[index].describe(index + 1, len(buckets))
+    return f"bucket {index + 1}"
+
+
+def _culprits(
+    progress: Mapping[int, RankProgress],
+    absent: Collection[int],
+    silent: Collection[int],
+    hosts: RankHosts,
+) -> list[str]:
+    """Silent ranks first, as whole hosts where all ranks of a host are silent. Ranks that have not
+    arrived but still publish come last: they may only be slower than the others."""
+    gone = hosts.whole_hosts(silent)
+    named = [
+        f"host {host} with {format_ranks(ranks)} gives no sign of life "
+        f"(last seen {progress[ranks[0]].doing})"
+        for host, ranks in gone.items()
+    ]
+    named_with_host = {rank for ranks in gone.values() for rank in ranks}
+    for rank in sorted(set(silent) - named_with_host):
+        last = progress[rank].doing
+        named.append(f"{hosts.rank_label(rank)} gives no sign of life (last seen {last})")
+    for rank in sorted(set(absent) - set(silent)):
+        named.append(f"{hosts.rank_label(rank)} did not arrive ({progress[rank].doing})")
+    return named
+
+
+def _look(absent: Collection[int], silent: Collection[int], hosts: RankHosts) -> str:
+    culprits = sorted(silent) or sorted(absent)
+    if not culprits:
+        return "the network between the hosts"
+    where = f"rank {culprits[0]}'s log and host"
+    # A host that publishes nothing may be running, with its link cut.
+    apart = silent and all(hosts.of(rank) not in (None, hosts.of(0)) for rank in silent)
+    return f"{where}, and the network to it" if apart else where

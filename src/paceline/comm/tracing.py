@@ -1,0 +1,219 @@
+"""Times of a step: a `Timeline` over a window of steps, clock offsets between ranks, exposed waits.
+
+On a GPU the device's own times are taken by CUDA events, which are read once the window or the step is
+over, so that nothing waits while they are taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.comm.progress import ExchangeObserver
+
+COMPUTE, EXCHANGE, HOST = "compute", "exchange", "host"
+_CLOCK_ROUNDS = 20
+Reading = Callable[[], float]
+
+
+class TimelineSpan(NamedTuple):
+    """In seconds of this rank's clock. `bucket` is an index into the plan's buckets; -1 for none."""
+
+    name: str
+    track: str
+    start_s: float
+    stop_s: float
+    step: int
+    bucket: int = -1
+
+
+class _Mark(NamedTuple):
+    host_s: float
+    event: torch.cuda.Event | None
+
+
+class _Stretch(NamedTuple):
+    name: str
+    track: str
+    start: _Mark
+    stop: _Mark
+    step: int
+    bucket: int
+
+
+class Timeline(ExchangeObserver):
+    """Records the spans of steps `first` to `last`, counted from 1; in other steps it costs nothing."""
+
+    def __init__(
+        self, first: int, last: int, device: torch.device, *, device_exchanges: bool = False
+    ) -> None:
+        """`device_exchanges`: the device exchanges by itself (NCCL), and its times count."""
+        self._first, self.last = first, last
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._device_exchanges = device_exchanges
+        self._step = 0
+        self._stretches: list[_Stretch] = []
+        self._sent: dict[int, _Mark] = {}
+        self._begun: dict[int, _Mark] = {}
+
+    @property
+    def _records(self) -> bool:
+        return self._first <= self._step <= self.last
+
+    @contextmanager
+    def span(self, name: str, *, host: bool = False) -> Iterator[None]:
+        """A span of the training thread; `host`: no part of it runs on the device."""
+        if not self._records:
+            yield
+            return
+        start = self._mark(self._on_gpu and not host)
+        yield
+        stop = self._mark(self._on_gpu and not host)
+        self._stretches.append(_Stretch(name, COMPUTE, start, stop, self._step, -1))
+
+    def step_begun(self, step: int) -> None:
+        self._step = step + 1
+        self._sent.clear()
+        self._begun.clear()
+
+    def sent(self, bucket: int) -> None:
+        if self._records:
+            self._sent[bucket] = self._mark(self._device_exchanges)
+
+    def begun(self, bucket: int) -> None:
+        if self._records:
+            self._begun[bucket] = self._mark(self._device_exchanges)
+
+    def ended(self, bucket: int) -> None:
+        start = self._begun.pop(bucket, None)
+        if start is None:
+            return
+        stop = self._mark(self._device_exchanges)
+        self._stretches.append(_Stretch("bucket", EXCHANGE, start, stop, self._step, bucket))
+        sent = self._sent.pop(bucket, start)
+        self._stretches.append(_Stretch("sent", COMPUTE, sent, sent, self._step, bucket))
+
+    def spans(self) -> list[TimelineSpan]:
+        """All recorded spans; waits for the device. What was begun and never ended is left out."""
+        now: _Mark | None = None
+        if self._on_gpu and self._stretches:
+            now = self._mark(True)
+            assert now.event is not None
+            now.event.synchronize()
+            now = now._replace(host_s=time.perf_counter())
+        found = []
+        for stretch in self._stretches:
+            name, track, start, stop, step, bucket = stretch
+            if now is None or start.event is None or stop.event is None:
+                track = HOST if self._on_gpu and track == COMPUTE else track
+                found.append(TimelineSpan(name, track, start.host_s, stop.host_s, step, bucket))
+                continue
+            start_s, stop_s = _device_s(start.event, now), _device_s(stop.event, now)
+            found.append(TimelineSpan(name, track, start_s, stop_s, step, bucket))
+            if track == COMPUTE and bucket < 0:
+                found.append(TimelineSpan(name, HOST, start.host_s, stop.host_s, step, bucket))
+        return found
+
+    def _mark(self, device: bool) -> _Mark:
+        event = None
+        # A CUDA graph would capture the event, which could not be read then.
+        if device and self._on_gpu and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+        return _Mark(time.perf_counter(), event)
+
+
+class NoTimeline:
+    """Records nothing."""
+
+    @contextmanager
+    def span(self, name: str, *, host: bool = False) -> Iterator[None]:
+        yield
+
+
+Spans = Timeline | NoTimeline
+
+
+def _device_s(event: Any, now: _Mark) -> float:
+    """When the device passed `event`, on the host's clock; `now` relates the two clocks."""
+    return float(now.host_s - event.elapsed_time(now.event) / 1e3)
+
+
+class ClockOffset(NamedTuple):
+    """Subtract `offset_s` from the rank's clock to get rank 0's; exact within ± `residual_s`."""
+
+    offset_s: float
+    residual_s: float
+
+
+def measure_offsets(group: Group) -> list[ClockOffset] | None:
+    """The clock offset of each rank, on rank 0; None elsewhere. All ranks call this."""
+    tick, times = torch.zeros(1, device=group.device), []
+    for _ in range(_CLOCK_ROUNDS):
+        times.append(time.perf_counter())
+        group.all_reduce_sum(tick)
+        float(tick)  # on a GPU only the queueing is over
+        times.append(time.perf_counter())
+    rows = group.gather(torch.tensor(times, dtype=torch.float64, device=group.device))
+    return None if rows is None else clock_offsets(rows.tolist())
+
+
+def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
+    """From the times at which ranks entered and left a few tiny all-reduces, each by its own clock.
+
+    `rows`: for each rank enter, leave, enter, leave, … of the same rounds. No rank leaves an all-reduce
+    before all have entered it, so for the offset o of rank r's clock: enter_r − leave_0 ≤ o ≤
+    leave_r − enter_0. The middle of the narrowest bounds of all rounds is the estimate.
+    """
+    enters, leaves = [row[0::2] for row in rows], [row[1::2] for row in rows]
+    found = []
+    for enter, leave in zip(enters, leaves, strict=True):
+        low = max(mine - first for mine, first in zip(enter, leaves[0], strict=True))
+        high = min(mine - first for mine, first in zip(leave, enters[0], strict=True))
+        # A clock that was set in between can cross the bounds.
+        found.append(ClockOffset((low + high) / 2, abs(high - low) / 2))
+    return [ClockOffset(0.0, 0.0), *found[1:]]
+
+
+class ExposedTime:
+    """How long a step waits for its exchange after its own backward pass: once a step, by the host's
+    clock on a CPU, by the device's on a GPU, where it is read later, because reading waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._began = 0.0
+        self._began_event: torch.cuda.Event | None = None
+        # The latest known time, and how to read the latest measurement.
+        self.last_s = 0.0
+        self.reading: Reading = lambda: self.last_s
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+        if self._on_gpu:
+            self._began_event = _event()
+
+    def end(self) -> None:
+        if self._began_event is None:
+            self.last_s = seconds = time.perf_counter() - self._began
+            self.reading = lambda: seconds
+            return
+        began, ended = self._began_event, _event()
+
+        def read() -> float:
+            """Only once the device has passed `ended`."""
+            self.last_s = began.elapsed_time(ended) / 1e3
+            return self.last_s
+
+        self.reading = read
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

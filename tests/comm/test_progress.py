@@ -1,0 +1,188 @@
+"""What is reported of a stall: pure functions of the ranks' progress."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.comm.job import RankHost, RankHosts
+from paceline.comm.progress import (
+    BucketInfo,
+    ProgressBoard,
+    RankProgress,
+    format_bytes,
+    stall_error,
+    unreachable_error,
+)
+
+BUCKETS = [
+    BucketInfo(3 << 20, "ring", ("d.weight", "d.bias", "c.weight", "c.bias", "b.weight")),
+    BucketInfo(2048, "hierarchical", ("a.weight",)),
+]
+A, B, C = (RankHost(f"node{n}", f"10.0.0.{n}") for n in (1, 2, 3))
+HOSTS = RankHosts([A, A, B, B, C, C])
+
+
+def stall(
+    progress: Mapping[int, RankProgress],
+    silent: Collection[int] = (),
+    hosts: RankHosts | None = None,
+) -> str:
+    return str(stall_error(progress, silent, BUCKETS, 24.0, 30.0, hosts))
+
+
+def test_the_rank_that_did_not_arrive_is_named_with_the_bucket() -> None:
+    progress = {
+        0: RankProgress(step=6, begun=1, ended=0),
+        1: RankProgress(step=6, begun=1, ended=0, call="all-reduce", calls=40),
+        2: RankProgress(step=6, computes=True),
+    }
+    assert stall(progress) == (
+        "step 7: the exchange of bucket 1 of 2 (3 MiB, ring: d.weight, d.bias, c.weight and 2 more) "
+        "stalled for 24 s: rank 2 did not arrive (computing step 7); look into rank 2's log and "
+        "host; comm.timeout_s = 30 sets the wait; go on with --resume auto"
+    )
+
+
+def test_a_rank_that_is_ahead_does_not_hide_the_place() -> None:
+    """Rank 1 has ended the first bucket; what it waits for is the one that stalls it."""
+    text = stall(
+        {0: RankProgress(step=3, begun=1, ended=0), 1: RankProgress(step=3, begun=2, ended=1)}
+    )
+    assert text.startswith("step 4: the exchange of bucket 1 of 2 (")
+    assert "all ranks are in it, and the network does not complete it" in text
+
+
+@pytest.mark.parametrize(
+    ("last", "seen"),
+    [
+        (RankProgress(step=3, begun=1, ended=0), "in bucket 1 of step 4"),
+        (RankProgress(step=5, begun=2, ended=1), "in bucket 2 of step 6"),
+    ],
+    ids=["behind", "arrived"],
+)
+def test_a_silent_rank_is_named_wherever_it_was_last_seen(last: RankProgress, seen: str) -> None:
+    text = stall({0: RankProgress(step=5, begun=2, ended=1), 1: last}, {1})
+    assert text.startswith("step 6: the exchange of bucket 2 of 2 (2 KiB, hierarchical: a.weight) ")
+    assert f"stalled for 24 s: rank 1 gives no sign of life (last seen {seen}); " in text
+
+
+def test_silent_ranks_come_before_slower_ones() -> None:
+    """Also in a collective of the group; whole hosts are named as such."""
+    progress = {rank: RankProgress(step=9, calls=4) for rank in range(6)}
+    progress[4] = RankProgress(step=9, calls=5, call="gather")
+    text = stall(progress, {3}, HOSTS)
+    assert text.startswith("gather stalled for 24 s: rank 3 on node2 (10.0.0.2) gives no sign of ")
+    assert text.index("rank 3 on") < text.index("rank 0 on node1 (10.0.0.1) did not arrive (after ")
+    assert "look into rank 3's log and host, and the network to it" in text
+    text = stall(progress, {2, 3, 5}, HOSTS)
+    assert "host node2 (10.0.0.2) with ranks 2 and 3 gives no sign of life" in text
+    assert "rank 5 on node3 (10.0.0.3) gives no sign of life" in text
+
+
+def test_many_ranks_stay_one_readable_line() -> None:
+    progress = {rank: RankProgress(step=1, computes=True) for rank in range(1, 100)}
+    text = stall({0: RankProgress(step=1, begun=1)} | progress)
+    assert "rank 8 did not arrive" in text
+    assert "91 more ranks likewise" in text
+    assert "rank 9 " not in text
+    assert "\n" not in text
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), min_size=1),
+    st.booleans(),
+)
+def test_every_absent_rank_is_behind_another(
+    places: list[tuple[int, int, int]], in_exchange: bool
+) -> None:
+    progress = {
+        rank: RankProgress(step, max(begun, ended), min(begun, ended), calls=begun, call="gather")
+        for rank, (step, begun, ended) in enumerate(places)
+    }
+    if in_exchange:
+        progress[len(places)] = RankProgress(4, 1, 0)
+    text = stall(progress)
+    for rank, own in progress.items():
+        if f"rank {rank} did not arrive" in text:
+            assert any(
+                (s.step, s.ended) >= (own.step, own.begun) or s.calls > own.calls
+                for s in progress.values()
+            )
+
+
+def test_a_rank_that_lost_rank_0_names_the_hosts_it_still_reaches() -> None:
+    def text(
+        reached: list[RankHost] | None, closed: bool = False, hosts: RankHosts | None = HOSTS
+    ) -> str:
+        own = RankProgress(step=2, begun=1)
+        return str(unreachable_error(own, 3, "10.0.0.1", 8.0, closed, hosts, reached))
+
+    assert text(None, hosts=None).startswith(
+        "rank 3, in bucket 1 of step 3: rank 0's host (10.0.0.1) has not answered for 8 s; "
+    )
+    assert text([C]).startswith(
+        "rank 3 on node2 (10.0.0.2), in bucket 1 of step 3: rank 0's host node1 (10.0.0.1) has not "
+        "answered for 8 s, though node3 (10.0.0.3) can be reached; that host has ended"
+    )
+    assert "; this host node2 (10.0.0.2) is cut off the network; " in text([])
+    assert "; it or this host has ended or is cut off the network; " in text(None)
+    assert "has been gone" in text([], closed=True)
+    assert "; this host" not in text([], closed=True)
+
+
+def test_hosts_that_answer_are_found_though_nothing_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = socket.create_connection
+
+    def connect_unless_lost(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[0] == "192.0.2.1":
+            raise TimeoutError
+        return connect(address, timeout=timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connect_unless_lost)
+    here = RankHost("here", "127.0.0.1")
+    hosts = RankHosts([A, here, RankHost("lost", "192.0.2.1"), RankHost("near", "127.0.0.2")])
+    assert hosts.others_that_answer(1, 1) == [RankHost("near", "127.0.0.2")]
+    assert RankHosts([A, here]).others_that_answer(1, 1) is None
+    assert RankHosts().others_that_answer(1, 1) is None
+
+
+def test_a_broken_connection_names_the_host_at_its_other_end() -> None:
+    assert RankHosts([A, B]).gone_text("10.0.0.2") == "rank 1 on node2 (10.0.0.2) is gone"
+    assert "host node2 (10.0.0.2) or one of its ranks 2 and 3" in HOSTS.gone_text("10.0.0.2")
+    assert not HOSTS.gone_text("10.0.0.9")
+    assert not RankHosts([A, A]).gone_text("10.0.0.1"), "a single host need not be named"
+
+
+def test_bytes_are_formatted() -> None:
+    amounts = (0, 1 << 10, 25 << 20, 3 << 30)
+    assert [format_bytes(n) for n in amounts] == ["0 bytes", "1 KiB", "25 MiB", "3 GiB"]
+
+
+def test_the_board_follows_an_exchange_and_keeps_the_call_that_broke() -> None:
+    board = ProgressBoard()
+
+    def now() -> tuple[bool, str]:
+        return board.progress.waits, board.progress.doing
+
+    assert now() == (False, "before the first step")
+    board.step_begun(4)
+    assert now() == (False, "computing step 5")
+    board.sent(0)
+    board.begun(0)
+    assert now() == (True, "in bucket 1 of step 5")
+    board.ended(0)
+    board.step_ended(0.1)
+    assert now() == (False, "after step 5")
+    with board.during("gather"):
+        assert (now(), board.progress.calls) == ((True, "in gather"), 1)
+    with pytest.raises(OSError, match="lost"), board.during("broadcast"):
+        raise OSError("lost")
+    assert (now(), board.progress.calls) == ((True, "in broadcast"), 2)
+    assert RankProgress.from_text(board.progress.to_text()) == board.progress

@@ -1,0 +1,143 @@
+"""CUDA graphs of the step, without a GPU: when they are captured, replayed and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paceline.comm import CommSettings
+from paceline.comm.transport import ThreadTransport
+from paceline.core.errors import RunError
+from paceline.train.capture import WARM_CALLS, Captured
+from train.steps import Made, alone, make_step
+
+
+class Graph:
+    """Counts replays."""
+
+    made: list[Graph]
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.made.append(self)
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modes of the captures."""
+    modes: list[str] = []
+
+    @contextmanager
+    def capture(graph: Graph, pool: object, capture_error_mode: str) -> Iterator[None]:
+        modes.append(capture_error_mode)
+        yield
+
+    Graph.made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return modes
+
+
+def test_it_warms_up_captures_once_and_replays(captures: list[str]) -> None:
+    calls: list[bool] = []
+    captured = Captured(lambda: calls.append(captured.replays), enabled=True)
+    for _ in range(WARM_CALLS):
+        captured()
+        assert not captured.replays
+    assert captured.captures
+    captured()
+    assert captured.replays
+    # Other threads may copy meanwhile: the loader's do.
+    assert captures == ["thread_local"]
+    assert calls == [False] * (WARM_CALLS + 1)
+    (graph,) = Graph.made
+    assert graph.replays == 1, "a capture computes nothing: it must be replayed at once"
+    captured()
+    assert (graph.replays, len(calls)) == (2, WARM_CALLS + 1)
+
+
+def test_without_graphs_it_is_the_function(captures: list[str]) -> None:
+    calls: list[int] = []
+    captured = Captured(lambda: calls.append(1), enabled=False)
+    for _ in range(WARM_CALLS + 3):
+        captured()
+    assert len(calls) == WARM_CALLS + 3
+    assert captures == []
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (RuntimeError("not allowed"), RunError, r"\(not allowed\); use --set run.cuda_graphs=off"),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "out of memory"),
+    ],
+)
+def test_what_fails_during_a_capture_is_not_replayed(
+    captures: list[str], error: Exception, raised: type[Exception], message: str
+) -> None:
+    def fail() -> None:
+        if captures:
+            raise error
+
+    captured = Captured(fail, enabled=True)
+    for _ in range(WARM_CALLS):
+        captured()
+    with pytest.raises(raised, match=message):
+        captured()
+    assert not captured.replays
+
+
+def test_a_short_batch_gives_the_memory_of_a_graph_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("free"))
+    step = make_step(alone())
+    step.micro._captured = SimpleNamespace(release=lambda: calls.append("release"))  # type: ignore[assignment]
+    for number in range(2):  # graphs are off on a CPU, so every batch counts as short
+        step.run(number, 0.1)
+    assert calls == ["wait", "release", "free"]
+
+
+class Graphs:
+    """Notes which graph of a micro-step is asked for; computes nothing."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def run(self, *batch: object, sends: bool) -> None:
+        self.log.append("graph that sends" if sends else "graph")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "capturable", "expected"),
+    [
+        ("auto", True, ["graph", "graph", "graph that sends"]),
+        ("auto", False, ["graph", "graph", "graph"]),
+        ("on", False, ["graph", "graph", "sends, not captured"]),
+    ],
+)
+def test_the_last_micro_step_is_captured_where_its_transport_can_be(
+    monkeypatch: pytest.MonkeyPatch, overlap: str, capturable: bool, expected: list[str]
+) -> None:
+    monkeypatch.setattr(ThreadTransport, "capturable", capturable)
+    comm = CommSettings(algorithm="ring", fusion_mib=0.0, overlap=overlap)
+    step = make_step(alone(), made=Made(4, graphs=True, comm=comm))
+    log: list[str] = []
+    step.micro._captured = Graphs(log)  # type: ignore[assignment]
+    arm = step.exchange.arm
+
+    def note() -> None:
+        log.append("sends, not captured")
+        arm()
+
+    monkeypatch.setattr(step.exchange, "arm", note)
+    step.run(0, 0.1)
+    assert log == expected
+    step.exchange.close()
