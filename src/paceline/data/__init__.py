@@ -1,62 +1,70 @@
-"""The input pipeline: sources, decoding, augmentation, batches.
+"""The input pipeline: sources, decoding, augmentation and batches, made ahead of their use.
 
-In: `DataSettings`. Out: batches of pixels and labels, prepared in the background. The public names are
-imported when they are first used, so that reading settings does not import torch.
+`open_source` opens a data set; `create_train_loader` and `create_eval_loader` make batches of it.
+The public names are imported when they are first used, so that reading settings does not import
+torch.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from paceline.data.batch import Batch
-    from paceline.data.batch_plan import BatchPlan
-    from paceline.data.corrupt import CorruptSample
-    from paceline.data.create_loader import create_eval_loader, create_train_loader
-    from paceline.data.loader import EvalLoader, TrainLoader
-    from paceline.data.loader_protocol import EvalBatches, TrainBatches
-    from paceline.data.normalize import Normalizer
-    from paceline.data.order import SampleOrder
-    from paceline.data.settings import DataSettings
-    from paceline.data.sources.source import Source, open_source
+from paceline.core.lazy_exports import lazy_exports
 
-_HOMES = {
-    "Batch": "batch",
-    "BatchPlan": "batch_plan",
-    "CorruptSample": "corrupt",
-    "DataSettings": "settings",
-    "EvalBatches": "loader_protocol",
-    "EvalLoader": "loader",
-    "Normalizer": "normalize",
-    "SampleOrder": "order",
-    "Source": "sources.source_protocol",
-    "TrainBatches": "loader_protocol",
-    "TrainLoader": "loader",
-    "create_eval_loader": "create_loader",
-    "create_train_loader": "create_loader",
-    "open_source": "sources.source",
-}
+if TYPE_CHECKING:
+    from paceline.data.augment import EvalTransform, TrainTransform, random_box
+    from paceline.data.batch import Batch
+    from paceline.data.chunk import CorruptSample, allowed_corrupt
+    from paceline.data.decode.decoder import Decoder
+    from paceline.data.decode.library import RegionUnavailableError, region_library
+    from paceline.data.device.normalize import Normalizer
+    from paceline.data.device.streams import mark_stream
+    from paceline.data.image import CorruptImage
+    from paceline.data.loaders.create import create_eval_loader, create_train_loader
+    from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
+    from paceline.data.order import BatchPlan, SampleOrder
+    from paceline.data.pack.inspect import inspect_set
+    from paceline.data.pack.manifest import PackedSplit, PackOptions
+    from paceline.data.pack.pack import pack_splits
+    from paceline.data.pack.splits import open_source, open_splits
+    from paceline.data.prefetch import divide_wait, sum_by_stage
+    from paceline.data.randomness import Int64
+    from paceline.data.settings import DataSettings
+    from paceline.data.sources.base import Source, Split
+    from paceline.data.sources.labels import numbered_classes
+    from paceline.data.sources.synthetic import SyntheticImages
 
 __all__ = [
-    "Batch",
-    "BatchPlan",
-    "CorruptSample",
-    "DataSettings",
-    "EvalBatches",
-    "EvalLoader",
-    "Normalizer",
-    "SampleOrder",
-    "Source",
-    "TrainBatches",
-    "TrainLoader",
-    "create_eval_loader",
-    "create_train_loader",
-    "open_source",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    "Batch", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings", "Decoder",
+    "EvalBatches", "EvalLoader", "EvalTransform", "Int64", "Normalizer", "PackOptions",
+    "PackedSplit", "RegionUnavailableError", "SampleOrder", "Source", "Split", "SyntheticImages",
+    "TrainBatches", "TrainLoader", "TrainTransform", "allowed_corrupt", "create_eval_loader",
+    "create_train_loader", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
+    "open_source", "open_splits", "pack_splits", "random_box", "region_library", "sum_by_stage",
+]  # fmt: skip
+_MODULES = {
+    "augment": "EvalTransform TrainTransform random_box",
+    "batch": "Batch",
+    "chunk": "CorruptSample allowed_corrupt",
+    "decode.decoder": "Decoder",
+    "decode.library": "RegionUnavailableError region_library",
+    "device.normalize": "Normalizer",
+    "device.streams": "mark_stream",
+    "image": "CorruptImage",
+    "loaders.create": "create_eval_loader create_train_loader",
+    "loaders.loader": "EvalBatches EvalLoader TrainBatches TrainLoader",
+    "order": "BatchPlan SampleOrder",
+    "pack.inspect": "inspect_set",
+    "pack.manifest": "PackOptions PackedSplit",
+    "pack.pack": "pack_splits",
+    "pack.splits": "open_source open_splits",
+    "prefetch": "divide_wait sum_by_stage",
+    "randomness": "Int64",
+    "settings": "DataSettings",
+    "sources.base": "Source Split",
+    "sources.labels": "numbered_classes",
+    "sources.synthetic": "SyntheticImages",
+}
+__getattr__, __dir__ = lazy_exports(
+    __name__, {name: module for module, names in _MODULES.items() for name in names.split()}
+)

@@ -1,8 +1,8 @@
-"""`SampleOrder`: the training order, one endless stream of concatenated epoch permutations.
+"""The training order: `SampleOrder`, an endless stream of concatenated epoch permutations, and
+`BatchPlan`, which stretch of it each step and each rank takes.
 
-In: the number of samples and a seed; for a shard-aware shuffle also the sizes of the shards. Out: for
-any stretch of positions the epoch and the sample at each, found without walking there. Ranks play no
-part: they only take different stretches.
+The stream depends on the seed only, never on the number of ranks. Any position is found without
+walking there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.data.randomness import ORDER_STREAM, Int64, hash64
+from paceline.data.randomness import (
+    ORDER_STREAM,
+    RUN_ORDER_STREAM,
+    SHARD_ORDER_STREAM,
+    Int64,
+    hash64,
+)
 from paceline.data.settings import DataSettings
-from paceline.data.shard_shuffle import shard_permutation
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,7 @@ class ShardGroups:
 class SampleOrder:
     """Position p holds sample `permutation(p // count)[p % count]`; safe to share among threads."""
 
-    def __init__(
-        self, count: int, seed: int, shuffle: bool = True, groups: ShardGroups | None = None
-    ) -> None:
+    def __init__(self, count: int, seed: int, groups: ShardGroups | None = None) -> None:
         """Without `groups` every order of the samples is as likely as any other."""
         if count < 1:
             raise ValueError(f"an order needs at least one sample, not {count}")
@@ -41,15 +44,12 @@ class SampleOrder:
             raise ValueError(f"groups of {sum(groups.sizes)} samples for {count}")
         self.count = count
         self.seed = seed
-        self.shuffle = shuffle
         self.groups = groups
         self._lock = threading.Lock()
         self._recent: dict[int, Int64] = {}
 
     def permutation(self, epoch: int) -> Int64:
         """The samples of `epoch`, each exactly once: sorted by their hash. Do not write to it."""
-        if not self.shuffle:
-            epoch = 0
         with self._lock:
             if epoch not in self._recent:
                 # A batch may span an epoch's end, and prefetching runs ahead: two are in use.
@@ -60,8 +60,6 @@ class SampleOrder:
 
     def _build(self, epoch: int) -> Int64:
         indices = np.arange(self.count, dtype=np.int64)
-        if not self.shuffle:
-            return indices
         if self.groups is not None:
             groups = self.groups
             return shard_permutation(self.seed, epoch, groups.sizes, groups.window, groups.run)
@@ -93,3 +91,112 @@ def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGr
             "set data.shuffle = 'global', or make shards with paceline pack",
         )
     return ShardGroups(tuple(sizes), settings.shuffle_window_shards, settings.shuffle_run)
+
+
+def shard_permutation(seed: int, epoch: int, sizes: Sequence[int], window: int, run: int) -> Int64:
+    """A shuffle that reads mostly sequentially: every sample once, a function of the arguments
+    alone.
+
+    Shards come in another order in each epoch. The samples of `window` consecutive shards are
+    mixed, in runs of `run` neighbours; where runs are cut differs between epochs and shards, so
+    that a sample's neighbours change.
+    """
+    counts = np.asarray(sizes, dtype=np.int64)
+    shards = np.arange(len(counts), dtype=np.int64)
+    keys = hash64(seed, SHARD_ORDER_STREAM, epoch, shards)
+    place = np.empty_like(shards)
+    place[np.argsort(keys, kind="stable")] = shards
+    # The first run of a shard is shorter by a number of its own: else runs would never change.
+    shift = (keys >> np.uint64(32)).astype(np.int64) % run
+    runs_of = np.where(counts > 0, -(-(counts + shift) // run), 0)
+    shard = np.repeat(shards, runs_of)
+    number = np.arange(len(shard), dtype=np.int64) - np.repeat(
+        np.cumsum(runs_of) - runs_of, runs_of
+    )
+    first = np.maximum(number * run - shift[shard], 0)
+    last = np.minimum((number + 1) * run - shift[shard], counts[shard])
+    order = np.lexsort(
+        (hash64(seed, RUN_ORDER_STREAM, epoch, shard, number), place[shard] // window)
+    )
+    start = ((np.cumsum(counts) - counts)[shard] + first)[order]
+    length = (last - first)[order]
+    # Each run counted up from its start: a running sum over all of them.
+    before = np.cumsum(length) - length
+    samples = np.arange(int(counts.sum()), dtype=np.int64)
+    samples += np.repeat(start - before, length)
+    return samples
+
+
+Stretch = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which stretch of the stream each step and each micro-batch takes; pure arithmetic on
+    positions.
+
+    Steps count from 0. A global batch may span an epoch's end; only the last may be short. The
+    micro-batches of a step do not depend on the number of ranks, only their owners do.
+    """
+
+    samples: int
+    epochs: int
+    global_batch: int
+    micro_batch: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "epochs", "global_batch", "micro_batch", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.global_batch % (self.micro_batch * self.world_size):
+            raise ValueError(
+                f"global_batch = {self.global_batch} is not a multiple of micro_batch · "
+                f"world_size = {self.micro_batch} · {self.world_size}"
+            )
+
+    @property
+    def total_samples(self) -> int:
+        return self.samples * self.epochs
+
+    @property
+    def total_steps(self) -> int:
+        return -(-self.total_samples // self.global_batch)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that each rank takes in a full step."""
+        return self.global_batch // (self.micro_batch * self.world_size)
+
+    def step_range(self, step: int) -> Stretch:
+        """Positions of the stream that `step` consumes."""
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} of {self.total_steps}")
+        start = step * self.global_batch
+        return start, min(start + self.global_batch, self.total_samples)
+
+    def epoch_at(self, step: int) -> float:
+        """Epochs consumed once `step` steps are done."""
+        return min(step * self.global_batch, self.total_samples) / self.samples
+
+    def micro_batches(self, step: int, rank: int) -> list[Stretch]:
+        """This rank's share of `step`; none in a last step too short for all ranks.
+
+        A short step is cut into as few micro-batches as hold it, of sizes that differ by at most
+        one; number j belongs to rank j modulo the ranks.
+        """
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} of {self.world_size}")
+        start, stop = self.step_range(step)
+        length = stop - start
+        pieces = -(-length // self.micro_batch)
+        return [
+            (start + j * length // pieces, start + (j + 1) * length // pieces)
+            for j in range(rank, pieces, self.world_size)
+        ]
+
+    def ends_epoch(self, step: int, every: int = 1) -> bool:
+        """Whether an epoch is complete after `step` that was not before it, and whose number
+        `every` divides; a step may complete several."""
+        start, stop = (position // self.samples for position in self.step_range(step))
+        return start // every < stop // every

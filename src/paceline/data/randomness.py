@@ -1,7 +1,8 @@
 """Counter-based random numbers: what a position draws is a function of its counters alone.
 
 In: a seed and counters (epoch, sample index, draw). Out: 64-bit hashes or uniform numbers, the same
-on every machine, in every thread, for every NumPy. No state, so there is nothing to save or to share.
+on every machine, in every thread, for every NumPy. No state, so there is nothing to save or to
+share.
 """
 
 from __future__ import annotations

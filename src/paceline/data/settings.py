@@ -12,8 +12,9 @@ SOURCES = ("auto", "embedded", "shards", "folder", "imagenet", "cifar10", "idx",
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
-DECODERS = ("auto", "region", "pillow", "nvjpeg", "dali")
-DEVICE_DECODERS = ("nvjpeg", "dali")
+HOST_DECODERS = ("auto", "region", "pillow")
+DEVICE_DECODERS = ("nvjpeg",)
+DECODERS = (*HOST_DECODERS, *DEVICE_DECODERS)
 # The strongest of RandAugment's operations.
 MOST_MAGNITUDE = 30
 SHUFFLES = ("global", "shards")
@@ -25,25 +26,25 @@ CACHE_FORMS = ("raw", "decoded")
 class DataSettings:
     """Where the images come from, and what becomes of them before the model sees them.
 
-    `source` is embedded, shards, folder, imagenet (the published archives), cifar10, idx, synthetic,
-    or auto, which finds out what `dir` holds.
-    `augment` is random_resized_crop, pad_crop or none; `interpolation` is nearest, bilinear, bicubic or
-    lanczos. `cutout` blanks a square of that many pixels a side at a random place of each training
-    image, 0 none (DeVries and Taylor 2017). `color_jitter` are the strengths with which brightness,
-    contrast, saturation and hue vary; `randaugment` is how many of its operations each training image
-    gets, and their magnitude of 30; both on the host. `mean` and `std` are on the scale 0 to 1, one value
-    for all channels or one for each. `eval_resize` is the short side before the centre
-    crop of validation images; 0 scales them straight to `image_size`. `decoder` is region (JPEGs: only
-    what the crop needs, by a C library), pillow (all of the image), or auto: region where that can be
-    had; the pixels are the same; or, on a GPU, nvjpeg or dali: many at a time there, with the same
-    crops, of pixels that differ by a few levels. `workers` are threads; 0 does the work in the caller.
-    `resident` on decodes each split once, onto the training device, and augments there; auto does so on
-    a GPU for a split of at most `resident_max_mib`.
-    `shuffle` global draws each epoch's order from all samples; shards shuffles the shards and then runs
-    of `shuffle_run` neighbouring samples among `shuffle_window_shards` shards, and so reads mostly
-    sequentially. `read_retries` is how often a read that fails for the moment is tried again. `cache`
-    memory or disk keeps at most `cache_mib` MiB of each split for later epochs, disk in `cache_dir`;
-    `cache_form` raw keeps files, decoded keeps pixels.
+    `source` is embedded, shards, folder, imagenet (the published archives), cifar10, idx,
+    synthetic, or auto, which finds out what `dir` holds. `augment` is random_resized_crop, pad_crop
+    or none; `interpolation` is nearest, bilinear, bicubic or lanczos. `cutout` blanks a square of
+    that many pixels a side at a random place of each training image, 0 none (DeVries and Taylor
+    2017). `color_jitter` are the strengths with which brightness, contrast, saturation and hue
+    vary; `randaugment` is how many of its operations each training image gets, and their magnitude
+    of 30; both on the host. `mean` and `std` are on the scale 0 to 1, one value for all channels or
+    one for each. `eval_resize` is the short side before the centre crop of validation images; 0
+    scales them straight to `image_size`. `decoder` is region (JPEGs: only what the crop needs, by a
+    C library), pillow (all of the image), or auto: region where that can be had; the pixels are the
+    same; or, on a GPU, nvjpeg: many at a time there, with the same crops, of pixels that differ by
+    a few levels. `workers` are threads; 0 does the work in the caller. `resident` on decodes each
+    split once, onto the training device, and augments there; auto does so on a GPU for a split of
+    at most `resident_max_mib`. `shuffle` global draws each epoch's order from all samples; shards
+    shuffles the shards and then runs of `shuffle_run` neighbouring samples among
+    `shuffle_window_shards` shards, and so reads mostly sequentially. `read_retries` is how often a
+    read that fails for the moment is tried again. `cache` memory or disk keeps at most `cache_mib`
+    MiB of each split for later epochs, disk in `cache_dir`; `cache_form` raw keeps files, decoded
+    keeps pixels.
     """
 
     dir: str = ""
@@ -86,6 +87,8 @@ class DataSettings:
         self._check_choice("augment", AUGMENTATIONS)
         self._check_choice("interpolation", INTERPOLATIONS)
         self._check_choice("resident", RESIDENCE)
+        if self.decoder == "dali":
+            raise _error("decoder", self.decoder, "was removed", "set data.decoder = 'nvjpeg'")
         self._check_choice("decoder", DECODERS)
         self._check_choice("shuffle", SHUFFLES)
         self._check_choice("cache", CACHES)

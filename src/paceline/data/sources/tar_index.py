@@ -1,24 +1,24 @@
 """The index of one tar shard: where its samples lie.
 
-In: a shard in the WebDataset layout, `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
-index in ASCII; the key ends at the first dot of the file name; other members are passed over. Out:
-name, offset, size and label of each image. Whatever would lose samples silently fails instead.
+A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
+index in ASCII; the key ends at the first dot of the file name; other members are passed over.
+Whatever would lose samples silently is an error instead.
 """
 
 from __future__ import annotations
 
+import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.data.randomness import Int64
-from paceline.data.sources.name_table import NameTable
-from paceline.data.sources.retry import TRANSIENT
+from paceline.data.sources.storage import TRANSIENT
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 _LABEL_EXTENSION = "cls"
@@ -97,8 +97,8 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
 
 
 def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The regular files of the archive, which must be whole to its end marker. OSError: storage that
-    fails for the moment."""
+    """The regular files of the archive, which must be whole to its end marker. OSError: storage
+    that fails for the moment."""
     end = 0
     try:
         with tarfile.open(fileobj=content, mode="r:") as archive:
@@ -151,3 +151,62 @@ def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> 
             "a .cls file holds one class index, 0 or more, in digits",
         )
     return int(text)
+
+
+class NameTable:
+    """Very many names in one block of bytes: a million Python strings take over 100 MB in each
+    rank.
+
+    Immutable. Names that are not valid Unicode, as a file system may hold them, survive.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+        self._ends: Int64 = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        self._letters = b"".join(encoded)
+
+    @classmethod
+    def from_parts(cls, ends: Int64, letters: bytes) -> Self:
+        """The inverse of `parts`."""
+        table = cls(())
+        table._ends, table._letters = ends, letters
+        return table
+
+    @property
+    def parts(self) -> tuple[Int64, bytes]:
+        """Where each name ends, after a 0, and the letters of all."""
+        return self._ends, self._letters
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, i: int) -> str:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        letters = self._letters[self._ends[i] : self._ends[i + 1]]
+        return letters.decode("utf-8", "surrogateescape")
+
+
+class FileWindow(io.BytesIO):
+    """A stretch of a file, read as if it were a file of its own; it shares the position of the
+    other file."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        super().__init__()
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._size - self._at)
+        wanted = left if size is None or size < 0 else min(size, left)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(wanted)
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        base = {0: 0, 1: self._at, 2: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at

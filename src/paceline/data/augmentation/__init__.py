@@ -1,1 +1,0 @@
-"""From an image to the square that the model takes."""

@@ -1,1 +1,0 @@
-"""Samples kept for later epochs."""

@@ -1,0 +1,2 @@
+"""From encoded images to the pixels of a batch in host memory: by Pillow, or by a region decoder in
+C."""

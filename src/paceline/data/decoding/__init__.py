@@ -1,1 +1,0 @@
-"""From a file's bytes to pixels."""

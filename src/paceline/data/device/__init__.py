@@ -1,0 +1,1 @@
+"""Images that are decoded, augmented, held or normalised on the training device."""

@@ -1,0 +1,244 @@
+"""Augmentation on the device, for a whole batch at a time, with the pixels of the host's
+transforms.
+
+The random choices of a batch travel to the device as a few whole numbers a sample; the pixels stay
+there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.data.augment import FIRST_TRY, FLIP, LEFT, TOP, TRIES, central_box, draws
+from paceline.data.decode.library import down_first
+from paceline.data.randomness import Int64
+from paceline.data.settings import DataSettings
+
+Float64 = npt.NDArray[np.float64]
+Filter = Callable[[torch.Tensor], torch.Tensor]
+_ONE = 2.0**22
+# Beyond every pixel number, and the sum of two of them still within 64 bits.
+_OUTSIDE = 2**40
+# Bytes of intermediate values, of which a few exist at a time: bounds the memory they take.
+_CHUNK_BYTES = 128 * 2**20
+
+
+class AugmentNumbers:
+    """What `TrainTransform` would do with each image, as whole numbers drawn on the host.
+
+    `draws` uniform numbers a sample become `count` whole ones: flip, down, right, or flip, left,
+    top, right, bottom; then, with `cutout`, top and left of the cutout.
+    """
+
+    def __init__(self, settings: DataSettings, height: int, width: int) -> None:
+        """`height` and `width` are those of the stored images."""
+        self._settings = settings
+        self._sides = height, width
+        self._boxes = settings.augment == "random_resized_crop"
+        self.draws = draws(settings)
+        self.count = (5 if self._boxes else 3) + (2 if settings.cutout else 0)
+
+    def fill(self, rows: Float64, out: Int64) -> None:
+        """`out` is `count` × samples."""
+        settings = self._settings
+        out[0] = (rows[:, FLIP] < 0.5) & settings.flip
+        if side := settings.cutout:
+            out[-2:] = (rows[:, -2:].T * settings.image_size).astype(np.int64) - side // 2
+        if self._boxes:
+            height, width = self._sides
+            out[1:5] = random_boxes(width, height, rows, settings.crop_scale, settings.crop_ratio)
+            return
+        padding = settings.crop_padding if settings.augment == "pad_crop" else 0
+        for row, column in ((1, TOP), (2, LEFT)):
+            out[row] = padding - (rows[:, column] * (2 * padding + 1)).astype(np.int64)
+
+
+def random_boxes(
+    width: int,
+    height: int,
+    rows: Float64,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Int64:
+    """`random_box` for all rows at once: left, top, right, bottom, each a row of the result."""
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    tries = rows[:, FIRST_TRY : FIRST_TRY + 2 * TRIES].reshape(-1, TRIES, 2)
+    area = width * height * (scale[0] + tries[:, :, 0] * (scale[1] - scale[0]))
+    aspect = np.exp(low + tries[:, :, 1] * (high - low))
+    w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    first = (np.arange(len(rows)), fits.argmax(axis=1))
+    w, h = w[first].astype(np.int64), h[first].astype(np.int64)
+    left = (rows[:, LEFT] * (width - w + 1)).astype(np.int64)
+    top = (rows[:, TOP] * (height - h + 1)).astype(np.int64)
+    boxes = np.stack([left, top, left + w, top + h])
+    boxes[:, ~fits.any(axis=1)] = np.array(central_box(width, height, ratio))[:, None]
+    return boxes
+
+
+class DeviceAugment:
+    """`TrainTransform` for a whole batch, where the pixels already are. Only queues kernels:
+    nothing waits for the device. The set is read, never written to."""
+
+    def __init__(
+        self, pixels: torch.Tensor, shape: tuple[int, int, int], settings: DataSettings
+    ) -> None:
+        """`pixels` and `shape` are those of a `ResidentSet`."""
+        self._pixels = pixels
+        self._images = pixels[:-1].view(-1, *shape)
+        self._size = settings.image_size
+        self._interpolation = settings.interpolation
+        self._cutout = settings.cutout
+        boxes = settings.augment == "random_resized_crop"
+        self._apply = self._resized if boxes else self._shifted
+        height, width, channels = shape
+        # A float64 for each stored value, or the number of each pixel in 64 bits.
+        sample_bytes = 8 * height * width * (channels if boxes else 1)
+        self._chunk = max(1, _CHUNK_BYTES // sample_bytes)
+        self._sides = torch.arange(self._size, device=pixels.device)
+
+    def __call__(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """`numbers` has a row for each number and a column for each sample."""
+        parts = [
+            self._apply(
+                indices[start : start + self._chunk], numbers[:, start : start + self._chunk]
+            )
+            for start in range(0, len(indices), self._chunk)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _resized(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        flip, *box = numbers[:5]
+        images = self._images.index_select(0, indices)
+        found: torch.Tensor = resample(images, box, flip, self._size, self._interpolation)
+        return (
+            found.masked_fill_(self._cutout_mask(numbers)[..., None], 0) if self._cutout else found
+        )
+
+    def _shifted(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """One gather of whole pixels: each comes from the number of its line plus its column."""
+        size = self._size
+        flip, down, right = numbers[:3, :, None]
+        line = self._sides - down
+        column = torch.where(flip > 0, size - 1 - self._sides, self._sides) - right
+        start = (indices[:, None] * size + line) * size
+        start, column = self._inside(line, start), self._inside(column, column)
+        source = start[:, :, None] + column[:, None, :]
+        if self._cutout:
+            source.masked_fill_(self._cutout_mask(numbers), _OUTSIDE)
+        # What lies outside on either side, or in the cutout, ends at the black pixel after the last.
+        source.clamp_max_(len(self._pixels) - 1)
+        found = self._pixels.index_select(0, source.view(-1))
+        return found.view(len(indices), size, size, -1)
+
+    def _cutout_mask(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Samples × height × width: where the cutout is."""
+        away = self._sides - numbers[-2:, :, None]
+        rows, columns = ((away >= 0) & (away < self._cutout)).unbind()
+        mask: torch.Tensor = rows[:, :, None] & columns[:, None, :]
+        return mask
+
+    def _inside(self, place: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return torch.where((place >= 0) & (place < self._size), number, _OUTSIDE)
+
+
+def resample(
+    images: torch.Tensor,
+    box: Sequence[torch.Tensor],
+    flip: torch.Tensor,
+    size: int,
+    interpolation: str,
+) -> torch.Tensor:
+    """Boxes of images scaled to one square each, in uint8, as Pillow does it.
+
+    A filter turns a box into two matrices of weights, one a side, and scaling is two products.
+    Weights are whole multiples of 2⁻²² and levels are rounded after each product, as in Pillow;
+    float64 holds every sum exactly, so the result is Pillow's to the pixel, in whatever order a
+    device adds. `images` are samples × height × width × channels, `box` left, top, right and bottom
+    of each, `flip` 1 where the result is flipped.
+    """
+    height, width = images.shape[1:3]
+    left, top, right, bottom = box
+    # A half-precision region around the caller must not reach these products.
+    with torch.autocast(images.device.type, enabled=False):
+        across = _weights(left, right, width, size, interpolation)
+        across = torch.where(flip[:, None, None] > 0, across.flip(1), across)
+        down = _weights(top, bottom, height, size, interpolation)
+        levels = images.to(torch.float64)
+        if down_first(width, height, size):
+            levels = _along_rows(across, _along_columns(down, levels))
+        else:
+            levels = _along_columns(down, _along_rows(across, levels))
+    return levels.to(torch.uint8).contiguous()
+
+
+def _along_rows(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    return _along_columns(weights, levels.transpose(1, 2)).transpose(1, 2)
+
+
+def _along_columns(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    samples, stored, other, channels = levels.shape
+    sums = torch.bmm(weights, levels.reshape(samples, stored, -1))
+    return _levels(sums).view(samples, -1, other, channels)
+
+
+def _levels(sums: torch.Tensor) -> torch.Tensor:
+    """From whole multiples of 2⁻²² to whole levels, rounded half up, within 0 to 255."""
+    return sums.add_(_ONE / 2).div_(_ONE).floor_().clamp_(0, 255)
+
+
+def _weights(
+    low: torch.Tensor, high: torch.Tensor, stored: int, size: int, interpolation: str
+) -> torch.Tensor:
+    """Samples × size × stored: what each stored pixel adds to each pixel of the result, times 2²².
+
+    Pixels just outside of the box count where the filter reaches them, as they do in Pillow.
+    """
+    scale = (high - low).to(torch.float64)[:, None] / size
+    pixel = torch.arange(stored, device=low.device, dtype=torch.float64)
+    if interpolation == "nearest":
+        return (pixel == _nearest(low[:, None] + scale * 0.5, scale, size)).to(torch.float64) * _ONE
+    centre = low[:, None] + (torch.arange(size, device=low.device) + 0.5) * scale
+    # When shrinking, the filter grows with the step between pixels, so that each stored one counts.
+    narrowing = 1 / scale.clamp_min(1)[:, :, None]
+    weights = _FILTERS[interpolation]((pixel - centre[:, :, None] + 0.5) * narrowing)
+    weights = weights / weights.sum(dim=2, keepdim=True) * _ONE
+    return (weights + torch.where(weights < 0, -0.5, 0.5)).trunc_()
+
+
+def _nearest(start: torch.Tensor, step: torch.Tensor, size: int) -> torch.Tensor:
+    """The stored pixel under each centre. Pillow adds up steps, and where a centre falls between
+    two pixels its rounding errors decide: hence the same additions, in the same order."""
+    centres = [start]
+    for _ in range(size - 1):
+        centres.append(centres[-1] + step)
+    return torch.stack(centres, dim=1).floor_()
+
+
+def _triangle(x: torch.Tensor) -> torch.Tensor:
+    return (1 - x.abs()).clamp_min(0)
+
+
+def _cubic(x: torch.Tensor) -> torch.Tensor:
+    """Keys's cubic with a = −1/2."""
+    x = x.abs()
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * -0.5
+    return torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+
+
+def _lanczos(x: torch.Tensor) -> torch.Tensor:
+    """A sinc under a wider sinc, three zeros to each side."""
+    return torch.where(x.abs() < 3, torch.sinc(x) * torch.sinc(x / 3), 0.0)
+
+
+_FILTERS: dict[str, Filter] = {
+    "bilinear": _triangle,
+    "bicubic": _cubic,
+    "lanczos": _lanczos,
+}

@@ -1,0 +1,287 @@
+"""NVIDIA's nvJPEG, called directly: its functions (`NvJpegLibrary`), and the handles and states
+that they take.
+
+torchvision has a way to nvJPEG too, but from pageable memory and one call at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import queue
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.data.decode.library import StoredFiles
+
+# One row an image: addresses of up to four planes, then the length of a line in each.
+Targets = npt.NDArray[np.uint64]
+_PLANES = 4
+_RGB = 3
+_FULL_COLOUR = 0
+_BACKENDS = {"hardware": 3, "default": 0}
+# Files of one call: many keep the GPU's JPEG engines busy, few let the next call's reading begin sooner.
+CHUNK = 64
+# One decodes while the other's files are made ready.
+_STATES = 2
+# Memory for images up to this side is allocated at once.
+_SIDE = 1280
+_OTHER_GPU = 7
+_FUNCTIONS = (
+    "nvjpegCreateEx", "nvjpegDestroy", "nvjpegJpegStateCreate", "nvjpegJpegStateDestroy",
+    "nvjpegJpegStreamCreate", "nvjpegJpegStreamDestroy", "nvjpegGetProperty", "nvjpegGetImageInfo",
+    "nvjpegJpegStreamParseHeader", "nvjpegDecodeBatchedSupported", "nvjpegDecodeBatchedInitialize",
+    "nvjpegDecodeBatched", "nvjpegDecodeBatchedPreAllocate", "nvjpegDecode",
+)  # fmt: skip
+_STATUS = {
+    1: "not initialised", 2: "invalid parameter", 3: "bad JPEG", 4: "not supported",
+    5: "allocation failed", 6: "execution failed", 7: "not for this GPU", 8: "internal error",
+    9: "not implemented", 10: "incomplete",
+}  # fmt: skip
+
+
+class NvJpegError(RuntimeError):
+    def __init__(self, function: str, status: int) -> None:
+        super().__init__(f"{function}: {_STATUS.get(status, 'unknown status')} ({status})")
+        self.status = status
+
+
+class NvJpegLibrary:
+    """OSError where there is none. Handles may be shared by threads; states and bitstreams may not."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # The first lets others run meanwhile, which takes longer than a short call does.
+        self._long, self._short = ctypes.CDLL(path), ctypes.PyDLL(path)
+        missing = [name for name in _FUNCTIONS if not hasattr(self._long, name)]
+        if missing:
+            raise OSError(f"{path} has no {missing[0]}")
+
+    def version(self) -> str:
+        numbers = []
+        for kind in range(3):
+            value = ctypes.c_int()
+            self._call("nvjpegGetProperty", kind, ctypes.byref(value))
+            numbers.append(str(value.value))
+        return ".".join(numbers)
+
+    def handle(self, backend: str) -> int:
+        """Of the current device. Status 7 where `backend` is hardware and the GPU has none."""
+        return self._new("nvjpegCreateEx", _BACKENDS[backend], None, None, 0)
+
+    def state(self, handle: int) -> int:
+        return self._new("nvjpegJpegStateCreate", _pointer(handle))
+
+    def bitstream(self, handle: int) -> int:
+        return self._new("nvjpegJpegStreamCreate", _pointer(handle))
+
+    def destroy(self, *, handle: int = 0, state: int = 0, bitstream: int = 0) -> None:
+        for name, value in (
+            ("nvjpegJpegStreamDestroy", bitstream),
+            ("nvjpegJpegStateDestroy", state),
+            ("nvjpegDestroy", handle),
+        ):
+            if value:
+                self._call(name, _pointer(value), long=True)
+
+    def size(self, handle: int, address: int, length: int) -> tuple[int, int]:
+        """Width and height, as the decoder will write them."""
+        components, sampling = ctypes.c_int(), ctypes.c_int()
+        widths, heights = (ctypes.c_int * _PLANES)(), (ctypes.c_int * _PLANES)()
+        self._call(
+            "nvjpegGetImageInfo", _pointer(handle), _pointer(address), ctypes.c_size_t(length),
+            ctypes.byref(components), ctypes.byref(sampling), widths, heights,
+        )  # fmt: skip
+        return widths[0], heights[0]
+
+    def is_batched(self, handle: int, bitstream: int, address: int, length: int) -> bool:
+        """Whether the GPU's JPEG engines take it."""
+        no = ctypes.c_int(1)
+        self._call(
+            "nvjpegJpegStreamParseHeader", _pointer(handle), _pointer(address),
+            ctypes.c_size_t(length), _pointer(bitstream),
+        )  # fmt: skip
+        self._call(
+            "nvjpegDecodeBatchedSupported", _pointer(handle), _pointer(bitstream), ctypes.byref(no)
+        )
+        return no.value == 0
+
+    def preallocate(self, handle: int, state: int, count: int, side: int) -> None:
+        """For batches of the engines: memory for `count` images of `side` × `side`. Where it does
+        not do, decoding makes more, and for that waits until the GPU has nothing else to do."""
+        self._call(
+            "nvjpegDecodeBatchedPreAllocate", _pointer(handle), _pointer(state), count, side, side,
+            _FULL_COLOUR, _RGB, long=True,
+        )  # fmt: skip
+
+    def decode_batch(
+        self, handle: int, state: int, files: StoredFiles, targets: Targets, stream: int
+    ) -> None:
+        """By the engines. The files must stay until the stream is done with them."""
+        count = len(files.lengths)
+        self._call(
+            "nvjpegDecodeBatchedInitialize", _pointer(handle), _pointer(state), count, 1, _RGB,
+            long=True,
+        )  # fmt: skip
+        self._call(
+            "nvjpegDecodeBatched", _pointer(handle), _pointer(state),
+            _array(files.addresses), _array(files.lengths),
+            _array(targets), _pointer(stream), long=True,
+        )  # fmt: skip
+
+    def decode_one(
+        self, handle: int, state: int, address: int, length: int, target: Targets, stream: int
+    ) -> None:
+        """On the host and the GPU's cores. The state is in use until the stream is done with it."""
+        self._call(
+            "nvjpegDecode", _pointer(handle), _pointer(state), _pointer(address),
+            ctypes.c_size_t(length), _RGB, _array(target), _pointer(stream), long=True,
+        )  # fmt: skip
+
+    def _new(self, name: str, *arguments: object) -> int:
+        made = ctypes.c_void_p()
+        self._call(name, *arguments, ctypes.byref(made), long=True)
+        return made.value or 0
+
+    def _call(self, name: str, *arguments: object, long: bool = False) -> None:
+        status = int(getattr(self._long if long else self._short, name)(*arguments))
+        if status:
+            raise NvJpegError(name, status)
+
+
+def load_nvjpeg(cuda: str) -> NvJpegLibrary:
+    """`cuda` is torch's CUDA version. OSError, with what was tried, where none can be loaded."""
+    tried = []
+    for path in _places(cuda.partition(".")[0]):
+        try:
+            return NvJpegLibrary(path)
+        except OSError as error:
+            tried.append(str(error))
+    raise OSError(tried[-1] if tried else "nowhere to look")
+
+
+def _places(major: str) -> Iterator[str]:
+    """NVIDIA's package first, then the copy that torchvision brings, then the system's."""
+    for package, pattern in (
+        ("nvidia", "*/lib/libnvjpeg.so*"),
+        ("torchvision", "../torchvision.libs/libnvjpeg*.so*"),
+    ):
+        spec = importlib.util.find_spec(package)
+        for root in (spec.submodule_search_locations or ()) if spec else ():
+            found = sorted(str(path) for path in Path(root).glob(pattern))
+            # One process may hold several; that of torch's CUDA comes first.
+            yield from sorted(found, key=lambda path: _major(path) != major)
+    yield f"libnvjpeg.so.{major}"
+    yield "libnvjpeg.so"
+
+
+def _major(path: str) -> str:
+    found = re.search(r"\.so\.(\d+)", path)
+    return found[1] if found else ""
+
+
+def _pointer(value: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(value)
+
+
+def _array(numbers: npt.NDArray[np.generic]) -> object:
+    """What a call takes for the address of the numbers, and keeps them alive until it returns."""
+    return np.ascontiguousarray(numbers).ctypes
+
+
+class NvJpegStates:
+    """For one chunk at a time: a state for the engines' batches and one for single files."""
+
+    def __init__(self, library: NvJpegLibrary, engine: int, cores: int) -> None:
+        self._library = library
+        self.batch = self.bitstream = self.single = 0
+        with ExitStack() as undo:
+            undo.callback(self.destroy)
+            self.single = library.state(cores)
+            if engine:
+                self.batch = library.state(engine)
+                library.preallocate(engine, self.batch, CHUNK, _SIDE)
+                self.bitstream = library.bitstream(engine)
+            undo.pop_all()
+
+    def destroy(self) -> None:
+        for made in ({"state": self.batch}, {"state": self.single}, {"bitstream": self.bitstream}):
+            with suppress(NvJpegError):  # it may have failed before
+                self._library.destroy(**made)
+
+
+class NvJpegHandles:
+    """What nvJPEG needs to decode on one GPU: handles, and states to borrow, of which there are
+    few: each has memory and a dozen streams of its own, and one alone keeps the JPEG engines busy.
+
+    `engine` is 0 where the GPU has no JPEG engines, or they do not take even the sound file; `any`
+    is either.
+    """
+
+    def __init__(self, library: NvJpegLibrary, device: torch.device, sound: bytes) -> None:
+        """`device` is the current one."""
+        self._library = library
+        self._device = device
+        # None stands for states that are to be made.
+        self._idle: queue.LifoQueue[NvJpegStates | None] = queue.LifoQueue()
+        for _ in range(_STATES):
+            self._idle.put(None)
+        self.engine = self.cores = 0
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self.cores = library.handle("default")
+            self._find_engine(sound)
+            undo.pop_all()
+        self.any = self.engine or self.cores
+
+    def _find_engine(self, sound: bytes) -> None:
+        try:
+            self.engine = self._library.handle("hardware")
+        except NvJpegError as error:
+            if error.status != _OTHER_GPU:
+                raise
+            return
+        stored = StoredFiles([sound])
+        bitstream = self._library.bitstream(self.engine)
+        try:
+            takes = self._library.is_batched(self.engine, bitstream, *stored.pairs()[0])
+        finally:
+            self._library.destroy(bitstream=bitstream)
+        if not takes:
+            self._library.destroy(handle=self.engine)
+            self.engine = 0
+
+    @contextmanager
+    def borrowed(self) -> Iterator[NvJpegStates]:
+        """Waits for its turn. States with which something failed are not used again."""
+        states, kept = self._idle.get(), None
+        try:
+            if states is None:
+                states = NvJpegStates(self._library, self.engine, self.cores)
+            yield states
+            kept = states
+        finally:
+            self._idle.put(kept)
+            if kept is None and states is not None:
+                states.destroy()
+
+    def close(self) -> None:
+        """No chunk may be under way."""
+        with self._current():
+            while not self._idle.empty():
+                states = self._idle.get()
+                if states is not None:
+                    states.destroy()
+            for handle in (self.engine, self.cores):
+                with suppress(NvJpegError):
+                    self._library.destroy(handle=handle)
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Who closes may have another device at hand."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -1,0 +1,133 @@
+"""CUDA streams beside the training's, events on the training's, and copies to the device made
+ahead.
+
+Memory freed on a stream goes to the next user of that stream only, so work on it must be done by
+then: hence the waits. On a CPU, where tests stand in for a GPU, all of these do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.data.batch import Batch, kept_rows
+from paceline.data.chunk import Chunk
+from paceline.data.decode.decoder import BatchInProgress, Decoder
+
+
+@contextmanager
+def drained_stream(device: torch.device) -> Iterator[None]:
+    """A new stream, all of whose work is done when the context ends: the training's neither waits
+    for it nor shares memory with it."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # torch has a few streams and hands them out in turn: somebody may have work there.
+        finish(stream)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                finish(stream)
+
+
+def finish(stream: torch.cuda.Stream | None) -> None:
+    """Sleeps until the stream is done, where waiting would by default keep a core busy."""
+    if stream is not None:
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(stream)
+        done.synchronize()
+
+
+def finish_current(device: torch.device) -> None:
+    if device.type == "cuda":
+        finish(torch.cuda.current_stream(device))
+
+
+def mark_stream(device: torch.device) -> Any:
+    """An event behind all that the current stream was given so far; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class CopyingDecoder(Decoder):
+    """Copies the batches of a host decoder to the device before they are asked for.
+
+    The thread that fills the last chunk of a batch queues its copy on a stream of its own, so that
+    the copy runs beside the step of an earlier batch. The consumer's stream waits for an event and
+    nothing else.
+    """
+
+    def __init__(self, inner: Decoder, device: torch.device) -> None:
+        self._inner = inner
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self.draws = inner.draws
+        self.workers = inner.workers
+
+    def begin(self, samples: int) -> BatchInProgress:
+        if self._device.type != "cuda":
+            return _CopiedBatch(self._inner.begin(samples), self._device, None)
+        # What is pinned here belongs to this GPU, whichever is current.
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            return _CopiedBatch(self._inner.begin(samples), self._device, self._stream)
+
+    def describe(self) -> str:
+        return self._inner.describe()
+
+    def note(self) -> str:
+        return self._inner.note()
+
+
+class _CopiedBatch(BatchInProgress):
+    def __init__(
+        self, inner: BatchInProgress, device: torch.device, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._inner: BatchInProgress | None = inner
+        self._device = device
+        self._stream = stream
+        self._copied: tuple[torch.Tensor, torch.Tensor, Any] | None = None
+        self.cuts = inner.cuts
+
+    def fill(self, chunk: Chunk) -> None:
+        assert self._inner is not None
+        self._inner.fill(chunk)
+
+    def complete(self) -> None:
+        assert self._inner is not None
+        batch = self._inner.finish(())
+        # Pinned memory goes back to torch at once, which keeps it until the copy is done.
+        self._inner = None
+        if self._stream is None:
+            images, labels = batch.images.to(self._device), batch.labels.to(self._device)
+            self._copied = images, labels, None
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            images = batch.images.to(self._device, non_blocking=True)
+            labels = batch.labels.to(self._device, non_blocking=True)
+            self._copied = images, labels, self._stream.record_event()
+
+    def finish(self, dropped: Sequence[int]) -> Batch:
+        assert self._copied is not None
+        images, labels, copied = self._copied
+        if copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(copied)
+            # The memory belongs to the copying stream, which must not reuse it before this one read it.
+            images.record_stream(stream)
+            labels.record_stream(stream)
+        kept = kept_rows(len(labels), dropped)
+        if kept is None:
+            return Batch(images, labels)
+        kept = kept.to(self._device)
+        return Batch(images[kept], labels[kept])

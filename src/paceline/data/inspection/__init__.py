@@ -1,1 +1,0 @@
-"""`paceline inspect`: what a data set holds, and whether it is whole."""

@@ -1,0 +1,216 @@
+"""`TrainLoader` and `EvalLoader`: batches made ahead of their use, by whatever decoder they are
+given.
+
+What the batches hold depends on the order, the plan and the decoder, never on the number of threads
+or on their timing. A training stream from step s on gives what one from the beginning gives from
+step s on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from paceline.data.batch import Batch
+from paceline.data.chunk import Chunk, CorruptLog, CorruptSample
+from paceline.data.decode.decoder import BatchInProgress, Decoder
+from paceline.data.order import BatchPlan, SampleOrder
+from paceline.data.prefetch import Job, Prefetcher, Progress
+from paceline.data.randomness import Int64
+
+_Job = Job[Chunk, Batch]
+
+
+class _Loader(Protocol):
+    """What training and evaluation know of a loader; benchmarks and tests have stand-ins."""
+
+    @property
+    def corrupt(self) -> tuple[CorruptSample, ...]:
+        """All corrupt samples met so far, each once, in the order of the stream."""
+
+    def describe(self) -> str:
+        """How the batches are made, for display."""
+
+    def note(self) -> str:
+        """What the user should know at the end; empty where there is nothing."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class TrainBatches(_Loader, Protocol):
+    """This rank's micro-batches in order, once, to the end of the run."""
+
+    def __next__(self) -> Batch: ...
+
+
+@runtime_checkable
+class EvalBatches(_Loader, Protocol):
+    """Every `iter` is one pass; `len` counts this rank's samples, corrupt ones included."""
+
+    def __len__(self) -> int: ...
+
+
+class _Base:
+    """What both loaders have in common. DataError comes out of `next` where more samples are
+    corrupt than `max_corrupt_share` allows among those that this rank met, and where storage fails.
+    """
+
+    def __init__(
+        self, decoder: Decoder, samples: int, prefetch_batches: int, max_corrupt_share: float
+    ) -> None:
+        self._decoder = decoder
+        self._depth = prefetch_batches
+        self._log = CorruptLog(samples, max_corrupt_share, decoder.corrupt)
+
+    def _prefetcher(self, jobs: Iterator[_Job]) -> Prefetcher[Chunk, Batch]:
+        return Prefetcher(jobs, self._decoder.workers, self._depth)
+
+    def _finish(self, batch: BatchInProgress, chunks: list[Chunk]) -> Batch:
+        corrupt = self._log.report(sample for chunk in chunks for sample in chunk.corrupt)
+        dropped = [row for chunk in chunks for row in chunk.dropped]
+        return replace(batch.finish(dropped), corrupt=corrupt)
+
+    def describe(self) -> str:
+        return self._decoder.describe()
+
+    def note(self) -> str:
+        return self._decoder.note()
+
+    @property
+    def corrupt(self) -> tuple[CorruptSample, ...]:
+        return self._log.reported
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+class TrainLoader(_Base):
+    """This rank's micro-batches in order, from `first_step` to the end of the run."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        order: SampleOrder,
+        plan: BatchPlan,
+        *,
+        rank: int,
+        first_step: int = 0,
+        prefetch_batches: int = 4,
+        max_corrupt_share: float = 0.01,
+    ) -> None:
+        super().__init__(decoder, order.count, prefetch_batches, max_corrupt_share)
+        if plan.samples != order.count:
+            raise ValueError(f"a plan for {plan.samples} samples, an order of {order.count}")
+        self._order = order
+        self._plan = plan
+        self._batches = self._prefetcher(self._jobs(rank, first_step))
+
+    def _jobs(self, rank: int, first_step: int) -> Iterator[_Job]:
+        for step in range(first_step, self._plan.total_steps):
+            for start, stop in self._plan.micro_batches(step, rank):
+                batch = self._decoder.begin(stop - start)
+                chunks = [partial(self._fill, batch, start, rows) for rows in batch.cuts]
+                yield Job(chunks, partial(self._finish, batch), batch.complete)
+
+    def _fill(
+        self, batch: BatchInProgress, start: int, rows: tuple[int, int], progress: Progress
+    ) -> Chunk:
+        chunk = Chunk.of_stream(self._order, start, rows, self._decoder.draws, self._log, progress)
+        batch.fill(chunk)
+        return chunk
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return replace(next(self._batches), spent=self._batches.spent)
+
+    def close(self) -> None:
+        """Stops the threads, also in the middle; the source stays open."""
+        self._batches.close()
+
+
+class EvalLoader(_Base):
+    """Passes over this rank's samples: rank, rank + world_size, … in order. Every `iter` is one
+    pass.
+
+    Corrupt samples are left out and listed once; a batch may be smaller for it, none is empty.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        samples: int,
+        *,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        prefetch_batches: int = 4,
+        max_corrupt_share: float = 0.01,
+    ) -> None:
+        super().__init__(decoder, samples, prefetch_batches, max_corrupt_share)
+        if not 0 <= rank < world_size or batch_size < 1:
+            raise ValueError(f"rank {rank} of {world_size}, batches of {batch_size}")
+        self._indices: Int64 = np.arange(rank, samples, world_size, dtype=np.int64)
+        self._batch_size = batch_size
+        self._passes: list[Prefetcher[Chunk, Batch]] = []
+
+    def __len__(self) -> int:
+        """Samples of this rank, corrupt ones included."""
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._prefetcher(self._jobs())
+        self._passes.append(batches)
+        corrupt: tuple[CorruptSample, ...] = ()
+        try:
+            for batch in batches:
+                corrupt += batch.corrupt
+                if len(batch):
+                    yield replace(batch, corrupt=corrupt)
+                    corrupt = ()
+        finally:
+            batches.close()
+            self._passes.remove(batches)
+
+    def _jobs(self) -> Iterator[_Job]:
+        for start in range(0, len(self._indices), self._batch_size):
+            indices = self._indices[start : start + self._batch_size]
+            batch = self._decoder.begin(len(indices))
+            chunks = [partial(self._fill, batch, indices, rows) for rows in batch.cuts]
+            yield Job(chunks, partial(self._finish, batch), batch.complete)
+
+    def _fill(
+        self, batch: BatchInProgress, indices: Int64, rows: tuple[int, int], progress: Progress
+    ) -> Chunk:
+        chunk = Chunk.of_indices(indices, rows, self._log, progress)
+        batch.fill(chunk)
+        return chunk
+
+    def close(self) -> None:
+        """Stops passes that are still under way; the source stays open."""
+        for batches in list(self._passes):
+            batches.close()

@@ -1,1 +1,0 @@
-"""Images that live, are decoded or are augmented on the training device."""

@@ -1,0 +1,221 @@
+"""`PackOptions` and `PackManifest`: what a pack was asked for, and what it has written so far."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import features
+
+from paceline.core.errors import ConfigError, DataError, nearest
+from paceline.core.settings import from_table
+from paceline.core.untrusted import is_count, parse_json, short_repr
+from paceline.data.chunk import CorruptSample
+from paceline.data.sources.storage import write_file
+
+MANIFEST_FILE = "pack.json"
+_VERSION = 1
+_LONGEST_NAME = 255
+FORMATS = ("keep", "jpeg", "png", "webp")
+FILTERS = ("bilinear", "bicubic", "lanczos")
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """The options of `paceline pack`. Two packs with equal options of equal data are equal byte for
+    byte.
+
+    `short_side` 0 keeps every size. `shard_samples` 0 leaves the cut to `shard_mib` alone. `format`
+    keep writes each image in its own format, pixels of an array as PNG. `quality` is that of images
+    that are encoded anew. Images are shuffled once by `seed`, so that every shard holds a mixture
+    of all classes. `max_corrupt_share` of a split may be left out as corrupt.
+    """
+
+    short_side: int = 0
+    quality: int = 90
+    format: str = "keep"
+    # Nearest to what the model sees without packing, and smallest: DESIGN.md has the figures.
+    filter: str = "bilinear"
+    shard_mib: int = 128
+    shard_samples: int = 0
+    shuffle: bool = True
+    seed: int = 0
+    max_corrupt_share: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, known in (("format", FORMATS), ("filter", FILTERS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"--{name}", value, "unknown", nearest(value, known))
+        for name, least, most in (
+            ("short_side", 0, 16_384),
+            ("quality", 1, 100),
+            ("shard_mib", 1, 65_536),
+            ("shard_samples", 0, 10_000_000),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(flag, value, f"must be {least} to {most}", "choose another")
+        if not 0 <= self.max_corrupt_share < 1:
+            raise ConfigError(
+                "--max-corrupt-share", self.max_corrupt_share, "must be in [0, 1)", "try 0.01"
+            )
+
+    def table(self) -> dict[str, object]:
+        """What the manifest keeps. The limit on corrupt images decides about no byte."""
+        return {name: v for name, v in asdict(self).items() if name != "max_corrupt_share"}
+
+
+@dataclass(frozen=True)
+class PackedShard:
+    """`stop` is the place in the pack's order where the next shard begins."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+    stop: int
+
+
+@dataclass
+class PackedSplit:
+    """`source` is the identity of what is packed; `stop` counts the corrupt samples too."""
+
+    source: str
+    samples: int
+    shards: list[PackedShard] = field(default_factory=list)
+    corrupt: list[CorruptSample] = field(default_factory=list)
+    copied: int = 0
+    complete: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.shards[-1].stop if self.shards else 0
+
+    @property
+    def packed(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    def check_shards(self, directory: Path) -> None:
+        """DataError where one is missing or of another size; its bytes are not read."""
+        for shard in self.shards:
+            path = directory / shard.name
+            try:
+                size = path.stat().st_size if path.is_file() else None
+            except OSError as error:
+                raise DataError(
+                    f"{path}: cannot be looked at ({error.strerror})", "check that it is mounted"
+                ) from None
+            if size != shard.bytes:
+                found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
+                raise DataError(
+                    f"{path}: {found}, as {MANIFEST_FILE} has it", "copy it anew, or pack anew"
+                )
+
+
+class PackManifest:
+    """What has been packed so far, in `pack.json` beside the shards.
+
+    It is replaced whole after each shard; by it a pack continues where it ended, and refuses to mix
+    two packs.
+    """
+
+    def __init__(self, directory: Path, options: Mapping[str, object]) -> None:
+        self._path = directory / MANIFEST_FILE
+        self.options = dict(options)
+        self.encoders = encoder_versions()
+        self.splits: dict[str, PackedSplit] = {}
+
+    @classmethod
+    def read(cls, directory: Path) -> PackManifest | None:
+        """The manifest of `directory`, None where there is none; one that is damaged fails."""
+        path = directory / MANIFEST_FILE
+        try:
+            content = parse_json(path.read_bytes())
+            if content["version"] != _VERSION:
+                raise DataError(
+                    f"{path}: version {content['version']!r}, this Paceline reads {_VERSION}",
+                    "pack into another directory",
+                )
+            manifest = cls(directory, dict(content["options"]))
+            manifest.encoders = dict(content["encoders"])
+            manifest.splits = {name: _split(t) for name, t in content["splits"].items()}
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})", "check it") from None
+        except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"{path}: is no manifest of a pack ({type(error).__name__}: {error})",
+                "restore it, or pack into an empty directory",
+            ) from None
+        return manifest
+
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """DataError names the first option in which this pack differs from one that goes on."""
+        found = self.options | {f"version of {k}": v for k, v in self.encoders.items()}
+        wanted = dict(options) | {f"version of {k}": v for k, v in encoder_versions().items()}
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                raise DataError(
+                    f"{self._path.parent}: was packed with {name} = {found.get(name)!r}, "
+                    f"not {wanted.get(name)!r}",
+                    "repeat the first command to go on, or pack into another directory",
+                )
+
+    def save(self) -> None:
+        content = {
+            "version": _VERSION,
+            "options": self.options,
+            "encoders": self.encoders,
+            "splits": {name: asdict(split) for name, split in self.splits.items()},
+        }
+        write_file(self._path, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def check_packed(directory: Path, split: str) -> None:
+    """Refuses a pack that is not finished, or not whole any more; what is no pack is well."""
+    manifest = PackManifest.read(directory)
+    record = manifest.splits.get(split) if manifest is not None else None
+    if record is None:
+        return
+    if not record.complete:
+        raise DataError(
+            f"{directory}: {split} is packed up to {record.stop} of {record.samples} samples",
+            "repeat the pack command, which goes on there",
+        )
+    record.check_shards(directory)
+
+
+def encoder_versions() -> dict[str, str]:
+    """What besides the options decides about the bytes."""
+    versions = {name: features.version(name) for name in ("pil", "jpg", "zlib", "webp")}
+    return {name: str(version) for name, version in versions.items()}
+
+
+def _split(table: dict[str, Any]) -> PackedSplit:
+    shards = [from_table(PackedShard, "shards", shard) for shard in table["shards"]]
+    for shard in shards:
+        # The name becomes a path: it may not lead out of the directory, and a file system must take it.
+        plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
+        if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
+            raise ValueError(f"shard {short_repr(shard.name)}")
+    corrupt = [from_table(CorruptSample, "corrupt", sample) for sample in table["corrupt"]]
+    split = PackedSplit(**{**table, "shards": shards, "corrupt": corrupt})
+    counts = (
+        split.samples,
+        split.copied,
+        *(n for s in shards for n in (s.samples, s.bytes, s.stop)),
+    )
+    if not all(is_count(count) for count in counts):
+        raise ValueError("counts must be whole numbers, 0 or more")
+    if not isinstance(split.source, str) or not isinstance(split.complete, bool):
+        raise ValueError("source must be a text, complete true or false")
+    return split

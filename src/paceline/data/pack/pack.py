@@ -1,0 +1,253 @@
+"""`pack_splits`: from any source to tar shards that any WebDataset reader takes.
+
+Writes `train-00000.tar` … with an index each, `classes.json` and the manifest `pack.json`. An
+interrupted pack continues behind its last finished shard; nothing half-written has a final name;
+nothing is written outside the directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from paceline.core.errors import DataError
+from paceline.core.whole_file import LEFTOVERS
+from paceline.data.chunk import CorruptSample, allowed_corrupt
+from paceline.data.image import CorruptImage
+from paceline.data.pack.manifest import (
+    MANIFEST_FILE,
+    PackedShard,
+    PackedSplit,
+    PackManifest,
+    PackOptions,
+)
+from paceline.data.pack.writer import PackedImage, ShardWriter, pack_image
+from paceline.data.prefetch import map_ahead
+from paceline.data.randomness import PACK_STREAM, Int64, hash64
+from paceline.data.sources.base import Source, source_identity
+from paceline.data.sources.labels import CLASSES_FILE, read_classes
+from paceline.data.sources.storage import file_lock, unwritable, write_file, written_file
+
+# Split, samples done, and corrupt ones among them.
+OnSample = Callable[[str, int, int], None]
+Result = PackedImage | CorruptSample
+_LOCK_FILE = ".pack.lock"
+
+
+def pack_splits(
+    sources: Mapping[str, Source],
+    directory: Path,
+    options: PackOptions,
+    *,
+    workers: int = 1,
+    on_sample: OnSample = lambda split, done, corrupt: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> PackManifest:
+    """Packs every split of `sources` that is not packed already, and returns what is there now.
+
+    DataError, one line, where the directory holds something else or another pack, where storage or
+    disk fails, or where too many images are corrupt. What was finished before stays. `on_note` is
+    called where nothing keeps a second pack out of the directory.
+    """
+    _make_directory(directory)
+    with _alone(directory) as alone:
+        manifest = _manifest(directory, options)
+        if alone:
+            _sweep(directory)
+        else:
+            on_note(f"{directory} knows no locks: see to it that no other pack writes there")
+        for split, source in sources.items():
+            _check_split(manifest, split, source, directory)
+            _write_classes(directory, source)
+            if not manifest.splits[split].complete:
+                SplitPacker(split, source, options, manifest, on_sample).pack(directory, workers)
+    return manifest
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        foreign = [p.name for p in directory.iterdir() if not p.name.startswith(".")]
+    except (FileExistsError, NotADirectoryError):
+        raise DataError(f"{directory}: is a file, not a directory", "choose another") from None
+    except OSError as error:
+        raise unwritable(directory, error) from None
+    if foreign and MANIFEST_FILE not in foreign:
+        raise DataError(
+            f"{directory}: is not empty ({sorted(foreign)[0]} is there) and no pack of ours",
+            "pack into an empty or a new directory",
+        )
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[bool]:
+    """Whether it is certain that nobody else packs there."""
+    with file_lock(directory / _LOCK_FILE, wait=False) as held:
+        if held is False:
+            raise DataError(f"{directory}: another pack is writing there", "wait for its end")
+        yield held is True
+
+
+def _manifest(directory: Path, options: PackOptions) -> PackManifest:
+    manifest = PackManifest.read(directory)
+    if manifest is None:
+        manifest = PackManifest(directory, options.table())
+        manifest.save()
+    manifest.check_options(options.table())
+    return manifest
+
+
+def _check_split(manifest: PackManifest, split: str, source: Source, directory: Path) -> None:
+    identity = source_identity(source)
+    record = manifest.splits.setdefault(split, PackedSplit(identity, len(source)))
+    if record.source != identity or record.samples != len(source):
+        raise DataError(
+            f"{directory}: its {split} split was packed from other data "
+            f"({record.samples} samples, now {len(source)})",
+            "pack into another directory",
+        )
+    record.check_shards(directory)
+
+
+def _write_classes(directory: Path, source: Source) -> None:
+    names = list(source.classes)
+    known = read_classes(directory)
+    if known is not None and known != names:
+        raise DataError(
+            f"{directory / CLASSES_FILE}: names other classes than the source",
+            "pack splits of one data set, or into another directory",
+        )
+    if known is None:
+        content = [{"cls": index, "name": name} for index, name in enumerate(names)]
+        write_file(directory / CLASSES_FILE, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what an earlier pack left half-written when it was killed."""
+    for path in directory.glob(LEFTOVERS):
+        with suppress(OSError):
+            path.unlink()
+
+
+@dataclass
+class _Progress:
+    """What the shard under way adds to the manifest once it is finished."""
+
+    corrupt: list[CorruptSample] = field(default_factory=list)
+    copied: int = 0
+
+
+class _NothingToKeep(Exception):  # noqa: N818 - takes back a file, fails nothing
+    pass
+
+
+class SplitPacker:
+    """Packs one split: images through threads, shards in order.
+
+    Shards and their bytes depend on the source and the options, never on the number of threads or
+    on where an earlier try ended. Threads suffice: Pillow decodes and scales outside the
+    interpreter lock, nine tenths of an image's time. `on_sample(split, done, corrupt)` is called
+    for each sample, in the caller's own thread.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        source: Source,
+        options: PackOptions,
+        manifest: PackManifest,
+        on_sample: OnSample,
+    ) -> None:
+        self._name = split
+        self._source = source
+        self._options = options
+        self._manifest = manifest
+        self._record: PackedSplit = manifest.splits[split]
+        self._order = pack_order(len(source), options)
+        self._limit = allowed_corrupt(options.max_corrupt_share, len(source))
+        self._on_sample = on_sample
+
+    def pack(self, directory: Path, workers: int) -> None:
+        """Goes on behind the last finished shard. DataError: too many corrupt, storage, disk."""
+        # Before the first shard has its name: whoever finds one must find that it is not all.
+        self._manifest.save()
+        start = self._record.stop
+        results = map_ahead(self._prepare, range(start, len(self._source)), workers)
+        with closing(results):
+            while start < len(self._source):
+                start = self._shard(directory, start, results)
+        if not self._record.packed:
+            raise DataError(f"{self._name}: no image that can be decoded", "look at the source")
+        self._record.complete = True
+        self._manifest.save()
+
+    def _shard(self, directory: Path, start: int, results: Iterator[tuple[int, Result]]) -> int:
+        """Writes one shard and returns where the next begins."""
+        path = directory / f"{self._name}-{len(self._record.shards):05d}.tar"
+        progress = _Progress()
+        stop, digest = start, ""
+        with suppress(_NothingToKeep), written_file(path) as file:
+            writer = ShardWriter(file)
+            for index, result in results:
+                stop += 1
+                self._take(writer, progress, index, result)
+                self._on_sample(self._name, stop, self._corrupt_so_far(progress))
+                if self._full(writer):
+                    break
+            if not len(writer):
+                raise _NothingToKeep  # the source ended with corrupt images only
+            digest = writer.finish(path)
+        self._record.corrupt += progress.corrupt
+        self._record.copied += progress.copied
+        if not digest:
+            return stop
+        writer.write_index(path)
+        shard = PackedShard(path.name, len(writer), writer.bytes, digest, stop)
+        self._record.shards.append(shard)
+        self._manifest.save()
+        return stop
+
+    def _take(self, writer: ShardWriter, progress: _Progress, index: int, result: Result) -> None:
+        if isinstance(result, PackedImage):
+            progress.copied += result.copied
+            label = int(self._source.labels[index])
+            writer.add(f"{index:08d}", result.extension, result.content, label)
+            return
+        progress.corrupt.append(result)
+        count = self._corrupt_so_far(progress)
+        if count > self._limit:
+            first = (self._record.corrupt + progress.corrupt)[0]
+            raise DataError(
+                f"{count} corrupt of {len(self._source)} images in {self._name} (allowed: "
+                f"{self._limit}); the first: {first.name}: {first.reason}",
+                "mend the data, or raise --max-corrupt-share",
+            )
+
+    def _corrupt_so_far(self, progress: _Progress) -> int:
+        return len(self._record.corrupt) + len(progress.corrupt)
+
+    def _full(self, writer: ShardWriter) -> bool:
+        most = self._options.shard_samples
+        return writer.bytes >= self._options.shard_mib << 20 or 0 < most <= len(writer)
+
+    def _prepare(self, position: int) -> tuple[int, Result]:
+        index = int(self._order[position])
+        try:
+            return index, pack_image(self._source.read(index), self._options)
+        except CorruptImage as error:
+            # Class and file: where the source lay is no part of what was packed.
+            name = "/".join(self._source.name(index).split("/")[-2:])
+            return index, CorruptSample(index, name, str(error))
+
+
+def pack_order(count: int, options: PackOptions) -> Int64:
+    """Every index once: sorted by its hash, or as the source has them."""
+    indices = np.arange(count, dtype=np.int64)
+    if not options.shuffle:
+        return indices
+    return np.argsort(hash64(options.seed, PACK_STREAM, indices), kind="stable")

@@ -1,1 +1,0 @@
-"""`paceline pack`: any source as tar shards."""

@@ -1,0 +1,94 @@
+"""`Source`: labelled images by index, whatever they are stored in.
+
+A source implements `read` and `name`. Everything else that a kind of storage may offer is declared
+here with a default, so that whoever uses a source never has to ask what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.randomness import Int64
+from paceline.data.sources.storage import Retry, ShardFile
+
+Split = Literal["train", "val"]
+Stored = bytes | npt.NDArray[np.uint8]
+# A file, and the offset and size of a sample in it.
+Extent = tuple[ShardFile, int, int]
+
+
+class Source(ABC):
+    """Read by several threads at once. Sub-classes set `classes` and `labels`.
+
+    `shard_sizes`: how many samples each shard has, in order; None where the data is not in shards.
+    `pixels`: all images at once, equal in size, samples × height × width × channels; None where
+    there is no such array. `is_in_memory`: reading needs no storage, so a cache would be of no use.
+    `has_extents`: `extent` finds samples, which can then be read many at a time. `retry`: counts
+    the reads that were repeated.
+    """
+
+    classes: Sequence[str]
+    labels: Int64
+    shard_sizes: Sequence[int] | None = None
+    pixels: npt.NDArray[np.uint8] | None = None
+    is_in_memory: bool = False
+    has_extents: bool = False
+    retry: Retry | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, i: int) -> Stored:
+        """The encoded image, or its pixels as height × width × channels. DataError where storage
+        fails."""
+
+    @abstractmethod
+    def name(self, i: int) -> str:
+        """Where the sample lies, for messages."""
+
+    def extent(self, i: int) -> Extent | None:
+        """Where the encoded image lies in a file; None where it has to be read by `read`."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  (most hold nothing open)
+        """Releases what is held open; no read may be in progress."""
+
+    @property
+    def kind(self) -> str:
+        """What the images are stored in, for display."""
+        return type(self).__name__
+
+    @property
+    def note(self) -> str:
+        """What the user should know about the source; empty where there is nothing."""
+        return ""
+
+    def counters(self) -> dict[str, int]:
+        """What was counted so far: repeated reads, hits and misses of a cache."""
+        return {} if self.retry is None else {"read_retries": self.retry.count}
+
+    def identity(self) -> bytes:
+        """Changes when the samples change, as far as that shows without reading every image."""
+        if self.pixels is not None:
+            return self.pixels.tobytes()
+        names = (self.name(i).encode("utf-8", "surrogateescape") for i in range(len(self)))
+        return b"".join(name + b"\0" for name in names)
+
+
+def source_identity(source: Source) -> str:
+    """A digest of classes, labels and `identity`. Files and shards are identified by name, size and
+    time of change: a copy that keeps the times has the identity of its original, wherever it lies.
+    """
+    digest = hashlib.sha256()
+    digest.update(json.dumps(list(source.classes)).encode())
+    digest.update(source.labels.tobytes())
+    digest.update(source.identity())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,207 @@
+"""Images that are files of their own: class folders (`ImageFolder`), or one folder with a label
+file (`FlatFolder`).
+
+`ImageFolder` reads `DIR/<split>/<class>/…/name.jpg`: a class is a sub-directory, and its index is
+the place of its name among the sorted names of the training split. Hidden names are passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from paceline.core.errors import DataError
+from paceline.data.randomness import Int64
+from paceline.data.sources.base import Source
+from paceline.data.sources.labels import FILE_NAMES, find_label_file, read_flat_labels
+from paceline.data.sources.storage import Retry, unreadable
+from paceline.data.sources.tar_index import IMAGE_EXTENSIONS, NameTable
+
+IMAGE_SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
+# A look at a file of a network file system takes a millisecond, nearly all of it waiting.
+_LOOKERS = 16
+_LOOKS = 1024
+
+
+class ImageFiles(Source):
+    """Nothing is opened before it is read."""
+
+    retry: Retry
+
+    def __init__(
+        self,
+        root: Path,
+        paths: Iterable[str],
+        labels: Sequence[int],
+        classes: Sequence[str],
+        retry: Retry | None = None,
+    ) -> None:
+        self._root = root
+        self._paths = NameTable(paths)
+        self.labels: Int64 = np.array(labels, dtype=np.int64)
+        self.classes: Sequence[str] = classes
+        self.retry = retry or Retry(0)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, i: int) -> bytes:
+        """The encoded image; DataError where the file itself can no longer be read."""
+        path = self._root / self._paths[i]
+        try:
+            return self.retry.call(path.read_bytes)
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+    def name(self, i: int) -> str:
+        return str(self._root / self._paths[i])
+
+    def identity(self) -> bytes:
+        """Changes with the name, size or time of any file. It looks at all of them: seconds for a
+        million on a local disk, so only who needs it asks."""
+        ends, letters = self._paths.parts
+        digest = hashlib.sha256(ends.tobytes() + letters)
+        starts = range(0, len(self), _LOOKS)
+        with ThreadPoolExecutor(_LOOKERS, thread_name_prefix="paceline-data-look") as pool:
+            for looks in pool.map(self._looks, starts):
+                digest.update(looks)
+        return digest.digest()
+
+    def _looks(self, start: int) -> bytes:
+        """Size and time of the files from `start` on."""
+        found = []
+        for i in range(start, min(start + _LOOKS, len(self))):
+            path = f"{self._root}/{self._paths[i]}"
+            try:
+                seen = self.retry.call(partial(os.stat, path))
+            except OSError as error:
+                raise unreadable(path, error) from None
+            found += [seen.st_size, seen.st_mtime_ns]
+        return np.array(found, dtype=np.int64).tobytes()
+
+
+def is_image(name: str) -> bool:
+    """Hidden files, such as the `._name` twins of macOS, are none."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+
+
+class ImageFolder(ImageFiles):
+    """Samples in the order of class, then of path."""
+
+    def __init__(
+        self, root: Path, classes: Sequence[str] | None = None, retry: Retry | None = None
+    ) -> None:
+        """Lists `root`; with `classes` given, sub-directories must be among them."""
+        here = class_directories(root)
+        if not here:
+            raise DataError(f"{root}: no class directories", "put images into <class>/ beneath it")
+        classes = here if classes is None else classes
+        number = {name: index for index, name in enumerate(classes)}
+        paths: list[str] = []
+        labels: list[int] = []
+        empty = []
+        for name in here:
+            if name not in number:
+                raise DataError(
+                    f"{root / name}: not a class of the training data "
+                    f"({len(classes)} classes: {', '.join(classes[:3])} …)",
+                    "remove the directory, or add the class to the training split",
+                )
+            found = sorted(_images(root, name))
+            if not found:
+                empty.append(name)
+            paths += found
+            labels += [number[name]] * len(found)
+        if empty:
+            raise DataError(
+                f"{root}: no image ({', '.join(IMAGE_SUFFIXES)}) in {len(empty)} of {len(here)} class "
+                f"directories: {', '.join(empty[:5])}{' …' if len(empty) > 5 else ''}",
+                "add images or remove these directories",
+            )
+        super().__init__(root, paths, labels, classes, retry)
+
+
+def class_directories(root: Path) -> list[str]:
+    """Sorted names of the visible sub-directories; links to directories count."""
+    try:
+        with os.scandir(root) as entries:
+            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{root}: cannot be listed ({error.strerror})", "check the path") from None
+
+
+def _images(root: Path, name: str) -> Iterator[str]:
+    """Paths relative to `root` of all images under one class, however deep. A directory counts
+    once, by whatever links it is reached: links may lead in a circle, or up to all classes."""
+    seen = {_number(root)}
+
+    def fail(error: OSError) -> None:
+        raise DataError(
+            f"{error.filename}: cannot be listed ({error.strerror})", "check its permissions"
+        )
+
+    for folder, below, files in os.walk(root / name, onerror=fail, followlinks=True):
+        number = _number(folder)
+        if number in seen:
+            below.clear()
+            continue
+        seen.add(number)
+        # In one order everywhere: by which name a directory is reached first decides about paths.
+        below[:] = sorted(entry for entry in below if not entry.startswith("."))
+        for file in files:
+            if is_image(file):
+                yield os.path.relpath(os.path.join(folder, file), root)  # noqa: PTH118
+
+
+def _number(folder: Path | str) -> tuple[int, int]:
+    """By what the file system knows a directory, whatever its name."""
+    try:
+        found = os.stat(folder)  # noqa: PTH116
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror})", "check it") from None
+    return found.st_dev, found.st_ino
+
+
+class FlatFolder(ImageFiles):
+    def __init__(
+        self, root: Path, classes: Sequence[str] | None, retry: Retry | None = None
+    ) -> None:
+        names = flat_images(root)
+        if not names:
+            raise DataError(f"{root}: no image in it", "put images, or class folders, into it")
+        labels = read_flat_labels(label_file(root), names, known_classes(root, classes))
+        super().__init__(root, names, labels, known_classes(root, classes), retry)
+
+
+def flat_images(root: Path) -> list[str]:
+    """Sorted names of the images that lie in `root` itself."""
+    try:
+        with os.scandir(root) as entries:
+            return sorted(e.name for e in entries if is_image(e.name) and e.is_file())
+    except OSError as error:
+        raise DataError(f"{root}: cannot be listed ({error.strerror})", "check the path") from None
+
+
+def label_file(root: Path) -> Path:
+    path = find_label_file(root)
+    if path is None:
+        raise DataError(
+            f"{root}: images without class folders, and no file with their labels",
+            f"put one of {', '.join(FILE_NAMES)} beside it",
+        )
+    return path
+
+
+def known_classes(root: Path, classes: Sequence[str] | None) -> Sequence[str]:
+    if classes is None:
+        raise DataError(
+            f"{root}: its label file gives numbers or names, but nobody says which classes there are",
+            "put the training split, or classes.json, beside it",
+        )
+    return classes

@@ -1,0 +1,188 @@
+"""Class names and labels from files beside the images.
+
+`classes.json` is a list of {"cls": index, "name": text}, a list of texts, or a table {name: index}; the
+indices must be 0, 1, 2 … without gap or repetition. A validation folder without class folders, as
+ImageNet's is published, takes its labels from one of these files, beside `val/` or in it:
+
+| file | a line is |
+| --- | --- |
+| `val.txt` (Caffe) | file name, then the class index in sorted-wnid order, or the wnid |
+| `LOC_val_solution.csv` (Kaggle) | image id, `wnid x y x y …` |
+| `imagenet_2012_validation_synset_labels.txt`, `synset_labels.txt` | wnid, by order of file name |
+| `ILSVRC2012_validation_ground_truth.txt` (devkit) | the devkit's class number, by order of file name |
+
+The devkit's numbers are not sorted, so they need `map_clsloc.txt` (wnid, number, name).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import DataError
+from paceline.core.untrusted import ParseError, parse_json
+
+CLASSES_FILE = "classes.json"
+_FORM = 'write it as [{"cls": 0, "name": "…"}, …] or {"name": 0, …}'
+
+
+def read_classes(directory: Path) -> list[str] | None:
+    """The classes that `directory` declares, or None where it has no such file."""
+    path = directory / CLASSES_FILE
+    try:
+        content = parse_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})", "check it") from None
+    except ParseError as error:
+        raise DataError(f"{path}: is not JSON ({error})", _FORM) from None
+    names = dict(_pairs(content, path))
+    if len(names) != len(content) or sorted(names) != list(range(len(names))) or not names:
+        raise DataError(f"{path}: class indices must be 0, 1, 2 … each once", _FORM)
+    return [names[index] for index in range(len(names))]
+
+
+def numbered_classes(count: int) -> list[str]:
+    """Stand-in names where nobody gave any: the index itself."""
+    return [str(index) for index in range(count)]
+
+
+def _pairs(content: Any, path: Path) -> list[tuple[int, str]]:
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(content, dict):
+        pairs = [(index, name) for name, index in content.items()]
+    elif isinstance(content, list):
+        for position, item in enumerate(content):
+            if isinstance(item, dict):
+                pairs.append((item.get("cls"), item.get("name", item.get("wnid"))))
+            else:
+                pairs.append((position, item))
+    for index, name in pairs:
+        if type(index) is not int or not isinstance(name, str):
+            raise DataError(f"{path}: class {name!r} with index {index!r}", _FORM)
+    if not pairs:
+        raise DataError(f"{path}: holds no classes", _FORM)
+    return pairs
+
+
+_GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+_NUMBER_MAP = "map_clsloc.txt"
+FILE_NAMES = (
+    "val.txt",
+    "LOC_val_solution.csv",
+    "imagenet_2012_validation_synset_labels.txt",
+    "synset_labels.txt",
+    _GROUND_TRUTH,
+)
+
+
+def find_label_file(root: Path) -> Path | None:
+    """The first of the known files, beside `root` or in it."""
+    for name in FILE_NAMES:
+        for place in (root.parent, root):
+            if (place / name).is_file():
+                return place / name
+    return None
+
+
+def read_flat_labels(path: Path, images: Sequence[str], classes: Sequence[str]) -> list[int]:
+    """A label for each of `images`, sorted file names. DataError names the line that is wrong."""
+    lines, known = _lines(path), {name: index for index, name in enumerate(classes)}
+    reader: Callable[[Path, list[str], Sequence[str], Mapping[str, int]], list[int]] = {
+        "val.txt": _by_name,
+        "LOC_val_solution.csv": _by_kaggle_id,
+        _GROUND_TRUTH: _by_devkit_number,
+    }.get(path.name, _by_place)
+    return reader(path, lines, images, known)
+
+
+def _by_name(
+    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
+) -> list[int]:
+    table: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        name, _, text = line.partition(" ")
+        index = _class(path, number, text.strip(), classes, numbers=True)
+        table[Path(name).name] = index
+    return _looked_up(path, table, images, str)
+
+
+def _by_kaggle_id(
+    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
+) -> list[int]:
+    table: dict[str, int] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        identity, _, boxes = line.partition(",")
+        table[identity] = _class(path, number, boxes.split(" ")[0], classes)
+    return _looked_up(path, table, images, lambda name: Path(name).stem)
+
+
+def _by_place(
+    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
+) -> list[int]:
+    _check_count(path, lines, images)
+    return [_class(path, n, line, classes) for n, line in enumerate(lines, start=1)]
+
+
+def _by_devkit_number(
+    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
+) -> list[int]:
+    _check_count(path, lines, images)
+    map_path = path.parent / _NUMBER_MAP
+    if not map_path.is_file():
+        raise DataError(
+            f"{path}: numbers classes in the devkit's own order, and {_NUMBER_MAP} is not there",
+            f"put {_NUMBER_MAP} (wnid, number, name) or val.txt beside it",
+        )
+    known: dict[str, int] = {}
+    for number, line in enumerate(_lines(map_path), start=1):
+        wnid, _, rest = line.partition(" ")
+        known[rest.partition(" ")[0]] = _class(map_path, number, wnid, classes)
+    labels = []
+    for number, line in enumerate(lines, start=1):
+        if line not in known:
+            raise DataError(f"{path}:{number}: {line!r} is not in {_NUMBER_MAP}", "check both")
+        labels.append(known[line])
+    return labels
+
+
+def _class(
+    path: Path, number: int, text: str, classes: Mapping[str, int], numbers: bool = False
+) -> int:
+    if text in classes:
+        return classes[text]
+    if numbers and text.isdigit() and len(text) < 10 and int(text) < len(classes):
+        return int(text)
+    raise DataError(
+        f"{path}:{number}: {text!r} is none of the {len(classes)} classes",
+        "the training split, or classes.json, names the classes",
+    )
+
+
+def _looked_up(
+    path: Path, table: dict[str, int], images: Sequence[str], key: Callable[[str], str]
+) -> list[int]:
+    missing = [name for name in images if key(name) not in table]
+    if missing:
+        raise DataError(
+            f"{path}: no label for {len(missing)} of {len(images)} images, such as {missing[0]}",
+            "complete the file, or remove the images",
+        )
+    return [table[key(name)] for name in images]
+
+
+def _check_count(path: Path, lines: list[str], images: Sequence[str]) -> None:
+    if len(lines) != len(images):
+        raise DataError(
+            f"{path}: {len(lines)} labels for {len(images)} images in order of name",
+            "all images must be there, and no others; val.txt names its images",
+        )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})", "check the file") from None

@@ -1,0 +1,183 @@
+"""Finds out what a directory holds and opens it as a `Source`.
+
+Shards, class folders, ImageNet's archives, CIFAR-10, idx files, the embedded set or synthetic
+images. Anything that is missing fails here, with the path, what was looked for and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from paceline.core.errors import DataError
+from paceline.data.settings import DataSettings
+from paceline.data.sources.base import Source, Split
+from paceline.data.sources.cifar10 import Cifar10, find_layout
+from paceline.data.sources.folders import FlatFolder, ImageFolder, class_directories, flat_images
+from paceline.data.sources.idx_files import IdxFiles, find_idx
+from paceline.data.sources.imagenet_tars import (
+    TRAIN_TAR,
+    VAL_TAR,
+    TarredImages,
+    open_class_tars,
+    open_flat_tar,
+)
+from paceline.data.sources.labels import read_classes
+from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
+from paceline.data.sources.storage import Retry
+from paceline.data.sources.synthetic import SyntheticImages
+
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+_LAYOUT = (
+    "--data-dir takes a folder with train-*.tar and val-*.tar, with train/<class>/ and val/<class>/, "
+    "with CIFAR-10 or with idx files; the embedded images are data.source = embedded"
+)
+
+
+def open_layout(
+    settings: DataSettings,
+    split: Split,
+    classes: Sequence[str] | None = None,
+    *,
+    keep_index: bool = True,
+) -> Source:
+    """Opens one split. `classes`, those of the training split, define what the labels mean where
+    the data does not say it: a validation split may lack some classes. Without `keep_index` nothing
+    is written beside the data."""
+    if settings.source == "synthetic":
+        return _synthetic(settings, split)
+    if settings.source == "embedded":
+        return _shards(EMBEDDED, split, classes, Retry(0), keep_index)
+    if not settings.dir:
+        # Never the embedded set in place of somebody's forgotten --data-dir.
+        raise DataError("no data: data.dir is not set", _LAYOUT)
+    directory = Path(settings.dir).expanduser()
+    _check_directory(directory)
+    kind = settings.source if settings.source != "auto" else detect(directory, split)
+    retry = Retry(settings.read_retries)
+    if kind == "shards":
+        return _shards(directory, split, classes, retry, keep_index)
+    if kind == "cifar10":
+        return Cifar10(directory, split)
+    if kind == "idx":
+        return IdxFiles(directory, split, classes)
+    if kind == "imagenet":
+        return _imagenet(directory, split, classes, retry)
+    return _folder(directory, split, classes, retry)
+
+
+Kind = Literal["shards", "folder", "cifar10", "idx", "imagenet"]
+_IMAGENET_TARS = {"train": TRAIN_TAR, "val": VAL_TAR}
+
+
+def kinds_of(directory: Path, split: Split) -> dict[Kind, str]:
+    """What `directory` holds of `split`, and the sign by which that was seen."""
+    signs: dict[Kind, tuple[str, bool]] = {
+        "shards": (f"{split}-*.tar", bool(shard_paths(directory, split))),
+        "folder": (f"{split}/", (directory / split).is_dir()),
+        "cifar10": ("CIFAR-10", find_layout(directory, split) is not None),
+        "idx": ("idx files", find_idx(directory, split, "images-idx3") is not None),
+        "imagenet": (_IMAGENET_TARS[split], (directory / _IMAGENET_TARS[split]).is_file()),
+    }
+    return {kind: sign for kind, (sign, there) in signs.items() if there}
+
+
+def detect(directory: Path, split: Split) -> Kind:
+    """The one kind that `directory` holds; several or none is for the user to decide."""
+    found = kinds_of(directory, split)
+    if len(found) > 1:
+        raise DataError(
+            f"{directory}: holds {' and '.join(found.values())}",
+            f"set data.source = {' or '.join(map(repr, found))}",
+        )
+    for kind in found:
+        return kind
+    raise DataError(
+        f"{directory}: neither {split}-*.tar[.gz] nor {split}/<class>/ nor CIFAR-10 nor idx files "
+        "in it",
+        _LAYOUT,
+    )
+
+
+def _check_directory(directory: Path) -> None:
+    try:
+        empty = not any(directory.iterdir())
+    except NotADirectoryError:
+        raise DataError(f"{directory}: is a file, not a directory", _LAYOUT) from None
+    except FileNotFoundError:
+        raise DataError(f"{directory}: no such directory", _LAYOUT) from None
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be listed ({error.strerror})", _LAYOUT) from None
+    if empty:
+        raise DataError(f"{directory}: is empty", _LAYOUT)
+
+
+def shard_paths(directory: Path, split: Split) -> list[Path]:
+    return sorted(
+        path for path in directory.glob(f"{split}-*") if path.name.endswith(SHARD_SUFFIXES)
+    )
+
+
+def _shards(
+    directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry, keep_index: bool
+) -> TarShards:
+    paths = shard_paths(directory, split)
+    if not paths:
+        raise DataError(f"{directory}: no {split}-*.tar[.gz] in it", _LAYOUT)
+    return TarShards(paths, read_classes(directory) or classes, retry, keep_index)
+
+
+def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry) -> Source:
+    """Class folders; else a tar for each class; else images with a label file."""
+    root = directory / split
+    if not root.is_dir():
+        raise DataError(f"{directory}: no {split}/<class>/ in it", _LAYOUT)
+    if classes is None and split != "train":
+        classes = _training_classes(directory / "train")
+    folders, tars = class_directories(root), _tars(root)
+    # Tars kept beside what was extracted from them do no harm; one without its folder does.
+    if folders and (lonely := [tar for tar in tars if tar.stem not in folders]):
+        raise DataError(
+            f"{root}: holds class folders ({folders[0]}) and tars without one ({lonely[0].name})",
+            "extract it, or move tars or folders elsewhere: which of them is the data set?",
+        )
+    if folders:
+        return ImageFolder(root, classes, retry)
+    if tars:
+        return open_class_tars(tars, classes, retry)
+    if flat_images(root):
+        return FlatFolder(root, classes or read_classes(directory), retry)
+    return ImageFolder(root, classes, retry)
+
+
+def _imagenet(
+    directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry
+) -> TarredImages:
+    path = directory / _IMAGENET_TARS[split]
+    if split == "train":
+        return open_class_tars([path], classes, retry)
+    return open_flat_tar(path, classes or read_classes(directory), retry)
+
+
+def _training_classes(root: Path) -> list[str] | None:
+    """What the training split calls its classes, where it is a folder."""
+    if not root.is_dir():
+        return None
+    return class_directories(root) or [path.stem for path in _tars(root)] or None
+
+
+def _tars(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob("*.tar") if not path.name.startswith("."))
+
+
+def _synthetic(settings: DataSettings, split: Split) -> SyntheticImages:
+    """Validation has a tenth as many, at least one."""
+    training = split == "train"
+    return SyntheticImages(
+        count=settings.synthetic_samples if training else max(1, settings.synthetic_samples // 10),
+        classes=settings.synthetic_classes,
+        image_size=settings.image_size,
+        channels=settings.channels,
+        salt=0 if training else 1,
+    )

@@ -1,0 +1,184 @@
+"""`TarShards`: a data set in tar shards, `.tar` or `.tar.gz`.
+
+A plain shard is read where it lies, by any number of threads at once; a compressed one is unpacked
+into memory, which suits small sets such as the embedded one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from paceline.core.errors import DataError
+from paceline.data.randomness import Int64
+from paceline.data.sources.base import Extent, Source
+from paceline.data.sources.index_store import IndexStore
+from paceline.data.sources.labels import CLASSES_FILE, numbered_classes
+from paceline.data.sources.storage import Retry, ShardFile, unreadable
+from paceline.data.sources.tar_index import ShardIndex, scan_shard
+
+SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+# A process may usually hold 1024 descriptors; shards beyond these are opened for each read.
+_DESCRIPTORS_KEPT = 256
+_COMPRESSED_LIMIT_BYTES = 4 << 30
+_PIECE_BYTES = 1 << 20
+
+
+class UnpackedShard:
+    """A compressed shard, in memory; DataError where it would take more than `limit_bytes`."""
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        try:
+            # Piece by piece: a small file can unpack to any size.
+            pieces, size = [], 0
+            with gzip.open(path) as file:
+                while size <= limit_bytes and (piece := file.read(_PIECE_BYTES)):
+                    pieces.append(piece)
+                    size += len(piece)
+            self.data = b"".join(pieces)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(
+                f"{path}: not a readable gzip file ({error})", "copy or build the shard anew"
+            ) from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if len(self.data) > limit_bytes:
+            raise DataError(
+                f"{path}: unpacks to more than {limit_bytes / 2**30:.1f} GiB, all that compressed "
+                "shards may still take of each rank's memory",
+                "decompress them with gunzip; plain .tar shards are read where they lie",
+            )
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.data[offset : offset + size]
+
+    def close(self) -> None:
+        self.data = b""
+
+
+class TarShards(Source):
+    """Samples in the order of the shards' names, then in the order inside each shard."""
+
+    retry: Retry
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        classes: Sequence[str] | None = None,
+        retry: Retry | None = None,
+        keep_index: bool = True,
+    ) -> None:
+        """Finds or makes the index of every shard; one that is damaged or wrongly labelled fails
+        by name. Without `keep_index` what was made is not written anywhere."""
+        self._paths = sorted(paths)
+        self.retry = retry or Retry(0)
+        self._store = IndexStore(self.retry, keep_index)
+        self._contents: list[ShardFile | UnpackedShard] = []
+        self._indexes: list[ShardIndex] = []
+        self._digest = hashlib.sha256()
+        _check_compressed(self._paths)
+        self._open()
+        self.shard_sizes = [len(index) for index in self._indexes]
+        self._first: list[int] = np.cumsum([0, *self.shard_sizes]).tolist()
+        if not self._first[-1]:
+            raise DataError(
+                f"{self._paths[0] if self._paths else 'no shard'}: no image in any of "
+                f"{len(self._paths)} shards",
+                "samples are key.jpg (jpeg, png, webp) and key.cls, no other dot in the key",
+            )
+        self.labels: Int64 = np.concatenate([index.labels for index in self._indexes])
+        highest = int(self.labels.max())
+        self.classes: Sequence[str] = numbered_classes(highest + 1) if classes is None else classes
+        if highest >= len(self.classes):
+            self._reject_label(int(np.argmax(self.labels >= len(self.classes))))
+
+    def _open(self) -> None:
+        plain = [path for path in self._paths if not _is_compressed(path)]
+        self.has_extents = bool(plain)
+        indexed = dict(zip(plain, self._store.take(plain), strict=True))
+        left = _COMPRESSED_LIMIT_BYTES
+        for path in self._paths:
+            if path in indexed:
+                stamp, index = indexed[path]
+                keep_open = len(self._contents) < _DESCRIPTORS_KEPT
+                self._contents.append(ShardFile(path, stamp, self.retry, keep_open))
+                self._indexes.append(index)
+                state = f"{path.name}\0{stamp.size}\0{stamp.mtime_ns}\0".encode() + stamp.probe
+            else:
+                unpacked = UnpackedShard(path, left)
+                left -= len(unpacked.data)
+                self._contents.append(unpacked)
+                self._indexes.append(scan_shard(path, io.BytesIO(unpacked.data)))
+                state = hashlib.sha256(unpacked.data).digest()
+            self._digest.update(state)
+
+    def _reject_label(self, i: int) -> None:
+        raise DataError(
+            f"{self.name(i)}: label {self.labels[i]} is outside the {len(self.classes)} classes",
+            f"mend the .cls file, or name the class in {CLASSES_FILE}",
+        )
+
+    @property
+    def note(self) -> str:
+        """What was done about the indexes."""
+        notes = self._store.notes
+        return f"{notes[0]}{f' and {len(notes) - 1} more' if notes[1:] else ''}" if notes else ""
+
+    def identity(self) -> bytes:
+        """Changes with every shard that is changed."""
+        return self._digest.digest()
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def _locate(self, i: int) -> tuple[int, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        shard = bisect.bisect_right(self._first, i) - 1
+        return shard, i - self._first[shard]
+
+    def read(self, i: int) -> bytes:
+        """The encoded image; DataError where the shard itself can no longer be read."""
+        shard, place = self._locate(i)
+        index = self._indexes[shard]
+        return self._contents[shard].read(int(index.offsets[place]), int(index.sizes[place]))
+
+    def extent(self, i: int) -> Extent | None:
+        """Where the encoded image lies, None where it is in no file of its own bytes."""
+        shard, place = self._locate(i)
+        content, index = self._contents[shard], self._indexes[shard]
+        if not isinstance(content, ShardFile):
+            return None
+        return content, int(index.offsets[place]), int(index.sizes[place])
+
+    def name(self, i: int) -> str:
+        shard, place = self._locate(i)
+        return f"{self._paths[shard].name}:{self._indexes[shard].names[place]}"
+
+    def close(self) -> None:
+        for content in self._contents:
+            content.close()
+
+
+def _check_compressed(paths: Sequence[Path]) -> None:
+    try:
+        total = sum(path.stat().st_size for path in paths if _is_compressed(path))
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from None
+    if total > _COMPRESSED_LIMIT_BYTES:
+        raise DataError(
+            f"{paths[0].parent}: {total / 2**30:.1f} GiB of compressed shards, which each rank "
+            f"would hold in memory (limit {_COMPRESSED_LIMIT_BYTES >> 30} GiB)",
+            "decompress them with gunzip; plain .tar shards are read where they lie",
+        )
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.name.endswith("gz")
