@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.settings import DataSettings
+from paceline.data import DataSettings, Source
 
 # On a busy machine a single example may take longer than Hypothesis's 200 ms.
 hypothesis.settings.register_profile("paceline", deadline=None)
@@ -35,7 +35,7 @@ def numbered_image(number: int, size: int = 8) -> bytes:
     return encode(np.full((size, size), number % 256, dtype=np.uint8))
 
 
-class MemorySource:
+class MemorySource(Source):
     """A source whose samples can be told apart by pixel, be corrupt, or fail to be read."""
 
     def __init__(self, count: int, corrupt: set[int] | None = None, size: int = 8) -> None:
@@ -47,9 +47,6 @@ class MemorySource:
         self.gate: threading.Event | None = None
         self._images = [numbered_image(i, size) for i in range(count)]
 
-    def __len__(self) -> int:
-        return len(self._images)
-
     def read(self, i: int) -> bytes:
         self.reads.append(i)
         if self.gate is not None:
@@ -60,9 +57,6 @@ class MemorySource:
 
     def name(self, i: int) -> str:
         return f"memory:{i}"
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

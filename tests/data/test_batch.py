@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from paceline.data.batch import Batch, BatchBuffer, CorruptSample
+from paceline.data.batch import BatchBuffer, ReusedMemory
 
 
 def filled(samples: int) -> BatchBuffer:
@@ -14,7 +16,7 @@ def filled(samples: int) -> BatchBuffer:
 
 
 def test_what_threads_write_is_what_the_batch_holds() -> None:
-    batch = filled(3).batch(())
+    batch = filled(3).batch()
     assert batch.images.shape == (3, 4, 4, 3)
     assert batch.images.dtype == torch.uint8
     assert batch.labels.dtype == torch.int64
@@ -24,24 +26,16 @@ def test_what_threads_write_is_what_the_batch_holds() -> None:
 
 
 def test_dropped_rows_are_gone() -> None:
-    corrupt = (CorruptSample(7, "x", "y"),)
-    batch = filled(4).batch(corrupt, [0, 2])
+    batch = filled(4).batch([0, 2])
     assert batch.images[:, 3, 3, 2].tolist() == [1, 3]
     assert batch.labels.tolist() == [10, 30]
-    assert batch.corrupt == corrupt
-    assert len(filled(2).batch((), [0, 1])) == 0
-
-
-def test_frozen() -> None:
-    batch = Batch(torch.zeros(1), torch.zeros(1))
-    with pytest.raises(AttributeError):
-        batch.labels = torch.ones(1)  # type: ignore[misc]
+    assert len(filled(2).batch([0, 1])) == 0
 
 
 def test_pinning_for_torchs_loader_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    batch = filled(2).batch((CorruptSample(7, "x", "y"),))
+    batch = filled(2).batch()
     # torch's own function, which passes over what has no such method.
     again = torch.utils.data._utils.pin_memory.pin_memory(batch)
     assert again == batch
@@ -51,6 +45,60 @@ def test_pinning_for_torchs_loader_keeps_the_rest(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned() -> None:
-    batch = BatchBuffer(2, image_size=4, channels=1, pin_memory=True).batch(())
+    batch = BatchBuffer(2, image_size=4, channels=1, pin_memory=True).batch()
     assert batch.images.is_pinned()
     assert batch.labels.is_pinned()
+
+
+def test_memory_that_nobody_holds_is_taken_again() -> None:
+    memory = ReusedMemory(4)
+    first = memory.take((2, 3), torch.float32)
+    place = first.data_ptr()
+    del first
+    again = memory.take((3, 2), torch.float32)  # the bytes count, not the shape
+    assert again.data_ptr() == place
+    assert again.shape == (3, 2)
+    assert again.dtype == torch.float32
+
+
+def test_memory_in_use_is_left_alone_also_through_a_view_and_autograd() -> None:
+    memory = ReusedMemory(8)
+    held = memory.take((4,), torch.float32)
+    view = memory.take((4,), torch.float32)[1:]
+    saved = memory.take((4,), torch.float32).fill_(3.0)
+    weight = torch.ones(4, requires_grad=True)
+    product = (weight * saved).sum()
+    del saved
+    fresh = memory.take((4,), torch.float32).fill_(7.0)
+    assert fresh.data_ptr() not in {held.data_ptr(), view.data_ptr() - 4}
+    product.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0] * 4
+
+
+def test_no_more_blocks_are_kept_than_asked_for() -> None:
+    memory = ReusedMemory(1)
+    tensors = [memory.take((1024,), torch.uint8) for _ in range(3)]
+    places = {tensor.data_ptr() for tensor in tensors}
+    assert len(places) == 3
+    first = tensors[0].data_ptr()
+    del tensors
+    kept = memory.take((1024,), torch.uint8)
+    assert kept.data_ptr() == first
+
+
+def test_threads_never_share_a_block() -> None:
+    memory, wrong = ReusedMemory(8), []
+
+    def work(number: int) -> None:
+        for _ in range(300):
+            tensor = memory.take((256,), torch.uint8).fill_(number)
+            if not bool((tensor == number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

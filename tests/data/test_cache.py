@@ -2,27 +2,54 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.caching.cache import CachedSource, cached
-from paceline.data.caching.cache_store import MemoryStore
-from paceline.data.decoding.decode import CorruptImage, decode
-from paceline.data.loader import EvalLoader, TrainLoader
-from paceline.data.region.library import RegionLibrary
-from paceline.data.settings import DataSettings
-from paceline.data.sources.source import open_source
-from paceline.data.sources.source_protocol import shard_sizes, source_counters, source_kind
+from paceline.data import (
+    BatchPlan,
+    CorruptImage,
+    DataSettings,
+    Source,
+    create_eval_loader,
+    create_train_loader,
+    open_source,
+)
+from paceline.data.decode.library import RegionLibrary
+from paceline.data.image import decode
+from paceline.data.sources import cache
+from paceline.data.sources.cache import (
+    CachedSource,
+    DiskStore,
+    MemoryStore,
+    cached,
+    from_entry,
+    to_entry,
+)
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 Samples = Callable[..., list[tuple[str, bytes]]]
+LIMIT = 10_000
+WRITER = """
+import sys
+from pathlib import Path
+from paceline.data.sources.cache import DiskStore
+store = DiskStore(Path(sys.argv[1]), "set", 30_000)
+wrong = 0
+for i in range(300):
+    store.put(i, bytes([i % 256]) * 100)
+    found = store.get(i)
+    wrong += found is not None and found != bytes([i % 256]) * 100
+print(wrong)
+"""
 
 
 def images() -> list[bytes]:
@@ -41,16 +68,13 @@ def images() -> list[bytes]:
     return made
 
 
-class Pictures:
+class Pictures(Source):
     def __init__(self, data: list[bytes]) -> None:
         self.data = data
         self.classes = ["a"]
         self.labels = np.zeros(len(data), dtype=np.int64)
-        self.groups = [len(data)]
+        self.shard_sizes = [len(data)]
         self.reads: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.data)
 
     def read(self, i: int) -> bytes:
         self.reads.append(i)
@@ -81,7 +105,7 @@ def test_the_same_pixels_as_without(tmp_path: Path, cache: str, form: str, chann
             assert np.array_equal(np.asarray(decode(source.read(i), channels)), wanted)
     count = len(plain)
     assert plain.reads == list(range(count))
-    assert source_counters(source) == {"cache_hits": count, "cache_misses": count}
+    assert source.counters() == {"cache_hits": count, "cache_misses": count}
     if form == "raw":
         assert source.read(3) == plain.data[3]
     source.close()
@@ -144,11 +168,11 @@ def test_it_passes_on_what_the_source_is(tmp_path: Path) -> None:
     source = cached(plain, settings(tmp_path, "memory"), "train")
     assert isinstance(source, CachedSource)
     assert (len(source), source.name(2), list(source.classes)) == (7, "picture:2", ["a"])
-    assert shard_sizes(source) == [7]
-    assert source_kind(source) == "Pictures"
-    assert source.remark == "raw cache in memory, at most 4096 MiB"
+    assert source.shard_sizes == [7]
+    assert source.kind == "Pictures"
+    assert source.note == "raw cache in memory, at most 4096 MiB"
     source.read(0)
-    assert source.remark.endswith("0 of 1 reads from it")
+    assert source.note.endswith("0 of 1 reads from it")
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk"])
@@ -171,7 +195,15 @@ def test_training_sees_the_same_batches(
             dir=str(tmp_path / "data"), cache=name, cache_form=form, workers=2, augment="pad_crop",
             max_corrupt_share=0.1, **place,
         )  # fmt: skip
-        with TrainLoader(open_source(chosen, "train"), plan, chosen, seed=1, rank=0) as loader:
+        with create_train_loader(
+            open_source(chosen, "train"),
+            plan,
+            chosen,
+            seed=1,
+            rank=0,
+            first_step=0,
+            device=torch.device("cpu"),
+        ) as loader:
             seen.append([(b.images.numpy().copy(), b.labels.tolist()) for b in loader])
     for (images_a, labels_a), (images_b, labels_b) in zip(*seen, strict=True):
         assert np.array_equal(images_a, images_b)
@@ -215,12 +247,21 @@ def test_cropped_pixels_are_those_of_cropped_files(
             channels=channels, mean=[0.5], std=[0.5], workers=2, max_corrupt_share=0.1,
         )  # fmt: skip
         plan, batches = BatchPlan(24, 3, 8, 8, 1), []
-        with TrainLoader(open_source(chosen, "train"), plan, chosen, seed=1, rank=0) as loader:
+        with create_train_loader(
+            open_source(chosen, "train"),
+            plan,
+            chosen,
+            seed=1,
+            rank=0,
+            first_step=0,
+            device=torch.device("cpu"),
+        ) as loader:
             batches += [(b.images.numpy().copy(), b.labels.tolist()) for b in loader]
-            remark, said = loader.remark(), loader.describe()
-        evaluation = EvalLoader(
-            open_source(chosen, "val"), chosen, rank=0, world_size=1, batch_size=8
-        )
+            remark, said = loader.note(), loader.describe()
+        evaluation = create_eval_loader(
+            open_source(chosen, "val"), chosen, rank=0, world_size=1, batch_size=8,
+            device=torch.device("cpu"),
+        )  # fmt: skip
         with evaluation:
             for _ in range(2):
                 batches += [(b.images.numpy().copy(), b.labels.tolist()) for b in evaluation]
@@ -275,9 +316,149 @@ def test_a_changed_file_is_read_anew(tmp_path: Path, png: Callable[..., bytes]) 
         source.close()
 
 
-@pytest.mark.parametrize("decoder", ["nvjpeg", "dali"])
-def test_pixels_are_nothing_for_a_decoder(decoder: str) -> None:
+def test_pixels_are_nothing_for_a_decoder() -> None:
     with pytest.raises(ConfigError, match=r"data.cache_form = 'decoded': .*'raw'"):
-        DataSettings(cache="memory", cache_form="decoded", decoder=decoder)
-    DataSettings(cache="memory", cache_form="raw", decoder=decoder)
-    DataSettings(cache_form="decoded", decoder=decoder)  # nothing is cached
+        DataSettings(cache="memory", cache_form="decoded", decoder="nvjpeg")
+    DataSettings(cache="memory", cache_form="raw", decoder="nvjpeg")
+    DataSettings(cache_form="decoded", decoder="nvjpeg")  # nothing is cached
+
+
+# --- on disk ---------------------------------------------------------------------------------------
+
+
+def files(directory: Path) -> list[Path]:
+    return [p for p in (directory / "set").rglob("*") if p.is_file() and p.parent.name != "set"]
+
+
+def size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in files(directory))
+
+
+def open_store(directory: Path, limit: int = LIMIT) -> DiskStore:
+    return DiskStore(directory, "set", limit)
+
+
+@pytest.mark.parametrize("data", [b"", b"bytes", np.arange(60, dtype=np.uint8).reshape(4, 5, 3)])
+def test_entries(data: bytes | np.ndarray) -> None:
+    entry = to_entry(7, data)
+    found = from_entry(7, entry)
+    assert type(found) is type(data)
+    assert np.array_equal(found, data) if isinstance(data, np.ndarray) else found == data
+    assert from_entry(8, entry) is None
+    for length in range(len(entry)):
+        assert from_entry(7, entry[:length]) is None
+    for at in range(len(entry)):
+        assert from_entry(7, entry[:at] + bytes([entry[at] ^ 4]) + entry[at + 1 :]) is None
+
+
+def test_it_outlives_its_process(tmp_path: Path) -> None:
+    first = open_store(tmp_path)
+    first.put(3, b"three")
+    first.close()
+    second = open_store(tmp_path)
+    assert second.get(3) == b"three"
+    assert second.get(4) is None
+    assert second.used_bytes == size(tmp_path)
+    second.close()
+
+
+def test_the_limit_holds_on_disk_too(tmp_path: Path) -> None:
+    entry = len(to_entry(0, bytes(100)))
+    store = open_store(tmp_path, 5 * entry)
+    for i in range(9):
+        store.put(i, bytes(100))
+    assert [store.get(i) is not None for i in range(9)] == [True] * 5 + [False] * 4
+    assert size(tmp_path) == store.used_bytes == 5 * entry
+    store.put(2, bytes(100))  # there already: counted once
+    assert store.used_bytes == 5 * entry
+    store.close()
+
+
+def test_a_damaged_file_is_a_miss_and_written_anew(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(1, b"good")
+    path = files(tmp_path)[0]
+    for damage in (b"", path.read_bytes()[:-1], b"x" * 40):
+        path.write_bytes(damage)
+        assert store.get(1) is None
+        assert not path.exists()
+        store.put(1, b"good")
+        assert store.get(1) == b"good"
+    assert store.damaged == 3
+    store.close()
+
+
+def test_what_a_crash_left_is_given_back(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(1, bytes(500))
+    part = files(tmp_path)[0].with_name(".1.77.88.tmp")
+    part.write_bytes(bytes(300))
+    store._reserve(3000)  # and never written
+    other = open_store(tmp_path)  # not alone: whoever is here may still be writing
+    assert other.used_bytes == size(tmp_path) - 300 + 3000
+    other.close()
+    store.close()
+    alone = open_store(tmp_path)
+    assert not part.exists()
+    assert alone.used_bytes == size(tmp_path)
+    alone.close()
+
+
+def test_a_full_disk_ends_the_caching_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(tmp_path)
+    store.put(0, b"before")
+    used = store.used_bytes
+
+    class FullDisk(io.BytesIO):
+        def write(self, content: object, /) -> int:
+            raise OSError(28, "No space left on device")
+
+    def full(part: Path) -> FullDisk:
+        part.touch()
+        return FullDisk()
+
+    with monkeypatch.context() as disk:
+        disk.setattr(cache, "open_part", full)
+        for i in range(1, 5):
+            store.put(i, b"more")
+    assert store.used_bytes == used
+    assert store.get(0) == b"before"
+    assert len(files(tmp_path)) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("paceline: warning: the cache takes no more samples: ")
+    assert told[0].endswith("cannot be written (No space left on device)")
+    store.put(9, b"later")  # no second try: a disk that is full now and then would slow every read
+    assert store.get(9) is None
+    assert "takes no more" in store.describe()
+    store.close()
+
+
+def test_ranks_of_a_host_share_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)],
+            stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    assert [process.communicate()[0].strip() for process in started] == ["0"] * 3
+    entry = len(to_entry(0, bytes(100)))
+    assert size(tmp_path) == 30_000 // entry * entry
+    store = open_store(tmp_path)
+    assert store.used_bytes == size(tmp_path)
+    assert not [p for p in files(tmp_path) if p.name.startswith(".")]
+    store.close()
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 1), (0, 5, 3), (2**31, 2**31, 2**31)])
+def test_a_shape_that_does_not_fit_under_a_right_checksum(shape: tuple[int, int, int]) -> None:
+    pixels = np.arange(60, dtype=np.uint8)
+    fields = (7, 60, *shape)
+    checksum = cache._checksum(fields, pixels.tobytes())
+    entry = cache._HEADER.pack(b"plc1", checksum, *fields) + pixels.tobytes()
+    assert from_entry(7, entry) is None
+    assert from_entry(7, to_entry(7, b"bytes")) == b"bytes"

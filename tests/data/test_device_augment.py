@@ -7,16 +7,15 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data.augmentation.augment import TrainTransform
-from paceline.data.augmentation.augment_numbers import AugmentNumbers
-from paceline.data.on_device import device_augment as module
-from paceline.data.on_device.device_augment import DeviceAugment
-from paceline.data.on_device.resident_set import ResidentSet
+from paceline.data import DataSettings, TrainTransform, random_box
+from paceline.data.augment import RESAMPLING
+from paceline.data.device import augment as module
+from paceline.data.device.augment import AugmentNumbers, DeviceAugment, random_boxes, resample
+from paceline.data.device.resident import ResidentSet
 from paceline.data.randomness import uniform
-from paceline.data.settings import DataSettings
 
 Make = Callable[..., DataSettings]
-SAMPLES, BATCH = 30, 200
+SAMPLES, BATCH, CROPS = 30, 200, 40
 
 
 def held_noise(side: int, channels: int, device: str = "cpu") -> ResidentSet:
@@ -36,7 +35,7 @@ def both_ways(held: ResidentSet, chosen: DataSettings) -> tuple[np.ndarray, np.n
     drawn = np.empty((numbers.count, BATCH), dtype=np.int64)
     numbers.fill(rows, drawn)
     there = [torch.from_numpy(a).to(held.device) for a in (indices, drawn)]
-    got = DeviceAugment(held, chosen)(*there)
+    got = DeviceAugment(held.pixels, held.shape, chosen)(*there)
     transform = TrainTransform(chosen)
     want = np.empty(got.shape, dtype=np.uint8)
     for i, index in enumerate(indices.tolist()):
@@ -60,7 +59,7 @@ def test_shifts_and_flips_pixel_by_pixel(
 
 @pytest.mark.parametrize("augment", ["none", "pad_crop", "random_resized_crop"])
 @pytest.mark.parametrize("cutout", [2, 3, 7])
-def test_holes_pixel_by_pixel(small_settings: Make, augment: str, cutout: int) -> None:
+def test_cutouts_pixel_by_pixel(small_settings: Make, augment: str, cutout: int) -> None:
     """Everywhere, whole or cut off by an edge; the other choices stay as they were."""
     chosen = small_settings(augment=augment, flip=True, cutout=cutout)
     got, want = both_ways(held_noise(8, 1), chosen)
@@ -91,6 +90,98 @@ def test_pieces_make_no_difference(
     for limit in (1, 64 * 8 * 33):
         monkeypatch.setattr(module, "_CHUNK_BYTES", limit)
         assert np.array_equal(both_ways(held, chosen)[0], whole)
+
+
+def rows(count: int, draws: int) -> np.ndarray:
+    indices = np.arange(count)
+    return uniform(1, np.zeros_like(indices), indices, draws)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "scale", "ratio"),
+    [
+        (64, 64, (0.08, 1.0), (3 / 4, 4 / 3)),
+        (500, 375, (0.08, 1.0), (3 / 4, 4 / 3)),
+        (1, 1, (0.5, 1.0), (3 / 4, 4 / 3)),
+        (90, 10, (0.9, 1.0), (3 / 4, 4 / 3)),  # nearly always the central box
+        (10, 90, (0.9, 1.0), (3 / 4, 4 / 3)),
+        (30, 30, (0.8, 1.0), (0.2, 5.0)),  # now a try, now the centre
+    ],
+)
+def test_boxes_are_those_of_one_image_at_a_time(
+    width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> None:
+    drawn = rows(3000, 23)
+    want = [random_box(width, height, row, scale, ratio) for row in drawn.tolist()]
+    got = random_boxes(width, height, drawn, scale, ratio)
+    assert got.T.tolist() == [list(box) for box in want]
+
+
+def test_shifts_and_flips_cover_their_range(small_settings: Make) -> None:
+    numbers = AugmentNumbers(small_settings(augment="pad_crop", flip=True), 8, 8)
+    out = np.empty((numbers.count, 4000), dtype=np.int64)
+    numbers.fill(rows(4000, numbers.draws), out)
+    assert 0.45 < out[0].mean() < 0.55
+    for shift in out[1:]:
+        assert sorted(set(shift.tolist())) == [-2, -1, 0, 1, 2]
+
+
+def test_without_augmentation_nothing_moves(small_settings: Make) -> None:
+    numbers = AugmentNumbers(small_settings(), 8, 8)
+    out = np.full((numbers.count, 50), 9, dtype=np.int64)
+    numbers.fill(rows(50, numbers.draws), out)
+    assert not out.any()
+
+
+def crops(
+    width: int, height: int, channels: int, size: int, interpolation: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same random boxes of the same noise, by Pillow and by us; every second one flipped."""
+    random = np.random.default_rng(width)
+    images = random.integers(0, 256, (CROPS, height, width, channels), dtype=np.uint8)
+    indices = np.arange(CROPS)
+    rows = uniform(0, np.zeros_like(indices), indices, 23).tolist()
+    boxes = [random_box(width, height, row, (0.08, 1.0), (3 / 4, 4 / 3)) for row in rows]
+    boxes[0] = (0, 0, width, height)
+    want = np.empty((CROPS, size, size, channels), dtype=np.uint8)
+    for i, (pixels, box) in enumerate(zip(images, boxes, strict=True)):
+        image = Image.fromarray(pixels if channels == 3 else pixels[..., 0])
+        image = image.resize((size, size), RESAMPLING[interpolation], box=box)
+        want[i] = np.asarray(image).reshape(size, size, channels)[:, :: -1 if i % 2 else 1]
+    got = resample(
+        torch.from_numpy(images),
+        torch.tensor(boxes).T.unbind(),
+        torch.from_numpy(indices % 2),
+        size,
+        interpolation,
+    )
+    assert got.dtype == torch.uint8
+    return got.numpy(), want
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos", "nearest"])
+@pytest.mark.parametrize(
+    ("width", "height", "channels", "size"),
+    [
+        (64, 64, 3, 64),  # mostly enlarged
+        (64, 64, 1, 20),  # mostly shrunk
+        (50, 33, 3, 31),
+        (8, 8, 1, 8),
+        (33, 90, 3, 20),  # rows first, from Pillow 13 on
+    ],
+)
+def test_as_pillow_does(
+    interpolation: str, width: int, height: int, channels: int, size: int
+) -> None:
+    got, want = crops(width, height, channels, size, interpolation)
+    assert np.array_equal(got, want)
+
+
+def test_half_precision_around_it_does_not_reach_it() -> None:
+    plain, _ = crops(64, 64, 3, 32, "bilinear")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, _ = crops(64, 64, 3, 32, "bilinear")
+    assert np.array_equal(plain, inside)
 
 
 @pytest.mark.gpu

@@ -9,27 +9,52 @@ import pytest
 import torch
 
 from paceline.core.errors import DataError
-from paceline.data.batch import Batch
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.loader import EvalLoader, TrainLoader
-from paceline.data.order import SampleOrder
-from paceline.data.region.library import RegionUnavailableError, region_library
-from paceline.data.settings import DataSettings
-from paceline.data.sources.source import open_source
+from paceline.data import (
+    Batch,
+    BatchPlan,
+    DataSettings,
+    EvalBatches,
+    EvalLoader,
+    RegionUnavailableError,
+    SampleOrder,
+    TrainLoader,
+    TrainTransform,
+    create_eval_loader,
+    create_train_loader,
+    open_source,
+    region_library,
+)
+from paceline.data.device.streams import CopyingDecoder
+from paceline.data.loaders.create import create_host_decoder
 
 Make = Callable[..., DataSettings]
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
-def train_batches(
+def train_loader(
     source: Any,
     plan: BatchPlan,
     chosen: DataSettings,
     rank: int = 0,
     first_step: int = 0,
     seed: int = 4,
-) -> list[Batch]:
-    with TrainLoader(source, plan, chosen, seed=seed, rank=rank, first_step=first_step) as loader:
+) -> TrainLoader:
+    return create_train_loader(
+        source, plan, chosen, seed=seed, rank=rank, first_step=first_step, device=CPU
+    )
+
+
+def eval_loader(
+    source: Any, chosen: DataSettings, rank: int = 0, world_size: int = 1, batch_size: int = 8
+) -> EvalLoader:
+    return create_eval_loader(
+        source, chosen, rank=rank, world_size=world_size, batch_size=batch_size, device=CPU
+    )
+
+
+def train_batches(source: Any, plan: BatchPlan, chosen: DataSettings, **more: Any) -> list[Batch]:
+    with train_loader(source, plan, chosen, **more) as loader:
         return list(loader)
 
 
@@ -82,7 +107,7 @@ def test_ranks_share_out_what_one_would_take(
     source, chosen = memory_source(31), augmented()
     alone = train_batches(source, BatchPlan(31, 2, 12, 2, 1), chosen)
     plan = BatchPlan(31, 2, 12, 2, ranks)
-    shares = [iter(train_batches(source, plan, chosen, rank)) for rank in range(ranks)]
+    shares = [iter(train_batches(source, plan, chosen, rank=rank)) for rank in range(ranks)]
     merged = []
     for step in range(plan.total_steps):
         pieces = sum(len(plan.micro_batches(step, rank)) for rank in range(ranks))
@@ -103,7 +128,7 @@ def test_a_batch_larger_than_the_data(memory_source: Any, small_settings: Make) 
 def test_a_rank_without_samples_in_the_last_step(memory_source: Any, small_settings: Make) -> None:
     plan = BatchPlan(samples=9, epochs=1, global_batch=8, micro_batch=4, world_size=2)
     sizes = [
-        [len(b) for b in train_batches(memory_source(9), plan, small_settings(), rank)]
+        [len(b) for b in train_batches(memory_source(9), plan, small_settings(), rank=rank)]
         for rank in range(2)
     ]
     assert sizes == [[4, 1], [4]]
@@ -125,7 +150,7 @@ def test_corrupt_samples_are_listed_once(memory_source: Any, small_settings: Mak
     source = memory_source(30, corrupt={4, 11})
     plan = BatchPlan(samples=30, epochs=3, global_batch=10, micro_batch=10, world_size=1)
     chosen = small_settings(workers=2, max_corrupt_share=0.1)
-    with TrainLoader(source, plan, chosen, seed=0, rank=0) as loader:
+    with train_loader(source, plan, chosen, seed=0) as loader:
         batches = list(loader)
         listed = [sample for batch in batches for sample in batch.corrupt]
         assert loader.corrupt == tuple(listed)
@@ -145,7 +170,7 @@ def test_too_many_corrupt_samples_stop_the_run(
     chosen = small_settings(workers=workers, max_corrupt_share=0.02)
     stream = SampleOrder(100, seed=4).at(0, 100)[1].tolist()
     third = sorted(stream.index(i) for i in source.corrupt)[2] // 10
-    with TrainLoader(source, plan, chosen, seed=4, rank=0) as loader:
+    with train_loader(source, plan, chosen, seed=4) as loader:
         assert [len(next(loader)) for _ in range(third)] == [10] * third
         with pytest.raises(DataError, match=r"3 corrupt of 100 samples \(allowed: 2\)"):
             next(loader)
@@ -175,7 +200,7 @@ def test_a_shard_that_vanishes_stops_the_run(
 def test_closing_in_the_middle(memory_source: Any, small_settings: Make) -> None:
     source = memory_source(200)
     plan = BatchPlan(samples=200, epochs=50, global_batch=20, micro_batch=20, world_size=1)
-    loader = TrainLoader(source, plan, small_settings(workers=2), seed=0, rank=0)
+    loader = train_loader(source, plan, small_settings(workers=2), seed=0)
     next(loader)
     source.gate = threading.Event()
     threading.Timer(0.05, source.gate.set).start()
@@ -187,7 +212,7 @@ def test_closing_in_the_middle(memory_source: Any, small_settings: Make) -> None
 
 def test_an_error_of_the_consumer_closes(memory_source: Any, small_settings: Make) -> None:
     plan = BatchPlan(samples=20, epochs=9, global_batch=4, micro_batch=4, world_size=1)
-    loader = TrainLoader(memory_source(20), plan, small_settings(workers=2), seed=0, rank=0)
+    loader = train_loader(memory_source(20), plan, small_settings(workers=2), seed=0)
 
     def consume() -> None:
         with loader:
@@ -198,9 +223,8 @@ def test_an_error_of_the_consumer_closes(memory_source: Any, small_settings: Mak
 
 
 def test_a_plan_for_other_data(memory_source: Any, small_settings: Make) -> None:
-    plan = BatchPlan(samples=20, epochs=1, global_batch=4, micro_batch=4, world_size=1)
-    with pytest.raises(ValueError, match="a plan for 20 samples, a source of 19"):
-        TrainLoader(memory_source(19), plan, small_settings(), seed=0, rank=0)
+    with pytest.raises(ValueError, match="a plan for 20 samples, an order of 19"):
+        train_loader(memory_source(19), BatchPlan(20, 1, 4, 4, 1), small_settings())
 
 
 def test_synthetic_pixels_pass_through(small_settings: Make) -> None:
@@ -217,11 +241,11 @@ def test_tiny_imagenet(tiny_imagenet: Path, workers: int) -> None:
     chosen = DataSettings(dir=str(tiny_imagenet), image_size=48, eval_resize=56, workers=workers)
     source = open_source(chosen, "val")
     plan = BatchPlan(len(source), 1, 250, 125, 1)
-    with TrainLoader(source, plan, chosen, seed=1, rank=0) as loader:
+    with train_loader(source, plan, chosen, seed=1) as loader:
         batch = next(loader)
     assert batch.images.shape == (125, 48, 48, 3)
     assert batch.images.float().std() > 40
-    with EvalLoader(source, chosen, rank=1, world_size=2, batch_size=200) as loader:
+    with eval_loader(source, chosen, rank=1, world_size=2, batch_size=200) as loader:
         batches = list(loader)
     assert [len(b) for b in batches] == [200, 200, 200, 25]
     assert torch.cat([b.labels for b in batches]).tolist() == source.labels[1::2].tolist()
@@ -239,7 +263,7 @@ def test_every_sample_is_evaluated_once(
     source, seen = memory_source(33), []
     for rank in range(ranks):
         chosen = small_settings(workers=workers)
-        with EvalLoader(source, chosen, rank=rank, world_size=ranks, batch_size=4) as loader:
+        with eval_loader(source, chosen, rank=rank, world_size=ranks, batch_size=4) as loader:
             labels = [label for batch in loader for label in batch.labels.tolist()]
         assert labels == list(range(rank, 33, ranks))
         assert len(labels) == len(loader)
@@ -248,7 +272,7 @@ def test_every_sample_is_evaluated_once(
 
 
 def test_evaluation_does_not_flip_or_crop(memory_source: Any, augmented: Make) -> None:
-    with EvalLoader(memory_source(9), augmented(), rank=0, world_size=1, batch_size=9) as loader:
+    with eval_loader(memory_source(9), augmented(), rank=0, world_size=1, batch_size=9) as loader:
         (batch,) = loader
     assert (batch.images == torch.arange(9).view(9, 1, 1, 1)).all()
 
@@ -258,7 +282,7 @@ def test_passes_are_equal_and_corrupt_samples_listed_once(
 ) -> None:
     source = memory_source(40, corrupt={5, 6, 7, 38, 39})
     chosen = small_settings(workers=2, max_corrupt_share=0.2)
-    with EvalLoader(source, chosen, rank=0, world_size=1, batch_size=2) as loader:
+    with eval_loader(source, chosen, rank=0, world_size=1, batch_size=2) as loader:
         first, second = list(loader), list(loader)
         assert [s.index for s in loader.corrupt] == [5, 6, 7, 38, 39]
     assert_equal(second, first)
@@ -277,7 +301,7 @@ def test_too_many_corrupt_samples_stop_the_evaluation(
     source = memory_source(40, corrupt=set(range(10)))
     chosen = small_settings(workers=1, max_corrupt_share=0.1)
     with (
-        EvalLoader(source, chosen, rank=0, world_size=1, batch_size=8) as loader,
+        eval_loader(source, chosen, rank=0, world_size=1, batch_size=8) as loader,
         pytest.raises(DataError, match=r"8 corrupt of 40 samples \(allowed: 4\)"),
     ):
         list(loader)
@@ -285,7 +309,7 @@ def test_too_many_corrupt_samples_stop_the_evaluation(
 
 def test_a_pass_left_in_the_middle(memory_source: Any, small_settings: Make) -> None:
     chosen = small_settings(workers=2)
-    loader = EvalLoader(memory_source(100), chosen, rank=0, world_size=1, batch_size=4)
+    loader = eval_loader(memory_source(100), chosen, rank=0, world_size=1, batch_size=4)
     for _ in loader:
         break
     batches = iter(loader)
@@ -298,29 +322,21 @@ def test_a_pass_left_in_the_middle(memory_source: Any, small_settings: Make) -> 
 
 def test_more_ranks_than_samples(memory_source: Any, small_settings: Make) -> None:
     chosen = small_settings(workers=1)
-    with EvalLoader(memory_source(2), chosen, rank=3, world_size=4, batch_size=8) as loader:
+    with eval_loader(memory_source(2), chosen, rank=3, world_size=4, batch_size=8) as loader:
         assert list(loader) == []
 
 
 def test_ranks_that_do_not_exist(memory_source: Any, small_settings: Make) -> None:
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        EvalLoader(memory_source(2), small_settings(), rank=2, world_size=2, batch_size=8)
+        eval_loader(memory_source(2), small_settings(), rank=2, world_size=2)
 
 
-def test_what_the_loaders_say_of_themselves(memory_source: Any, small_settings: Make) -> None:
-    """The decoder where it was a choice, and the remark."""
-    source, plan = memory_source(8), BatchPlan(8, 1, 4, 4, 1)
-    pillow = small_settings(workers=2, decoder="pillow")
-    with TrainLoader(source, plan, pillow, seed=0, rank=0, remark="not resident") as loader:
-        assert loader.describe() == "2 threads (Pillow decodes; not resident)"
-    with EvalLoader(source, pillow, rank=0, world_size=1, batch_size=8) as passes:
-        assert passes.describe() == "2 threads (Pillow decodes)"
-    with TrainLoader(source, plan, small_settings(workers=2), seed=0, rank=0) as loader:
-        assert loader.describe() == "2 threads"
-        assert loader.remark() == ""
+def test_a_loader_can_be_told_from_a_list(memory_source: Any, small_settings: Make) -> None:
+    assert isinstance(eval_loader(memory_source(3), small_settings()), EvalBatches)
+    assert not isinstance([], EvalBatches)
 
 
-def test_the_end_tells_of_samples_that_the_region_decoder_did_not_take(
+def test_a_note_counts_the_samples_that_the_region_decoder_did_not_take(
     memory_source: Any, small_settings: Make
 ) -> None:
     """PNGs here, one epoch of them."""
@@ -329,10 +345,10 @@ def test_the_end_tells_of_samples_that_the_region_decoder_did_not_take(
     except RegionUnavailableError as error:
         pytest.skip(f"no region decoder here: {error}")
     chosen, plan = small_settings(decoder="region"), BatchPlan(8, 1, 4, 4, 1)
-    with TrainLoader(memory_source(8), plan, chosen, seed=0, rank=0) as loader:
-        assert loader.remark() == ""
+    with train_loader(memory_source(8), plan, chosen, seed=0) as loader:
+        assert loader.note() == ""
         list(loader)
-        assert loader.remark().startswith("8 of 8 samples went to Pillow")
+        assert loader.note().startswith("8 of 8 samples went to Pillow")
 
 
 def test_batches_do_not_depend_on_the_decoder(tiny_imagenet: Path) -> None:
@@ -343,10 +359,64 @@ def test_batches_do_not_depend_on_the_decoder(tiny_imagenet: Path) -> None:
         )
         source = open_source(chosen, "val")
         plan = BatchPlan(len(source), 1, 200, 200, 1)
-        with TrainLoader(source, plan, chosen, seed=1, rank=0) as loader:
+        with train_loader(source, plan, chosen, seed=1) as loader:
             train = next(loader)
-        with EvalLoader(source, chosen, rank=0, world_size=5, batch_size=250) as passes:
+        with eval_loader(source, chosen, rank=0, world_size=5, batch_size=250) as passes:
             (evaluation,) = passes
         batches.append([train, evaluation])
         source.close()
     assert_equal(*batches)
+
+
+# --- copies to the device ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copied_batches_are_the_same(
+    memory_source: Any, small_settings: Make, workers: int
+) -> None:
+    plan = BatchPlan(samples=24, epochs=3, global_batch=12, micro_batch=12, world_size=1)
+    chosen = small_settings(workers=workers, max_corrupt_share=0.5)
+    source = memory_source(24, corrupt={3})
+    decoder = CopyingDecoder(create_host_decoder(source, TrainTransform(chosen), chosen), CPU)
+    with (
+        train_loader(source, plan, chosen) as plain,
+        TrainLoader(decoder, SampleOrder(24, 4), plan, rank=0, max_corrupt_share=0.5) as copied,
+    ):
+        wanted, got = list(plain), list(copied)
+        assert_equal(got, wanted)
+        assert [b.corrupt for b in got] == [b.corrupt for b in wanted]
+        assert all(set(b.spent) == {"read", "decode", "augment"} for b in got)
+        assert copied.describe() == plain.describe()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("late", ["training", "copying"])
+def test_on_a_gpu_batches_are_whole_whichever_stream_is_late(
+    memory_source: Any, small_settings: Make, late: str
+) -> None:
+    """With the copies late, a training that did not wait for them would read what was there before."""
+    source, device = memory_source(12), torch.device("cuda", torch.cuda.current_device())
+    plan = BatchPlan(samples=12, epochs=3, global_batch=4, micro_batch=4, world_size=1)
+    settings = small_settings(workers=2, resident="off", prefetch_batches=2)
+    made = create_train_loader(source, plan, settings, seed=4, rank=0, first_step=0, device=device)
+    decoder = made._decoder
+    assert isinstance(decoder, CopyingDecoder)
+    stream = torch.cuda.Stream(device)
+    decoder._stream = stream  # its own, made here to be kept busy
+    sums, wanted = [], []
+    with made, train_loader(source, plan, settings) as plain:
+        for host in plain:
+            if late == "copying":
+                # In front of the copies queued from here on: those of the batches after the next two.
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(20_000_000)
+            batch = next(made)
+            assert batch.images.is_cuda
+            if late == "training":
+                torch.cuda._sleep(20_000_000)  # the copies run on while this stream is late
+            sums.append(batch.images.sum(dtype=torch.int64) + batch.labels.sum())
+            wanted.append(int(host.images.sum(dtype=torch.int64) + host.labels.sum()))
+            del batch  # its memory is the next copies'
+    assert [int(total) for total in sums] == wanted

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.data.normalize import Normalizer
+from paceline.data import Normalizer
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

@@ -1,30 +1,30 @@
-"""The decoder around nvJPEG, with a stand-in for the library in C, on a CPU: what is passed to it, what
-is a file's fault and what is the GPU's, and that nothing is kept."""
+"""nvJPEG, with a stand-in for the library in C, on a CPU: what is passed to it, what is a file's
+fault and what is the GPU's, that nothing is kept, and which files are taken at all."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import shutil
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.data.on_device import nvjpeg, nvjpeg_handles, nvjpeg_library
-from paceline.data.on_device.batch_decoder import Decoded
-from paceline.data.on_device.jpeg_facts import JpegFile
-from paceline.data.on_device.nvjpeg import NvJpegDecoder
-from paceline.data.on_device.nvjpeg_library import NvJpegLibrary, load_nvjpeg
+from paceline.data.device import nvjpeg_library
+from paceline.data.device.nvjpeg import Decoded, JpegFile, NvJpeg, jpeg_file
+from paceline.data.device.nvjpeg_library import NvJpegLibrary, load_nvjpeg
 
 CPU = torch.device("cpu")
 SOURCE = Path(__file__).with_name("fake_nvjpeg.c")
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 OUT_OF_MEMORY, EXECUTION_FAILED = 5, 6
 
 
@@ -45,6 +45,8 @@ class Fake:
 @pytest.fixture
 def fake(tmp_path: Path) -> Fake:
     """Built for each test: the numbers in it live as long as the process."""
+    if COMPILER is None:
+        pytest.skip("needs a C compiler")
     target = tmp_path / "libnvjpeg.so"
     assert COMPILER
     subprocess.run(
@@ -69,7 +71,7 @@ def planes(found: Decoded, place: int) -> np.ndarray:
 
 
 def test_every_image_lies_where_it_says(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     files = [
         file(70, 64, level=1), file(90, 80, level=20, batched=False), file(200, 100, level=40),
         file(65, 190, level=60),
@@ -86,7 +88,7 @@ def test_every_image_lies_where_it_says(fake: Fake) -> None:
 
 
 def test_the_engines_are_asked_once_for_a_kind_of_usual_size(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     before = fake["asked"]
     decoder([file(), file(120), file(64, 64)])
     assert fake["asked"] == before + 1
@@ -99,7 +101,7 @@ def test_the_engines_are_asked_once_for_a_kind_of_usual_size(fake: Fake) -> None
 
 def test_without_engines_each_goes_alone(fake: Fake) -> None:
     fake["engines"] = 0
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     assert [planes(decoder([file(), file(level=30)]), i)[0, 0, 0] for i in (0, 1)] == [9, 30]
     assert fake["batches"] == 0
     assert "no JPEG engines" in decoder.describe()
@@ -107,7 +109,7 @@ def test_without_engines_each_goes_alone(fake: Fake) -> None:
 
 def test_engines_that_do_not_take_a_sound_file_are_none(fake: Fake) -> None:
     fake["takes_sound"] = 0
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     assert "no JPEG engines" in decoder.describe()
     decoder([file(), file()])
     assert fake["batches"] == 0
@@ -116,19 +118,19 @@ def test_engines_that_do_not_take_a_sound_file_are_none(fake: Fake) -> None:
 def test_a_sound_file_of_another_size_is_no_success(fake: Fake) -> None:
     fake["sound_side"] = 1
     with pytest.raises(ConfigError, match="does not work here .a sound file: not the size"):
-        NvJpegDecoder(CPU, fake.library)
+        NvJpeg(CPU, fake.library)
     assert fake["alive"] == 0
 
 
 def test_an_engine_that_cannot_be_asked_leaves_nothing_behind(fake: Fake) -> None:
     fake["no_headers"] = 8
     with pytest.raises(ConfigError, match="nvjpegJpegStreamParseHeader: internal error"):
-        NvJpegDecoder(CPU, fake.library)
+        NvJpeg(CPU, fake.library)
     assert fake["alive"] == 0
 
 
 def test_a_file_of_another_size_than_it_seemed_is_never_decoded(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     found = decoder([file(), file()._replace(width=99), file(level=30)])
     assert [image is not None for image in found.images] == [True, False, True]
     assert int(planes(found, 2)[0, 0, 0]) == 30
@@ -137,7 +139,7 @@ def test_a_file_of_another_size_than_it_seemed_is_never_decoded(fake: Fake) -> N
 
 
 def test_one_bad_file_is_refused_and_the_others_are_decoded(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     found = decoder([file(), file(status=4), file(level=50, batched=False), file(level=3)])
     assert [image is not None for image in found.images] == [True, False, True, True]
     assert [int(planes(found, i)[0, 0, 0]) for i in (0, 2, 3)] == [9, 50, 3]
@@ -146,7 +148,7 @@ def test_one_bad_file_is_refused_and_the_others_are_decoded(fake: Fake) -> None:
 
 
 def test_memory_is_no_files_fault(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     with pytest.raises(torch.OutOfMemoryError, match="allocation failed"):
         decoder([file(), file(status=OUT_OF_MEMORY)])
     with pytest.raises(torch.OutOfMemoryError):
@@ -154,15 +156,15 @@ def test_memory_is_no_files_fault(fake: Fake) -> None:
 
 
 def test_what_is_no_files_fault_is_raised(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
-    for _ in range(nvjpeg_handles._STATES + 1):
+    decoder = NvJpeg(CPU, fake.library)
+    for _ in range(nvjpeg_library._STATES + 1):
         with pytest.raises(RunError, match=r"nvJPEG fails \(nvjpegDecodeBatched: not initialised"):
             decoder([file(status=1)])
     assert decoder([file()]).images[0] is not None  # nobody waits for states that are gone
 
 
 def test_a_decoder_that_is_broken_ends_the_run(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     fake["broken"] = EXECUTION_FAILED
     with pytest.raises(RunError, match="no longer decodes even a sound file .*execution failed"):
         decoder([file(status=EXECUTION_FAILED)])
@@ -171,14 +173,14 @@ def test_a_decoder_that_is_broken_ends_the_run(fake: Fake) -> None:
 def test_one_that_never_worked_is_refused(fake: Fake) -> None:
     fake["broken"] = 8
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': nvJPEG does not work here"):
-        NvJpegDecoder(CPU, fake.library)
+        NvJpeg(CPU, fake.library)
 
 
 def test_threads_share_few_states_and_all_goes_with_the_decoder(fake: Fake) -> None:
-    decoder = NvJpegDecoder(CPU, fake.library)
+    decoder = NvJpeg(CPU, fake.library)
     levels: list[int] = []
 
-    def work(decoder: NvJpegDecoder, level: int) -> None:
+    def work(decoder: NvJpeg, level: int) -> None:
         for _ in range(50):
             levels.append(int(planes(decoder([file(level=level)]), 0)[2, 5, 5]) - level)
 
@@ -195,11 +197,12 @@ def test_threads_share_few_states_and_all_goes_with_the_decoder(fake: Fake) -> N
     assert fake["alive"] == 0
 
 
+@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 def test_no_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = tmp_path / "libnvjpeg.so"
     monkeypatch.setattr(nvjpeg_library, "_places", lambda _: iter([str(other)]))
     with pytest.raises(ConfigError, match="nvJPEG cannot be loaded .*pip install nvidia-nvjpeg"):
-        NvJpegDecoder(CPU)
+        NvJpeg(CPU)
     source = tmp_path / "empty.c"
     source.write_text("int nothing;")
     assert COMPILER
@@ -219,4 +222,100 @@ def test_that_of_torchs_cuda_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [Path(place).name for place in places] == [
         "libnvjpeg.so.13", "libnvjpeg.so.12", "libnvjpeg.so.13", "libnvjpeg.so",
     ]  # fmt: skip
-    assert nvjpeg.load_nvjpeg is load_nvjpeg
+
+
+# --- which files are taken ---------------------------------------------------------------------
+
+
+def jpeg(mode: str = "RGB", size: tuple[int, int] = (21, 13), **options: Any) -> bytes:
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(stream, "JPEG", **options)
+    return stream.getvalue()
+
+
+def exif(orientation: int) -> bytes:
+    data = Image.Exif()
+    data[0x0112] = orientation
+    return data.tobytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "L"},
+        {"progressive": True},
+        {"subsampling": "4:4:4"},
+        {"optimize": True, "comment": b"words"},
+        {"exif": exif(1)},
+        {"size": (1, 1)},
+        {"restart_marker_blocks": 2},
+    ],
+)
+def test_what_the_device_takes(options: dict[str, Any]) -> None:
+    data = jpeg(**options)
+    for form in (data, memoryview(data)):
+        found = jpeg_file(form)
+        assert found is not None
+        assert (found.width, found.height) == options.get("size", (21, 13))
+        assert found.data is form
+    assert jpeg_file(data + b"\0" * 8) is not None
+
+
+def test_kinds_tell_codings_apart_and_no_sizes() -> None:
+    def kind(**options: Any) -> bytes:
+        found = jpeg_file(jpeg(**options))
+        assert found is not None
+        return found.kind
+
+    assert kind() == kind(size=(300, 200)) == kind(comment=b"words")
+    others = [
+        kind(), kind(mode="L"), kind(progressive=True), kind(subsampling="4:4:4"),
+        kind(restart_marker_blocks=2),
+    ]  # fmt: skip
+    assert len(set(others)) == 5
+
+
+def test_what_decoders_might_see_otherwise_goes_through_the_host() -> None:
+    whole = jpeg()
+    scan, frame = whole.index(b"\xff\xda"), whole.index(b"\xff\xc0")
+    assert whole[scan + 4] == 3
+    one_by_one = whole[: scan + 4] + b"\x01" + whole[scan + 5 :]
+    assert jpeg_file(one_by_one) is None
+    for marker in (b"\x00", b"\xd8", b"\xd9", b"\xdc"):
+        hidden = b"\xff" + marker + b"\x00\x08" + b"\xff\xc0\xff\xff\xff\xff"
+        assert jpeg_file(whole[:frame] + hidden + whole[frame:]) is None
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_what_exif_turns_goes_through_the_host(orientation: int) -> None:
+    assert jpeg_file(jpeg(exif=exif(orientation))) is None
+
+
+def test_so_does_everything_unusual() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(stream, "PNG")
+    whole = jpeg()
+    frame = whole.index(b"\xff\xc0")
+    lossless = whole[: frame + 1] + b"\xc3" + whole[frame + 2 :]
+    arithmetic = whole[: frame + 1] + b"\xc9" + whole[frame + 2 :]
+    deep = whole[: frame + 4] + b"\x0c" + whole[frame + 5 :]
+    huge = whole[: frame + 5] + b"\xff\xff\xff\xff" + whole[frame + 9 :]
+    xmp = whole[:2] + b"\xff\xe1\x00\x2chttp://ns.adobe.com/xap tiff:Orientation=3 ..." + whole[2:]
+    for data in (
+        b"", b"\xff\xd8", stream.getvalue(), jpeg("CMYK"), jpeg(keep_rgb=True), whole[:-40],
+        whole[: frame + 3] + b"\xff\xd9", lossless, arithmetic, deep, huge, xmp,
+    ):  # fmt: skip
+        assert jpeg_file(data) is None
+
+
+def test_any_bytes_are_answered() -> None:
+    draw, whole = np.random.default_rng(2), jpeg(exif=exif(1))
+    answers = set()
+    for _ in range(3000):
+        damaged = bytearray(whole)
+        for place in draw.integers(2, 300, 3):
+            damaged[place] = draw.integers(256)
+        answers.add(jpeg_file(bytes(damaged)) is None)
+    assert answers == {True, False}

@@ -2,16 +2,30 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
-from paceline.data.order import SampleOrder
+from paceline.core.errors import ConfigError
+from paceline.data import BatchPlan, DataSettings, SampleOrder, create_train_loader, open_source
+from paceline.data.order import ShardGroups, shard_groups, shard_permutation
+from paceline.data.randomness import AUGMENT_STREAM, ORDER_STREAM, hash64, to_unit, uniform
 
 GOLDEN_SEED_0 = [8, 0, 1, 5, 3, 2, 7, 9, 6, 4, 3, 0, 9, 1, 5, 6, 4, 7, 8, 2]
 GOLDEN_IMAGENET = [1051210, 999488, 1213489, 1181654]
+SIZES = [100] * 200
+COUNT = sum(SIZES)
+CLASSES = 50
+LABELS = np.random.default_rng(0).integers(0, CLASSES, COUNT)
+PINNED = [2, 3, 6, 7, 0, 1, 5, 8, 4, 9, 10, 13, 14, 11, 12]
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def test_order_is_pinned() -> None:
@@ -66,12 +80,6 @@ def test_a_far_position_needs_no_walk() -> None:
     assert len(set(indices.tolist())) == 3
 
 
-def test_unshuffled() -> None:
-    epochs, indices = SampleOrder(3, seed=0, shuffle=False).at(2, 8)
-    assert indices.tolist() == [2, 0, 1, 2, 0, 1]
-    assert epochs.tolist() == [0, 1, 1, 1, 2, 2]
-
-
 def test_threads_share_it() -> None:
     order, wrong = SampleOrder(500, seed=3), []
     want = [SampleOrder(500, seed=3).permutation(e).tolist() for e in range(6)]
@@ -101,3 +109,326 @@ def test_wrong_requests() -> None:
         SampleOrder(0, seed=0)
     with pytest.raises(ValueError, match="no such stretch"):
         SampleOrder(3, seed=0).at(5, 4)
+
+
+# --- shuffling by shards ---------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    st.integers(0, 2**40),
+    st.integers(0, 5),
+    st.integers(1, 12),
+    st.integers(1, 50),
+)
+def test_every_sample_exactly_once(
+    sizes: list[int], seed: int, epoch: int, window: int, run: int
+) -> None:
+    permutation = shard_permutation(seed, epoch, sizes, window, run)
+    assert sorted(permutation.tolist()) == list(range(sum(sizes)))
+
+
+def test_a_function_of_seed_and_epoch() -> None:
+    first = shard_permutation(3, 5, SIZES, 8, 16)
+    assert np.array_equal(first, shard_permutation(3, 5, SIZES, 8, 16))
+    assert not np.array_equal(first, shard_permutation(3, 6, SIZES, 8, 16))
+    assert not np.array_equal(first, shard_permutation(4, 5, SIZES, 8, 16))
+    # Pinned: resuming a run must find the order that it had.
+    assert shard_permutation(1, 0, [5, 4, 6], 2, 2).tolist() == PINNED
+
+
+def test_a_window_is_done_before_the_next_begins() -> None:
+    shard = shard_permutation(3, 0, SIZES, 8, 16) // 100
+    for start in range(0, COUNT, 800):
+        assert len(set(shard[start : start + 800].tolist())) == 8
+
+
+def test_seeking_gives_what_walking_gives() -> None:
+    order = SampleOrder(COUNT, 9, groups=ShardGroups(tuple(SIZES), 8, 16))
+    _, walked = order.at(0, 3 * COUNT)
+    for start in (0, 777, COUNT - 3, COUNT, 2 * COUNT + 5):
+        fresh = SampleOrder(COUNT, 9, groups=ShardGroups(tuple(SIZES), 8, 16))
+        epochs, found = fresh.at(start, start + 10)
+        assert np.array_equal(found, walked[start : start + 10])
+        assert epochs.tolist() == [p // COUNT for p in range(start, start + 10)]
+
+
+def test_it_reads_mostly_sequentially_and_still_mixes() -> None:
+    """Shards that are class-mixed, as `paceline pack` leaves them, give batches that are as mixed."""
+
+    def sequential(order: np.ndarray) -> float:
+        return float(np.mean((np.diff(order) == 1) & (order[1:] // 100 == order[:-1] // 100)))
+
+    def entropy(order: np.ndarray) -> float:
+        batches = LABELS[order[: COUNT // 256 * 256]].reshape(-1, 256)
+        shares = np.stack([np.bincount(batch, minlength=CLASSES) / 256 for batch in batches])
+        return float(-np.sum(shares * np.log2(np.maximum(shares, 1e-9)), axis=1).mean())
+
+    def kept_together(first: np.ndarray, second: np.ndarray) -> float:
+        place = np.argsort(second)[first] // 256
+        return float(np.mean(place[1:] == place[:-1]))
+
+    everywhere = SampleOrder(COUNT, 3)
+    shards = [shard_permutation(3, epoch, SIZES, 16, 16) for epoch in (0, 1)]
+    assert sequential(shards[0]) > 0.85
+    assert sequential(everywhere.permutation(0)) < 0.001
+    assert entropy(shards[0]) == pytest.approx(entropy(everywhere.permutation(0)), abs=0.02)
+    displacement = np.abs(shards[0] - np.arange(COUNT)).mean() / COUNT
+    assert displacement == pytest.approx(1 / 3, abs=0.04)
+    # The price: neighbours mostly meet in the same batch in every epoch.
+    assert kept_together(*shards) > 0.7
+    assert kept_together(everywhere.permutation(0), everywhere.permutation(1)) < 0.03
+
+
+def test_the_setting() -> None:
+    assert shard_groups(DataSettings(), [3, 4]) is None
+    chosen = DataSettings(shuffle="shards", shuffle_window_shards=3, shuffle_run=5)
+    assert shard_groups(chosen, [3, 4]) == ShardGroups((3, 4), 3, 5)
+    with pytest.raises(ConfigError, match=r"data.shuffle = 'shards': the data is not in shards"):
+        shard_groups(chosen, None)
+    with pytest.raises(ValueError, match="groups of 7 samples for 8"):
+        SampleOrder(8, 0, groups=ShardGroups((3, 4), 3, 5))
+
+
+def test_ranks_and_resuming(
+    tmp_path: Path,
+    write_tar: Callable[..., Path],
+    samples: Callable[..., list[tuple[str, bytes]]],
+    small_settings: Callable[..., DataSettings],
+) -> None:
+    """Any number of ranks, and a run that goes on in the middle, see the one stream."""
+    for i in range(5):
+        write_tar(tmp_path / f"train-{i}.tar", samples(8, first=8 * i, classes=40))
+    chosen = small_settings(
+        dir=str(tmp_path), shuffle="shards", shuffle_window_shards=2, shuffle_run=3
+    )
+    source = open_source(chosen, "train")
+
+    def labels(ranks: int, first_step: int = 0) -> list[list[int]]:
+        plan = BatchPlan(40, 2, 8, 4, ranks)
+        steps: list[list[int]] = [[] for _ in range(first_step, plan.total_steps)]
+        for rank in range(ranks):
+            with create_train_loader(
+                source,
+                plan,
+                chosen,
+                seed=5,
+                rank=rank,
+                first_step=first_step,
+                device=torch.device("cpu"),
+            ) as it:
+                for step, batch in enumerate(it):
+                    steps[step // (2 // ranks)] += batch.labels.tolist()
+        return steps
+
+    alone = labels(1)
+    for epoch in (alone[:5], alone[5:]):
+        assert sorted(label for step in epoch for label in step) == list(range(40))
+    assert labels(2) == alone
+    assert labels(1, first_step=3) == labels(2, first_step=3) == alone[3:]
+    with pytest.raises(ConfigError, match="the data is not in shards"):
+        create_train_loader(
+            open_source(small_settings(source="synthetic"), "train"), BatchPlan(1280, 1, 8, 4, 1),
+            chosen, seed=0, rank=0, first_step=0, device=torch.device("cpu"),
+        )  # fmt: skip
+
+
+# --- the plan of steps -----------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BatchPlan:
+    micro, world = draw(st.integers(1, 7)), draw(st.integers(1, 5))
+    return BatchPlan(
+        samples=draw(st.integers(1, 60)),
+        epochs=draw(st.integers(1, 4)),
+        global_batch=micro * world * draw(st.integers(1, 4)),
+        micro_batch=micro,
+        world_size=world,
+    )
+
+
+@given(plans())
+def test_every_sample_once_an_epoch_over_all_ranks(plan: BatchPlan) -> None:
+    order = SampleOrder(plan.samples, seed=1)
+    seen: Counter[tuple[int, int]] = Counter()
+    for rank in range(plan.world_size):
+        for step in range(plan.total_steps):
+            for start, stop in plan.micro_batches(step, rank):
+                epochs, indices = order.at(start, stop)
+                seen.update(zip(epochs.tolist(), indices.tolist(), strict=True))
+    assert set(seen.values()) == {1}
+    assert len(seen) == plan.samples * plan.epochs
+    assert {epoch for epoch, _ in seen} == set(range(plan.epochs))
+
+
+@given(plans())
+def test_steps_are_full_but_the_last(plan: BatchPlan) -> None:
+    ranges = [plan.step_range(step) for step in range(plan.total_steps)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == plan.total_samples
+    assert all(stop - start == plan.global_batch for start, stop in ranges[:-1])
+    assert 0 < ranges[-1][1] - ranges[-1][0] <= plan.global_batch
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+
+
+@given(plans())
+def test_micro_batches_are_the_same_for_any_number_of_ranks(plan: BatchPlan) -> None:
+    alone = BatchPlan(plan.samples, plan.epochs, plan.global_batch, plan.micro_batch, 1)
+    for step in range(plan.total_steps):
+        shared = [plan.micro_batches(step, rank) for rank in range(plan.world_size)]
+        assert sorted(piece for share in shared for piece in share) == alone.micro_batches(step, 0)
+        for j, piece in enumerate(alone.micro_batches(step, 0)):
+            assert piece in shared[j % plan.world_size]
+
+
+@given(plans())
+def test_sizes_within_a_step_differ_by_at_most_one(plan: BatchPlan) -> None:
+    for step in range(plan.total_steps):
+        pieces = [p for rank in range(plan.world_size) for p in plan.micro_batches(step, rank)]
+        sizes = {stop - start for start, stop in pieces}
+        assert max(sizes) <= plan.micro_batch
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+        if step < plan.total_steps - 1:
+            assert sizes == {plan.micro_batch}
+            assert len(plan.micro_batches(step, 0)) == plan.accumulation
+
+
+def test_short_last_step_by_hand() -> None:
+    plan = BatchPlan(samples=10, epochs=1, global_batch=8, micro_batch=2, world_size=2)
+    assert plan.total_steps == 2
+    assert plan.micro_batches(0, 0) == [(0, 2), (4, 6)]
+    assert plan.micro_batches(0, 1) == [(2, 4), (6, 8)]
+    assert plan.micro_batches(1, 0) == [(8, 10)]
+    assert plan.micro_batches(1, 1) == []
+
+
+def test_nearly_equal_cuts_by_hand() -> None:
+    plan = BatchPlan(samples=7, epochs=1, global_batch=12, micro_batch=3, world_size=1)
+    assert plan.micro_batches(0, 0) == [(0, 2), (2, 4), (4, 7)]
+
+
+def test_a_batch_larger_than_the_data_set() -> None:
+    plan = BatchPlan(samples=5, epochs=6, global_batch=16, micro_batch=4, world_size=2)
+    assert plan.total_steps == 2
+    assert plan.step_range(1) == (16, 30)
+    assert [plan.epoch_at(step) for step in range(3)] == [0, 3.2, 6]
+    assert plan.ends_epoch(0)
+    assert plan.ends_epoch(1)
+
+
+def test_ends_of_epochs() -> None:
+    plan = BatchPlan(samples=10, epochs=3, global_batch=4, micro_batch=4, world_size=1)
+    # Consumed after each step: 4 8 12 16 20 24 28 30.
+    assert [plan.ends_epoch(s) for s in range(plan.total_steps)] == [
+        False, False, True, False, True, False, False, True,
+    ]  # fmt: skip
+
+
+@given(plans())
+def test_one_end_at_least_an_epoch_and_always_the_last(plan: BatchPlan) -> None:
+    ends = [step for step in range(plan.total_steps) if plan.ends_epoch(step)]
+    assert ends[-1] == plan.total_steps - 1
+    completed = {int(plan.epoch_at(step + 1)) for step in ends}
+    assert len(completed) == len(ends)
+
+
+@pytest.mark.parametrize(
+    "field", ["samples", "epochs", "global_batch", "micro_batch", "world_size"]
+)
+def test_nothing_may_be_zero(field: str) -> None:
+    values = {"samples": 4, "epochs": 1, "global_batch": 4, "micro_batch": 2, "world_size": 2}
+    with pytest.raises(ValueError, match=f"{field} = 0"):
+        BatchPlan(**{**values, field: 0})
+
+
+def test_indivisible_batch() -> None:
+    with pytest.raises(ValueError, match=r"global_batch = 10 is not a multiple"):
+        BatchPlan(samples=4, epochs=1, global_batch=10, micro_batch=2, world_size=2)
+
+
+def test_steps_and_ranks_that_do_not_exist() -> None:
+    plan = BatchPlan(samples=4, epochs=1, global_batch=4, micro_batch=2, world_size=2)
+    with pytest.raises(IndexError, match="step 1 of 1"):
+        plan.step_range(1)
+    with pytest.raises(IndexError, match="rank 2 of 2"):
+        plan.micro_batches(0, 2)
+
+
+def test_every_so_many_epochs() -> None:
+    """Ten samples an epoch, a step of 4: epochs end in steps 2, 4, 7 and 9."""
+    plan = BatchPlan(samples=10, epochs=4, global_batch=4, micro_batch=4, world_size=1)
+    steps = range(plan.total_steps)
+    assert [s for s in steps if plan.ends_epoch(s)] == [2, 4, 7, 9]
+    assert [s for s in steps if plan.ends_epoch(s, 2)] == [4, 9]
+    assert [s for s in steps if plan.ends_epoch(s, 3)] == [7]
+    several = BatchPlan(samples=2, epochs=8, global_batch=6, micro_batch=6, world_size=1)
+    assert [s for s in range(several.total_steps) if several.ends_epoch(s, 4)] == [1, 2]
+
+
+# --- random numbers --------------------------------------------------------------------------------
+
+
+def finalise(z: int) -> int:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return z ^ (z >> 31)
+
+
+def reference(seed: int, *counters: int) -> int:
+    """The same hash in Python's own integers."""
+    state = finalise((seed + GOLDEN) & MASK)
+    for counter in counters:
+        state = finalise((state + (counter + 1) * GOLDEN) & MASK)
+    return state
+
+
+def test_finaliser_is_splitmix64() -> None:
+    # The first outputs of the published generator from seed 1234567.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [finalise((1234567 + (i + 1) * GOLDEN) & MASK) for i in range(3)] == expected
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 + 5])
+def test_hash_equals_the_reference(seed: int) -> None:
+    epochs = np.array([0, 1, 7, 2**40])
+    indices = np.array([0, 5, 1_281_166, 2**50])
+    got = hash64(seed, ORDER_STREAM, epochs, indices)
+    want = [
+        reference(seed, ORDER_STREAM, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)
+    ]
+    assert got.dtype == np.uint64
+    assert got.tolist() == want
+
+
+def test_uniform_is_pinned() -> None:
+    row = uniform(3, np.array([2]), np.array([11]), 3)[0]
+    want = [(reference(3, AUGMENT_STREAM, 2, 11, d) >> 11) / 2**53 for d in range(3)]
+    assert row.tolist() == want
+
+
+def test_a_sample_draws_the_same_in_any_company() -> None:
+    epochs, indices = np.array([0, 0, 1, 4]), np.array([9, 2, 9, 0])
+    together = uniform(5, epochs, indices, 6)
+    for i in range(4):
+        alone = uniform(5, epochs[i : i + 1], indices[i : i + 1], 6)
+        np.testing.assert_array_equal(together[i], alone[0])
+    np.testing.assert_array_equal(together[:, :2], uniform(5, epochs, indices, 2))
+    assert len(np.unique(together)) == together.size
+
+
+def test_uniform_is_even_and_uncorrelated() -> None:
+    numbers = uniform(0, np.zeros(20_000, dtype=np.int64), np.arange(20_000), 3)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    assert abs(counts / 3000 - 1).max() < 0.08
+    assert abs(np.corrcoef(numbers.T) - np.eye(3)).max() < 0.03
+    assert abs(np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]) < 0.03
+
+
+def test_unit_interval_is_half_open() -> None:
+    ends = to_unit(np.array([0, MASK], dtype=np.uint64))
+    assert ends[0] == 0
+    assert ends[1] < 1

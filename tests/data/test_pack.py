@@ -1,8 +1,7 @@
-"""Packing as a whole: what lies there afterwards, and after every way in which it can end early."""
-
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import tarfile
@@ -12,19 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from paceline.core.errors import DataError
-from paceline.data.file_lock import file_lock
-from paceline.data.packing import pack as pack_module
-from paceline.data.packing import pack_shard, pack_split
-from paceline.data.packing.pack import pack
-from paceline.data.packing.pack_manifest import PackManifest
-from paceline.data.packing.pack_options import PackOptions
-from paceline.data.settings import DataSettings
-from paceline.data.sources.source import open_source
+from paceline.core.errors import ConfigError, DataError
+from paceline.data import CorruptImage, DataSettings, PackOptions, open_source
+from paceline.data.pack import pack as pack_module
+from paceline.data.pack import writer
+from paceline.data.pack.manifest import PackManifest
+from paceline.data.pack.pack import pack_splits as pack
+from paceline.data.pack.writer import fitted, pack_image
+from paceline.data.sources.storage import file_lock
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 SHORT = PackOptions(shard_samples=7)
+SMALLER = PackOptions(short_side=32)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -203,14 +203,14 @@ def test_corrupt_images_at_the_very_end_make_no_shard(tmp_path: Path, memory_sou
 def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
     written = []
 
-    class FullDisk(pack_shard.ShardWriter):
+    class FullDisk(writer.ShardWriter):
         def _write(self, content: bytes) -> None:
             written.append(len(content))
             if sum(written) > 25_000:
                 raise OSError(28, "No space left on device")
             super()._write(content)
 
-    monkeypatch.setattr(pack_split, "ShardWriter", FullDisk)
+    monkeypatch.setattr(pack_module, "ShardWriter", FullDisk)
     with pytest.raises(
         DataError, match=r"train-00001.tar: cannot be written \(No space left .*free"
     ):
@@ -224,7 +224,7 @@ def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
 def test_a_disk_that_does_not_keep_what_it_was_given(
     tmp_path: Path, memory_source: type, monkeypatch
 ) -> None:
-    monkeypatch.setattr(pack_shard, "file_digest", lambda file: "0" * 64)
+    monkeypatch.setattr(writer, "file_digest", lambda file: "0" * 64)
     with pytest.raises(DataError, match="train-00000.tar: reads back other than it was written"):
         pack({"train": memory_source(20)}, tmp_path, SHORT)
     assert not contents(tmp_path)
@@ -314,7 +314,7 @@ def test_without_locks_nothing_of_another_pack_is_swept(
     part = tmp_path / ".train-00000.tar.0123456789abcdef.tmp"
     part.write_bytes(b"somebody is writing this")
     told: list[str] = []
-    pack({"train": memory_source(5)}, tmp_path, SHORT, tell=told.append)
+    pack({"train": memory_source(5)}, tmp_path, SHORT, on_note=told.append)
     assert part.exists()
     assert len(told) == 1
     assert told[0].endswith("knows no locks: see to it that no other pack writes there")
@@ -351,3 +351,140 @@ def test_a_manifest_with_other_types(
     path.write_text(json.dumps(table))
     with pytest.raises(DataError, match="no manifest"):
         PackManifest.read(tmp_path / "out")
+
+
+# --- one image -------------------------------------------------------------------------------------
+
+
+def photo(width: int = 60, height: int = 40, mode: str = "RGB") -> Image.Image:
+    """Smooth, so that JPEG and scaling change it little."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    values = np.stack([rows * 3, columns * 2, rows + columns], axis=2).astype(np.uint8)
+    return Image.fromarray(values).convert(mode)
+
+
+def file_of(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_small_images_are_copied_byte_for_byte(kind: str) -> None:
+    data = file_of(photo(), kind)
+    packed = pack_image(data, PackOptions(short_side=40))
+    assert packed.content is data
+    assert packed.copied
+    assert packed.extension == {"JPEG": "jpg"}.get(kind, kind.lower())
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "kept"),
+    [("JPEG", "RGB", "RGB"), ("JPEG", "L", "L"), ("JPEG", "CMYK", "RGB"), ("PNG", "RGBA", "RGB"),
+     ("PNG", "P", "RGB"), ("PNG", "LA", "L"), ("PNG", "I;16", "L"), ("PNG", "1", "L"),
+     ("WEBP", "RGB", "RGB")],
+)  # fmt: skip
+def test_large_ones_are_scaled_in_their_own_format(kind: str, mode: str, kept: str) -> None:
+    packed = pack_image(file_of(photo(mode=mode), kind), SMALLER)
+    assert not packed.copied
+    with Image.open(io.BytesIO(packed.content)) as image:
+        assert (image.format, image.mode, image.size) == (kind, kept, (48, 32))
+
+
+def test_scaling_keeps_the_picture() -> None:
+    packed = pack_image(file_of(photo(600, 400), "PNG"), PackOptions(short_side=40))
+    wanted = np.asarray(photo(600, 400).resize((60, 40), Image.Resampling.BILINEAR), np.int64)
+    with Image.open(io.BytesIO(packed.content)) as image:
+        assert np.array_equal(np.asarray(image), wanted)
+
+
+def test_turned_by_its_camera() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    packed = pack_image(file_of(photo(60, 40), exif=exif), SMALLER)
+    with Image.open(io.BytesIO(packed.content)) as image:
+        assert image.size == (32, 48)
+        assert not image.getexif()
+
+
+def test_quality_and_format() -> None:
+    data = file_of(photo(600, 400), "PNG")
+    low, high = (
+        pack_image(data, PackOptions(short_side=200, format="jpeg", quality=q)) for q in (30, 95)
+    )
+    assert low.extension == high.extension == "jpg"
+    assert len(low.content) < len(high.content)
+    # Another format is another file, however small the image.
+    assert not pack_image(file_of(photo(8, 8), "PNG"), PackOptions(format="jpeg")).copied
+    assert pack_image(file_of(photo(8, 8)), PackOptions(format="jpeg")).copied
+
+
+def test_pixels_and_foreign_formats_become_png(png: Callable[..., bytes]) -> None:
+    pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+    packed = pack_image(pixels, PackOptions())
+    assert packed.extension == "png"
+    with Image.open(io.BytesIO(packed.content)) as image:
+        assert np.array_equal(np.asarray(image), pixels)
+    grey = pack_image(pixels[:, :, :1], PackOptions())
+    with Image.open(io.BytesIO(grey.content)) as image:
+        assert image.mode == "L"
+    assert pack_image(file_of(photo(8, 8), "BMP"), PackOptions()).extension == "png"
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_what_cannot_be_decoded_is_not_copied_either(damage: str) -> None:
+    data = file_of(photo())
+    data = {"cut": data[: len(data) // 2], "empty": b"", "text": b"hello"}[damage]
+    with pytest.raises(CorruptImage):
+        pack_image(data, PackOptions())
+
+
+def test_a_side_that_the_format_cannot_hold() -> None:
+    wide = Image.new("L", (20_000, 2))
+    with pytest.raises(CorruptImage, match="cannot be written as WEBP"):
+        pack_image(file_of(wide, "PNG"), PackOptions(format="webp"))
+
+
+def test_sizes() -> None:
+    assert fitted((500, 375), 256) == (341, 256)
+    assert fitted((375, 500), 256) == (256, 341)
+    assert fitted((256, 300), 256) == (256, 300)
+    assert fitted((10, 9), 0) == (10, 9)
+    assert fitted((10_000, 10), 5) == (5000, 5)
+
+
+def test_a_camera_s_jpeg_with_two_pictures_stays_a_jpeg() -> None:
+    data = file_of(photo(), "MPO", save_all=True, append_images=[photo(30, 20)])
+    with Image.open(io.BytesIO(data)) as found:
+        assert found.format == "MPO"
+    packed = pack_image(data, PackOptions())
+    assert (packed.extension, packed.content, packed.copied) == ("jpg", data, True)
+    scaled = pack_image(data, PackOptions(short_side=10))
+    with Image.open(io.BytesIO(scaled.content)) as found:
+        assert (scaled.extension, found.format) == ("jpg", "JPEG")
+
+
+# --- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"format": "jpg"}, r"--format = 'jpg': unknown; did you mean 'jpeg'\?"),
+        ({"filter": "cubic"}, r"--filter = 'cubic': unknown; did you mean 'bicubic'\?"),
+        ({"short_side": -1}, r"--short-side = -1: must be 0 to"),
+        ({"quality": 0}, r"--quality = 0: must be 1 to 100"),
+        ({"quality": 101}, r"--quality = 101: must be 1 to 100"),
+        ({"shard_mib": 0}, r"--shard-mib = 0"),
+        ({"shard_samples": -3}, r"--shard-samples = -3"),
+        ({"max_corrupt_share": 1.0}, r"--max-corrupt-share = 1.0: must be in \[0, 1\)"),
+    ],
+)
+def test_wrong_values_are_named(change: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        PackOptions(**change)  # type: ignore[arg-type]
+
+
+def test_the_limit_on_corrupt_images_may_change_between_tries() -> None:
+    assert PackOptions(max_corrupt_share=0.5).table() == PackOptions().table()
+    assert PackOptions(seed=1).table() != PackOptions().table()

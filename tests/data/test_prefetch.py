@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import DataError
-from paceline.data.cause_clock import CauseClock
-from paceline.data.prefetch import Check, Job, Prefetcher, Stopped, cut
+from paceline.data import divide_wait, sum_by_stage
+from paceline.data.prefetch import Job, Prefetcher, Progress, Stopped, cut, map_ahead
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
@@ -29,9 +29,9 @@ class Work:
             self.handed_out += 1
             yield Job([self.chunk(number, part) for part in range(3)], list)
 
-    def chunk(self, number: int, part: int) -> Callable[[Check], int]:
-        def run(check: Check) -> int:
-            check()
+    def chunk(self, number: int, part: int) -> Callable[[Progress], int]:
+        def run(progress: Progress) -> int:
+            progress.check()
             if number == self.fail_at and part == 1:
                 raise DataError(f"job {number}")
             time.sleep(0.001 * (2 - part))
@@ -87,11 +87,11 @@ def test_closing_in_the_middle_is_prompt() -> None:
     started = threading.Barrier(3)
     outcome: list[str] = []
 
-    def endless(check: Check) -> int:
+    def endless(progress: Progress) -> int:
         started.wait(10)
         try:
             while True:
-                check()
+                progress.check()
                 time.sleep(0.002)
         except Stopped:
             outcome.append("stopped")
@@ -132,20 +132,76 @@ def test_cuts_by_hand() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_job_took_is_told_with_its_result(workers: int) -> None:
-    clock = CauseClock()
-
-    def chunk(number: int) -> Callable[[Check], int]:
-        def run(check: Check) -> int:
-            clock.add("read", 1.0)
-            clock.add("decode", number)
+def test_time_by_stage_comes_with_the_result(workers: int) -> None:
+    def chunk(number: int) -> Callable[[Progress], int]:
+        def run(progress: Progress) -> int:
+            progress.add("read", 1.0)
+            progress.add("decode", number)
             return number
 
         return run
 
     jobs = iter([Job([chunk(1), chunk(2)], sum), Job([chunk(5)], sum)])
-    with Prefetcher(jobs, workers, 2, clock) as prefetcher:
+    with Prefetcher(jobs, workers, 2) as prefetcher:
         assert next(prefetcher) == 3
         assert prefetcher.spent == {"read": 2.0, "decode": 3.0}
         assert next(prefetcher) == 5
         assert prefetcher.spent == {"read": 1.0, "decode": 5.0}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_job_is_completed_once_after_all_of_its_chunks_and_before_its_result(
+    workers: int,
+) -> None:
+    done: list[object] = []
+
+    def jobs() -> Iterator[Job[int, list[object]]]:
+        for number in range(5):
+            chunks = [
+                lambda progress, n=number, part=part: done.append((n, part)) for part in range(3)
+            ]
+
+            def complete(number: int = number) -> None:
+                assert {part for n, part in done if n == number} == {0, 1, 2}
+                done.append((number, "complete"))
+
+            yield Job(chunks, lambda parts, number=number: (number, "complete") in done, complete)
+
+    assert list(Prefetcher(jobs(), workers, depth=2)) == [True] * 5
+    assert len(done) == 20
+
+
+def test_an_error_in_completing_comes_where_the_result_was_due() -> None:
+    def fail() -> None:
+        raise DataError("no memory")
+
+    jobs = iter([Job([lambda progress: 1], sum), Job([lambda progress: 2] * 2, sum, fail)])
+    prefetcher = Prefetcher(jobs, workers=2, depth=2)
+    assert next(prefetcher) == 1
+    with pytest.raises(DataError, match="no memory"):
+        next(prefetcher)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_map_ahead_is_map_with_bounded_work(workers: int) -> None:
+    begun: list[int] = []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        time.sleep(0.001 * (number % 3))
+        return number * number
+
+    assert list(map_ahead(work, range(40), workers)) == [n * n for n in range(40)]
+    begun.clear()
+    results = map_ahead(work, iter(range(10**9)), workers)
+    assert next(results) == 0
+    results.close()
+    assert len(begun) <= 4 * workers + 1
+
+
+def test_a_wait_is_divided_as_the_work_was() -> None:
+    shares = divide_wait(0.3, {"read": 1.0, "decode": 2.0, "copy": 0.0})
+    assert shares == {"read": pytest.approx(0.1), "decode": pytest.approx(0.2)}
+    assert divide_wait(0.3, {}) == {"other": 0.3}
+    assert divide_wait(0.0, {"read": 1.0}) == {}
+    assert sum_by_stage({"read": 1.0}, {}, {"read": 2.0, "copy": 3.0}) == {"read": 3, "copy": 3}

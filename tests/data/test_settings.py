@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table, to_table
-from paceline.data.settings import DataSettings
+from paceline.data import DataSettings
 
 
 @pytest.mark.parametrize(
@@ -91,6 +89,6 @@ def test_survives_the_way_through_a_table() -> None:
     assert from_table(DataSettings, "data", to_table(settings)) == settings
 
 
-def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        DataSettings().workers = 3  # type: ignore[misc]
+def test_a_decoder_that_was_removed_names_its_successor() -> None:
+    with pytest.raises(ConfigError, match="data.decoder = 'dali': was removed; set .* = 'nvjpeg'"):
+        DataSettings(decoder="dali")

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.core.errors import DataError
-from paceline.data.sources.tar_index import ShardIndex, scan_shard
+from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
 
 PATH = Path("data/train-0007.tar")
 
@@ -257,3 +260,22 @@ def test_damage_of_any_kind_is_an_index_or_a_line() -> None:
             outcomes["line"] += str(error).startswith("data/train-0007.tar: ")
     assert sum(outcomes.values()) == 2000
     assert min(outcomes.values()) > 50
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12)))
+def test_gives_back_what_it_got(names: list[str]) -> None:
+    table = NameTable(names)
+    assert len(table) == len(names)
+    assert [table[i] for i in range(len(table))] == names
+
+
+def test_file_names_that_are_no_text_survive() -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    assert NameTable(["a", name])[1] == name
+
+
+def test_no_name_beyond_the_last() -> None:
+    with pytest.raises(IndexError):
+        NameTable(["a"])[1]
+    with pytest.raises(IndexError):
+        NameTable(["a"])[-1]

@@ -1,8 +1,5 @@
-"""Two preparers side by side.
-
-In: a transform and a file. Out: what Pillow makes of it, pixels or words, and what the region decoder
-does.
-"""
+"""Two decoders side by side: what Pillow makes of a file, pixels or a reason, and what the region
+decoder does."""
 
 from __future__ import annotations
 
@@ -10,21 +7,50 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.data.augmentation.augment import SquareTransform
-from paceline.data.decoding.decode import CorruptImage
-from paceline.data.decoding.preparer import PillowPreparer, Preparer, Stored
-from paceline.data.region.library import RegionLibrary
-from paceline.data.region.preparer import RegionPreparer
+from paceline.data import CorruptImage, Source
+from paceline.data.augment import SquareTransform
+from paceline.data.decode.decoder import PillowDecoder
+from paceline.data.decode.library import RegionLibrary
+from paceline.data.decode.region import RegionDecoder
+from paceline.data.prefetch import Progress
+from paceline.data.sources.base import Stored
 
+# Flags of `write_jpeg.c`.
+PROGRESSIVE, ARITHMETIC, STORE_RGB, SEPARATE_SCANS, FEW_SCANS = 1, 2, 4, 8, 16
 Outcome = np.ndarray | str
 
 
+class NoSource(Source):
+    """For decoders that are given their samples."""
+
+    labels = np.zeros(0, dtype=np.int64)
+    classes = ()
+
+    def read(self, i: int) -> bytes:
+        raise NotImplementedError
+
+    def name(self, i: int) -> str:
+        raise NotImplementedError
+
+
+def pillow(transform: SquareTransform, channels: int = 3) -> PillowDecoder:
+    return PillowDecoder(NoSource(), transform, channels=channels)
+
+
+def region(library: RegionLibrary, transform: SquareTransform, channels: int = 3) -> RegionDecoder:
+    return RegionDecoder(NoSource(), transform, library, channels=channels)
+
+
 def outcome(
-    prepare: Preparer, data: Stored, row: Sequence[float], size: int, channels: int
+    decoder: PillowDecoder,
+    data: Stored,
+    row: Sequence[float] = (),
+    progress: Progress | None = None,
 ) -> Outcome:
-    out = np.full((size, size, channels), 7, dtype=np.uint8)
+    size = decoder.transform.size
+    out = np.full((size, size, decoder.channels), 7, dtype=np.uint8)
     try:
-        prepare(data, row, out)
+        decoder.prepare(data, row, out, progress or Progress())
     except CorruptImage as error:
         return str(error)
     return out
@@ -37,21 +63,17 @@ class Comparison:
         self._library = library
         self._transform = transform
         self._channels = channels
-        self._pillow = PillowPreparer(transform, channels)
-        self._region = RegionPreparer(transform, channels, library)
+        self._decoders = pillow(transform, channels), region(library, transform, channels)
         self.taken = 0
 
     def both(self, data: Stored, row: Sequence[float]) -> tuple[Outcome, Outcome]:
-        ways = (self._pillow, self._region)
-        pillow, region = (
-            outcome(way, data, row, self._transform.size, self._channels) for way in ways
-        )
-        return pillow, region
+        by_pillow, by_region = (outcome(decoder, data, row) for decoder in self._decoders)
+        return by_pillow, by_region
 
     def agrees(self, data: bytes, row: Sequence[float] = ()) -> bool:
-        pillow, region = self.both(data, row)
+        by_pillow, by_region = self.both(data, row)
         self.taken += self._is_taken(data, row)
-        return type(pillow) is type(region) and bool(np.all(pillow == region))
+        return type(by_pillow) is type(by_region) and bool(np.all(by_pillow == by_region))
 
     def _is_taken(self, data: bytes, row: Sequence[float]) -> bool:
         shape = self._library.size(data)

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.region.library import RegionLibrary, RegionUnavailableError, region_library
+from paceline.data import RegionUnavailableError, region_library
+from paceline.data.decode.library import RegionLibrary
 
 HERE = Path(__file__).parent
 

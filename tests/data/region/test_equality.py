@@ -9,12 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.region.codings import ARITHMETIC, FEW_SCANS, PROGRESSIVE, SEPARATE_SCANS, STORE_RGB
-from data.region.comparison import Comparison
-from paceline.data.augmentation.augment import EvalTransform, FitTransform, TrainTransform
-from paceline.data.region.build import build
-from paceline.data.region.library import RegionLibrary
-from paceline.data.settings import INTERPOLATIONS, DataSettings
+from data.region.comparison import (
+    ARITHMETIC,
+    FEW_SCANS,
+    PROGRESSIVE,
+    SEPARATE_SCANS,
+    STORE_RGB,
+    Comparison,
+)
+from paceline.data import DataSettings, EvalTransform, TrainTransform
+from paceline.data.augment import FitTransform
+from paceline.data.decode.build import build
+from paceline.data.decode.library import RegionLibrary
+from paceline.data.settings import INTERPOLATIONS
 
 Write = Callable[..., bytes]
 SAMPLINGS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (3, 1)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from data.region.mutations import seed_files
-from paceline.data.region.build import HERE as LIBRARY
-from paceline.data.region.build import SOURCES
+from paceline.data.decode.build import HERE as LIBRARY
+from paceline.data.decode.build import SOURCES
 
 HERE = Path(__file__).parent
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,23 +16,55 @@ from PIL import Image
 
 from interpreter_run import needs_triton, run_interpreted
 from paceline.core.errors import ConfigError
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.create_loader import create_eval_loader, create_train_loader
-from paceline.data.on_device.batch_decoder import create_batch_decoder
-from paceline.data.on_device.device_loader import chunks_of
-from paceline.data.on_device.device_reader import check_settings
-from paceline.data.settings import DataSettings
-from paceline.data.sources.tar_shards import TarShards
+from paceline.data import (
+    BatchPlan,
+    DataSettings,
+    Source,
+    create_eval_loader,
+    create_train_loader,
+)
+from paceline.data.device import gpu_decoder
+from paceline.data.device.gpu_decoder import (
+    HostShare,
+    check_crop_kernel,
+    check_settings,
+    check_source,
+    chunks_of,
+)
+from paceline.data.sources.shards import TarShards
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
-CASES = Path(__file__).with_name("device_loader_cases.py")
+CPU = torch.device("cpu")
+CASES = Path(__file__).with_name("gpu_decoder_cases.py")
 ROOT = CASES.parent.parent.parent
-TORCHVISION = importlib.util.find_spec("torchvision") is not None
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paceline.data.device.kernels import crop_kernel as kernel
+
+for cutout in (0, 16):
+    values = {"SIZE": 224, "CUTOUT": cutout, "BLOCK": 256}
+    kinds = {"table": "*i64", "boxes": "*fp64", "out": "*u8", **dict.fromkeys(values, "constexpr")}
+    constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+    triton.compile(ASTSource(kernel, kinds, constants, {}), target=GPUTarget("cuda", 90, 32))
+"""
 
 
 @needs_triton
-def test_the_loaders_with_the_kernel_in_tritons_interpreter() -> None:
-    run_interpreted(CASES, at_least=5)
+def test_the_decoder_with_the_kernel_in_tritons_interpreter() -> None:
+    run_interpreted(CASES, at_least=9)
+
+
+@needs_triton
+def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=110,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -51,22 +87,123 @@ def test_what_the_gpus_way_cannot_do_is_refused() -> None:
             check_settings(DataSettings(decoder="nvjpeg", **changes))
 
 
-@pytest.mark.parametrize("name", ["nvjpeg", "dali"])
-def test_without_a_gpu_it_says_so(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"data.decoder = '{name}': decodes on a GPU"):
-        create_batch_decoder(name, torch.device("cpu"))
+def test_pixels_are_refused(memory_source: Any) -> None:
+    settings, source = DataSettings(decoder="nvjpeg"), memory_source(3)
+    check_source(source, settings)
+    source.read = lambda i: np.zeros((4, 4, 3), dtype=np.uint8)
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .* are stored as pixels; set"):
+        check_source(source, settings)
 
 
-def test_a_missing_library_is_named() -> None:
-    if TORCHVISION or importlib.util.find_spec("nvidia") is not None:
-        pytest.skip("torchvision or a package of nvidia's is installed here")
-    with pytest.raises(ConfigError, match="nvJPEG cannot be loaded .*libnvjpeg.so"):
-        create_batch_decoder("nvjpeg", torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match="NVIDIA DALI cannot be imported"):
-        create_batch_decoder("dali", torch.device("cuda", 0))
+def test_without_triton_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs? Triton: the package .*set data.decoder = 'auto'"):
+        check_crop_kernel(CPU, size=4, cutout=0)
 
 
-class Jpegs:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, kernels can be built")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
+def test_a_kernel_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .*no kernel can be built: "):
+        check_crop_kernel(CPU, size=4, cutout=0)
+
+
+def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decoder, "_stretched", lambda *_: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="a kernel gave a wrong result"):
+        check_crop_kernel(CPU, size=4, cutout=0)
+
+
+def test_causes_are_counted_apart_and_the_first_failure_is_told_at_once(
+    memory_source: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = memory_source(9)
+    share = HostShare(source, "nvJPEG")
+    assert share.note() == ""
+    share.add(1, "unfit")
+    assert share.note() == "1 samples were decoded on the host: 1 no JPEGs for the GPU"
+    assert capsys.readouterr().err == ""
+    for index in (4, 5):
+        share.add(index, "refused")
+        share.failed("status 4", index)
+    told = "nvJPEG failed with memory:4 (status 4); the host decodes it"
+    assert capsys.readouterr().err == f"paceline: warning: {told}\n"
+    assert [share.takes(index) for index in (0, 1, 4)] == [False, True, True]
+    assert share.note() == (
+        "5 samples were decoded on the host: 2 no JPEGs for the GPU, "
+        "3 after the GPU's decoder failed (the first: memory:4: status 4)"
+    )
+
+
+def test_what_is_known_of_a_source_serves_the_next_loader(
+    memory_source: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = memory_source(9)
+    first = HostShare(source, "nvJPEG")
+    first.add(3, "refused")
+    first.failed("odd", 3)
+    capsys.readouterr()
+    again = HostShare(source, "nvJPEG")
+    assert again.takes(3)
+    again.failed("odd", 4)
+    assert capsys.readouterr().err == ""  # told already
+    assert "(the first: memory:3: odd)" in again.note()
+    assert not HostShare(memory_source(9), "nvJPEG").takes(3)
+
+
+def test_a_chunk_that_fails_though_its_files_are_good_is_told(
+    memory_source: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    share = HostShare(memory_source(9), "nvJPEG")
+    share.failed("status 6", None)
+    assert "failed with a chunk (status 6); its files are decoded" in capsys.readouterr().err
+    assert "a chunk: status 6" in share.note()
+
+
+def test_memory_is_bounded(memory_source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decoder, "_MOST_REMEMBERED", 2)
+    share = HostShare(memory_source(9), "nvJPEG")
+    for index in range(5):
+        share.add(index, "unfit")
+    assert [share.takes(index) for index in range(3)] == [True, True, False]
+    assert share.note().startswith("7 samples")
+
+
+# --- on a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_real_sizes_are_pillows_within_a_level() -> None:
+    from paceline.data.device import kernels
+
+    draw = np.random.default_rng(5)
+    size, held, wanted = 224, [], []
+    table, doubles = kernels.new_table(40)
+    for i in range(40):
+        width, height = draw.integers(30, 900, 2).tolist()
+        image = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        left, top = draw.uniform(0, width * 0.7), draw.uniform(0, height * 0.7)
+        box = (left, top, draw.uniform(left + 5, width), draw.uniform(top + 5, height))
+        flip = bool(draw.integers(2))
+        planes = image.transpose(2, 0, 1).copy()
+        held.append(torch.from_numpy(planes).cuda())
+        table[i, :7] = (held[-1].data_ptr(), height, width, flip, i, 0, 0)
+        doubles[i, kernels.BOX :] = box
+        square = Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR, box)
+        wanted.append(
+            np.asarray(square.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else square)
+        )
+    out = torch.empty((40, size, size, 3), dtype=torch.uint8, device="cuda")
+    kernels.crop_into(out, torch.from_numpy(table).cuda(), cutout=0)
+    apart = np.abs(out.cpu().numpy().astype(int) - np.stack(wanted).astype(int))
+    assert apart.max() <= 1
+    assert (apart > 0).mean() < 0.25  # Pillow sums tall images down first
+
+
+class Jpegs(Source):
     """Smooth images, so that ways to interpolate colour hardly differ; one grey, one odd, one PNG, one
     cut short."""
 
@@ -86,17 +223,11 @@ class Jpegs:
         image.save(stream, "PNG" if i == 4 else "JPEG", quality=92, progressive=i == 6)
         return stream.getvalue()
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def read(self, i: int) -> bytes:
         return self.files[i]
 
     def name(self, i: int) -> str:
         return f"{i}.jpg"
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.gpu
@@ -121,7 +252,7 @@ def test_on_a_gpu_nvjpeg_gives_the_threads_batches_within_a_few_levels() -> None
             assert float(apart.mean()) < 1.5
             assert float(apart.max()) <= 16
     assert "nvJPEG" in there.describe()
-    assert "decoded on the host" in there.remark()
+    assert "decoded on the host" in there.note()
 
 
 @pytest.mark.gpu
@@ -166,7 +297,7 @@ def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path, write_tar: Write) -> N
             assert got.labels.tolist() == wanted.labels.tolist()
             apart = (got.images.int() - wanted.images.int()).abs().float().mean(dim=(1, 2, 3))
             assert float(apart.max()) < 4.0
-        assert there.remark() == ""
+        assert there.note() == ""
     source.close()
 
 

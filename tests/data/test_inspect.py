@@ -9,13 +9,11 @@ import pytest
 from PIL import Image
 
 from paceline.core.errors import DataError
-from paceline.data.inspection.contact_sheet import contact_sheet
-from paceline.data.inspection.inspect_set import inspect_set
-from paceline.data.inspection.inspect_split import inspect_split
-from paceline.data.packing.pack import pack
-from paceline.data.packing.pack_options import PackOptions
-from paceline.data.sources.shard_index_file import index_path, write_index
-from paceline.data.sources.shard_stamp import ShardStamp
+from paceline.data import PackOptions, inspect_set
+from paceline.data.pack.inspect import contact_sheet, inspect_split
+from paceline.data.pack.pack import pack_splits as pack
+from paceline.data.sources.index_store import index_path, write_index
+from paceline.data.sources.storage import ShardStamp
 from paceline.data.sources.tar_index import scan_shard
 
 

@@ -7,12 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.core.errors import DataError
-from paceline.data.settings import DataSettings
-from paceline.data.sources.image_folder import ImageFolder
-from paceline.data.sources.source import open_source
-from paceline.data.sources.synthetic import SyntheticImages
-from paceline.data.sources.tar_shards import TarShards
+from paceline.core.errors import ConfigError, DataError
+from paceline.data import DataSettings, open_source, open_splits
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 Samples = Callable[..., list[tuple[str, bytes]]]
@@ -24,7 +20,7 @@ def settings(directory: Path, source: str = "auto") -> DataSettings:
 
 def test_the_embedded_set_is_taken_only_where_it_is_named() -> None:
     source = open_source(DataSettings(source="embedded"), "val")
-    assert isinstance(source, TarShards)
+    assert source.kind == "TarShards"
     assert len(source) == 2000
     with pytest.raises(DataError, match="data.dir is not set; --data-dir takes"):
         open_source(DataSettings(), "val")
@@ -37,7 +33,7 @@ def test_shards_are_found(tmp_path: Path, write_tar: Write, samples: Samples) ->
     (tmp_path / "train-2.tar.part").write_bytes(b"half a download")
     (tmp_path / "classes.json").write_text(json.dumps(["a", "b", "c", "d"]))
     train, val = (open_source(settings(tmp_path), split) for split in ("train", "val"))
-    assert isinstance(train, TarShards)
+    assert train.kind == "TarShards"
     assert (len(train), len(val)) == (9, 2)
     assert train.classes == val.classes == ["a", "b", "c", "d"]
     assert len(open_source(settings(tmp_path, "shards"), "train")) == 9
@@ -73,7 +69,7 @@ def make_folder(root: Path, *names: str) -> None:
 def test_folders_are_found_and_validation_counts_as_training_does(tmp_path: Path) -> None:
     make_folder(tmp_path, "train/a", "train/b", "train/c", "val/c")
     train, val = (open_source(settings(tmp_path), split) for split in ("train", "val"))
-    assert isinstance(train, ImageFolder)
+    assert train.kind == "ImageFolder"
     assert val.classes == ["a", "b", "c"]
     assert val.labels.tolist() == [2]
 
@@ -90,20 +86,17 @@ def test_a_validation_class_without_training(tmp_path: Path) -> None:
         open_source(settings(tmp_path), "val")
 
 
-def test_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent: no such directory; --data-dir takes"):
-        open_source(settings(tmp_path / "absent"), "train")
-
-
-def test_empty_directory(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is empty; --data-dir takes"):
-        open_source(settings(tmp_path), "train")
-
-
-def test_a_file_in_its_place(tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("")
-    with pytest.raises(DataError, match="is a file, not a directory"):
-        open_source(settings(tmp_path / "data"), "train")
+def test_a_directory_that_is_missing_empty_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, problem in (
+        ("absent", "absent: no such directory; --data-dir takes"),
+        ("empty", "is empty; --data-dir takes"),
+        ("file", "is a file, not a directory"),
+    ):
+        for source in ("auto", "shards"):
+            with pytest.raises(DataError, match=problem):
+                open_source(settings(tmp_path / name, source), "train")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +135,43 @@ def test_synthetic() -> None:
         source="synthetic", synthetic_samples=50, synthetic_classes=7, image_size=8, eval_resize=0
     )
     train, val = (open_source(chosen, split) for split in ("train", "val"))
-    assert isinstance(train, SyntheticImages)
+    assert train.kind == "SyntheticImages"
     assert (len(train), len(val), len(train.classes)) == (50, 5, 7)
     assert np.shape(train.read(0)) == (8, 8, 3)
     assert not np.array_equal(train.read(0), val.read(0))
+
+
+def test_all_splits_that_are_there(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
+    write_tar(tmp_path / "train-0.tar", samples(6))
+    assert list(open_splits(str(tmp_path))) == ["train"]
+    write_tar(tmp_path / "val-0.tar", samples(2, classes=1))
+    found = open_splits(str(tmp_path))
+    assert {name: len(source) for name, source in found.items()} == {"train": 6, "val": 2}
+    assert found["val"].classes == found["train"].classes
+    assert list(open_splits(str(tmp_path), split="val")) == ["val"]
+
+
+def test_shards_without_a_split_in_their_name(
+    tmp_path: Path, write_tar: Write, samples: Samples
+) -> None:
+    write_tar(tmp_path / "full-0000.tar", samples(6))
+    write_tar(tmp_path / "full-0001.tar", samples(2, first=6))
+    told: list[str] = []
+    assert len(open_splits(str(tmp_path), on_note=told.append)["train"]) == 8
+    assert told == ["full-0000.tar … tell no split by their names: taken as train"]
+    with pytest.raises(DataError, match=r"neither val-\*.tar"):
+        open_splits(str(tmp_path), split="val")
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        open_splits(str(tmp_path / "absent"))
+    with pytest.raises(DataError, match="data.dir is not set"):
+        open_splits("")
+    with pytest.raises(ConfigError, match="--split = 'test': unknown"):
+        open_splits(str(tmp_path), split="test")
+
+
+def test_the_embedded_set() -> None:
+    found = open_splits("", "embedded", "val")
+    assert len(found["val"]) == 2000

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from paceline.data.decoding.decode import CorruptImage, decode
+from paceline.data import CorruptImage
+from paceline.data.image import decode
 
 Encode = Callable[..., bytes]
 RED, BLUE = (250, 10, 20), (20, 30, 240)

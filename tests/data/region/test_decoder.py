@@ -1,0 +1,448 @@
+"""The region decoder: whatever is stored, one by one or a chunk at a time, the pixels, labels,
+corrupt samples and errors are Pillow's; and the files of a chunk read by one call."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.region.comparison import outcome, pillow, region
+from paceline.core.errors import DataError
+from paceline.data import (
+    BatchPlan,
+    DataSettings,
+    EvalLoader,
+    RegionUnavailableError,
+    Source,
+    TrainLoader,
+    TrainTransform,
+    create_eval_loader,
+    create_train_loader,
+)
+from paceline.data.augment import FitTransform
+from paceline.data.chunk import Chunk, CorruptLog
+from paceline.data.decode import region as module
+from paceline.data.decode.library import Pieces, RegionLibrary
+from paceline.data.decode.region import BulkRead, RegionDecoder
+from paceline.data.prefetch import Progress
+from paceline.data.sources import shards as shards_module
+from paceline.data.sources import storage
+from paceline.data.sources.shards import TarShards
+
+Write = Callable[[Path, list[tuple[str, bytes]]], Path]
+Samples = Callable[..., list[tuple[str, bytes]]]
+PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+FIT = FitTransform(8, 8, "bilinear")
+CPU = torch.device("cpu")
+COUNT = 37
+ORDER = [11, 0, 4, 5, 0, 7, 2]
+pytestmark = pytest.mark.usefixtures("library")
+
+
+# --- one sample --------------------------------------------------------------------------------
+
+
+def encoded(kind: str, mode: str = "RGB") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(stream, kind)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "stages"),
+    [
+        (encoded("JPEG"), ["decode", "augment"]),
+        (encoded("JPEG", "CMYK"), ["decode", "decode", "augment"]),  # the attempt counts too
+        (encoded("PNG"), ["decode", "decode", "augment"]),
+        (encoded("WEBP"), ["decode", "decode", "augment"]),
+        (PIXELS, ["augment", "augment"]),
+        (PIXELS[:, :, :1].copy(), ["augment", "augment"]),
+        (PIXELS[:, ::2], ["augment", "decode", "augment"]),
+    ],
+)
+def test_whatever_is_stored(
+    library: RegionLibrary, data: bytes | np.ndarray, stages: list[str]
+) -> None:
+    """JPEGs and whole arrays by the library, all else by Pillow, with equal pixels."""
+    added: list[str] = []
+
+    class Noting(Progress):
+        def add(self, stage: str, seconds: float) -> None:
+            assert seconds > 0
+            added.append(stage)
+
+    got = outcome(region(library, FIT), data, (), Noting())
+    np.testing.assert_array_equal(got, outcome(pillow(FIT), data))
+    assert added == stages
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", encoded("JPEG")[:-9]])
+def test_corrupt_files_have_pillow_s_reason(library: RegionLibrary, data: bytes) -> None:
+    found = outcome(region(library, FIT), data)
+    assert isinstance(found, str)
+    assert found == outcome(pillow(FIT), data)
+
+
+class SlowToFinish(FitTransform):
+    def finish(self, row: Sequence[float], out: np.ndarray) -> None:
+        time.sleep(0.05)
+
+
+def test_what_is_done_to_the_square_is_augmenting(library: RegionLibrary) -> None:
+    progress = Progress()
+    outcome(region(library, SlowToFinish(8, 8, "bilinear")), encoded("JPEG"), (), progress)
+    assert progress.spent["augment"] > 0.04
+    assert progress.spent["decode"] > 0
+
+
+def test_pixels_are_finished_too(library: RegionLibrary) -> None:
+    """Shifted, flipped, with a cutout."""
+    chosen = DataSettings(image_size=8, eval_resize=0, augment="pad_crop", crop_padding=2, cutout=3)
+    transform = TrainTransform(chosen)
+    for number in range(20):
+        row = np.random.default_rng(number).random(transform.draws).tolist()
+        got = outcome(region(library, transform), PIXELS, row)
+        np.testing.assert_array_equal(got, outcome(pillow(transform), PIXELS, row))
+
+
+def test_samples_that_went_to_pillow_are_counted(library: RegionLibrary) -> None:
+    """From all threads; pixels that are not whole in memory too."""
+    decoder = region(library, FIT)
+    jpeg, png = encoded("JPEG"), encoded("PNG")
+    outcome(decoder, jpeg)
+    assert decoder.note() == ""
+    with ThreadPoolExecutor(4) as pool:
+        list(
+            pool.map(lambda data: outcome(decoder, data), [jpeg, png, PIXELS, PIXELS[:, ::2]] * 500)
+        )
+    assert decoder.note() == "1,000 of 2,001 samples went to Pillow, not the region decoder"
+    assert pillow(FIT).note() == ""
+
+
+# --- a chunk at a time -------------------------------------------------------------------------
+
+
+class OneByOne(Source):
+    """A source that does not say where its files lie."""
+
+    def __init__(self, inner: TarShards) -> None:
+        self.labels, self.classes = inner.labels, inner.classes
+        self._inner = inner
+
+    def read(self, i: int) -> bytes:
+        return self._inner.read(i)
+
+    def name(self, i: int) -> str:
+        return self._inner.name(i)
+
+
+def image(i: int) -> bytes:
+    """4 is a PNG, 9 CMYK, 14 cut short, 19 no image at all, 24 very tall, 29 grey."""
+    draw = np.random.default_rng(i)
+    height, width = (1500, 12) if i == 24 else (40 + 5 * i, 90 - i)
+    noise = Image.fromarray(draw.integers(0, 256, (9, 7, 3), dtype=np.uint8))
+    picture = noise.resize((width, height), Image.Resampling.BICUBIC)
+    picture = picture.convert({9: "CMYK", 29: "L"}.get(i, "RGB"))
+    stream = io.BytesIO()
+    picture.save(stream, "PNG" if i == 4 else "JPEG", quality=90, progressive=i % 5 == 0)
+    data = stream.getvalue()
+    return {14: data[: len(data) // 2], 19: b"words, not pixels"}.get(i, data)
+
+
+@pytest.fixture
+def shards(tmp_path: Path, write_tar: Write) -> Iterator[TarShards]:
+    def members(numbers: range) -> list[tuple[str, bytes]]:
+        return [
+            member
+            for i in numbers
+            for member in ((f"{i:03}.jpg", image(i)), (f"{i:03}.cls", str(i).encode()))
+        ]
+
+    paths = [
+        write_tar(tmp_path / "train-0.tar", members(range(20))),
+        write_tar(tmp_path / "train-1.tar", members(range(20, COUNT))),
+    ]
+    opened = TarShards(paths)
+    yield opened
+    opened.close()
+
+
+def settings(**changes: Any) -> DataSettings:
+    usual = {
+        "image_size": 24, "eval_resize": 28, "decoder": "region", "max_corrupt_share": 0.2,
+        "resident": "off",
+    }  # fmt: skip
+    return DataSettings(**{**usual, **changes})
+
+
+def train(
+    source: Source, workers: int, epochs: int = 3, batch: int = 36, **more: Any
+) -> TrainLoader:
+    plan = BatchPlan(COUNT, epochs, batch, batch, 1)
+    return create_train_loader(
+        source, plan, settings(workers=workers, **more), seed=7, rank=0, first_step=0, device=CPU
+    )
+
+
+def evaluation(source: Source, workers: int, batch: int = 36) -> EvalLoader:
+    return create_eval_loader(
+        source, settings(workers=workers), rank=0, world_size=1, batch_size=batch, device=CPU
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize(
+    "changes", [{}, {"cutout": 6, "interpolation": "bicubic"}, {"augment": "pad_crop"}]
+)
+def test_training_batches_are_those_of_single_samples(
+    shards: TarShards, workers: int, changes: dict[str, Any]
+) -> None:
+    with (
+        train(shards, workers, **changes) as got,
+        train(OneByOne(shards), workers, **changes) as wanted,
+    ):
+        for one, other in zip(got, wanted, strict=True):
+            assert torch.equal(one.images, other.images)
+            assert torch.equal(one.labels, other.labels)
+            assert one.corrupt == other.corrupt
+        assert {sample.index for sample in got.corrupt} == {14, 19}
+        assert got.corrupt == wanted.corrupt
+        assert "went to Pillow" in got.note()
+        if workers < 2:  # two threads may both meet a corrupt file before either has noted it
+            assert got.note() == wanted.note()
+
+
+def test_so_are_those_of_evaluation(shards: TarShards) -> None:
+    with evaluation(shards, 2) as got, evaluation(OneByOne(shards), 2) as wanted:
+        for one, other in zip(got, wanted, strict=True):
+            assert torch.equal(one.images, other.images)
+            assert torch.equal(one.labels, other.labels)
+            assert one.corrupt == other.corrupt
+
+
+def test_most_samples_really_go_that_way(shards: TarShards, library: RegionLibrary) -> None:
+    checks = []
+
+    class Counting(Progress):
+        def check(self) -> None:
+            checks.append(1)
+
+    def filled(source: Source) -> list[int]:
+        decoder = RegionDecoder(source, FIT, library, channels=3)
+        chunk = Chunk.of_indices(np.arange(COUNT), (0, COUNT), CorruptLog(COUNT, 0.5), Counting())
+        found = decoder.fill_together(chunk, np.zeros((COUNT, 8, 8, 3), dtype=np.uint8))
+        assert not found or set(chunk.progress.spent) == {"read", "decode", "augment"}
+        return list(found)
+
+    assert sorted(set(range(COUNT)) - set(filled(shards))) == [4, 9, 14, 19, 24]
+    assert len(checks) == -(-COUNT // module._AT_ONCE)
+    assert filled(OneByOne(shards)) == []
+
+
+def test_a_closed_loader_is_gone_at_once(shards: TarShards) -> None:
+    """Not at some garbage collection: what it holds on a GPU must not go at just any moment."""
+    gc.collect()
+    gc.disable()
+    try:
+        for workers in (0, 2):
+            loaders = [train(shards, workers, batch=9), evaluation(shards, workers, batch=9)]
+            next(loaders[0])
+            next(iter(loaders[1]))
+            held = [weakref.ref(loader) for loader in loaders]
+            for loader in loaders:
+                loader.close()
+            del loader, loaders
+            assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_shard_that_is_cut_has_the_usual_message(shards: TarShards, tmp_path: Path) -> None:
+    with train(shards, 2, epochs=1) as loader:
+        path = tmp_path / "train-1.tar"
+        path.write_bytes(path.read_bytes()[:2048])
+        with pytest.raises(DataError, match=r"train-1\.tar: (ends at byte|has changed)"):
+            next(loader)
+
+
+# --- files read by one call --------------------------------------------------------------------
+
+
+@pytest.fixture(params=[".tar", ".tar.gz"])
+def both(
+    request: pytest.FixtureRequest, tmp_path: Path, write_tar: Write, samples: Samples
+) -> Iterator[TarShards]:
+    paths = [
+        write_tar(tmp_path / f"train-0{request.param}", samples(5)),
+        write_tar(tmp_path / f"train-1{request.param}", samples(7, first=5)),
+    ]
+    opened = TarShards(paths)
+    yield opened
+    opened.close()
+
+
+def refuse(i: int) -> bytes:
+    raise AssertionError(f"sample {i} was read by the ordinary way")
+
+
+def test_the_same_bytes_in_any_order(both: TarShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [both.read(i) for i in ORDER]
+    read = BulkRead(both)
+    if both.extent(0) is not None:
+        monkeypatch.setattr(both, "read", refuse)
+    assert [bytes(data) for data in read.all(ORDER, Progress())] == wanted
+    # Again, in the same memory, fewer and then more than before.
+    assert [bytes(data) for data in read.all(ORDER[:2], Progress())] == wanted[:2]
+    assert [bytes(data) for data in read.all(ORDER * 3, Progress())] == wanted * 3
+    assert read.all([], Progress()) == []
+
+
+def test_without_the_library(both: TarShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RegionUnavailableError("no compiler", "install one")
+
+    monkeypatch.setattr(module, "region_library", missing)
+    read = BulkRead(both)
+    assert read.all(ORDER, Progress()) == [both.read(i) for i in ORDER]
+
+
+def test_shards_that_are_opened_for_each_read(
+    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_DESCRIPTORS_KEPT", 1)
+    opened = TarShards([write_tar(tmp_path / f"train-{i}.tar", samples(5)) for i in range(2)])
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    found = BulkRead(opened).all([0, 7], Progress())
+    BulkRead(opened).all([7, 7, 6, 0], Progress())
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1  # the one that is kept
+    assert [type(data) for data in found] == [memoryview, memoryview]
+    assert [bytes(data) for data in found] == [opened.read(0), opened.read(7)]
+    opened.close()
+
+
+def test_few_of_those_are_open_at_once(
+    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_DESCRIPTORS_KEPT", 2)
+    opened = TarShards([write_tar(tmp_path / f"train-{i:02}.tar", samples(1)) for i in range(12)])
+    opened.read(0)
+    opened.read(1)
+    read, counts = BulkRead(opened), []
+    assert read._library is not None
+    together = read._library.read_many
+
+    def counting(pieces: Pieces) -> None:
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        together(pieces)
+
+    monkeypatch.setattr(read._library, "read_many", counting)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    found = read.all(range(12), Progress())
+    assert [bytes(data) for data in found] == [opened.read(i) for i in range(12)]
+    assert counts == [before + module._MOST_OPENED]
+    assert [type(data) for data in found].count(memoryview) == 2 + module._MOST_OPENED
+    opened.close()
+
+
+@pytest.fixture
+def plain(tmp_path: Path, write_tar: Write, samples: Samples):
+    path = write_tar(tmp_path / "train-0.tar", samples(5))
+    opened = TarShards([path])
+    yield opened, path
+    opened.close()
+
+
+def test_a_shard_that_changes_is_found_out(plain: tuple[TarShards, Path]) -> None:
+    opened, path = plain
+    read = BulkRead(opened)
+    read.all([0, 1], Progress())
+    os.utime(path, (1, 1))
+    with pytest.raises(DataError, match=r"train-0\.tar: has changed since the start"):
+        read.all([0, 1], Progress())
+
+
+def test_so_is_one_that_is_cut(plain: tuple[TarShards, Path]) -> None:
+    opened, path = plain
+    read = BulkRead(opened)
+    read.all([4], Progress())
+    os.truncate(path, 600)
+    with pytest.raises(DataError, match=r"train-0\.tar: (ends at byte|has changed)"):
+        read.all([4], Progress())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_and_one_that_vanishes_or_is_replaced(
+    plain: tuple[TarShards, Path], monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """Looked for once a second: the reader who looks must not hide it from the one who can say it."""
+    opened, path = plain
+    clock = [100.0]
+    monkeypatch.setattr(storage.time, "monotonic", lambda: clock[0])
+    read = BulkRead(opened)
+    read.all([4], Progress())
+    path.unlink()
+    if replaced:
+        path.write_bytes(bytes(5000))
+    read.all([4], Progress())  # the descriptor is good, and nobody looks yet
+    clock[0] += 1.5
+    words = "has changed since the start" if replaced else r"cannot be read \(No such file"
+    with pytest.raises(DataError, match=rf"train-0\.tar: {words}"):
+        read.all([4], Progress())
+
+
+def test_large_files_are_left_to_the_ordinary_way(
+    plain: tuple[TarShards, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, _ = plain
+    size = len(opened.read(0))
+    wanted = [opened.read(i) for i in range(5)]
+    monkeypatch.setattr(module, "_MOST_BYTES", 2 * size + 10)
+    found = BulkRead(opened).all(range(5), Progress())
+    assert [bytes(data) for data in found] == wanted
+    assert [type(data) for data in found][:3] == [memoryview, memoryview, bytes]
+    monkeypatch.setattr(module, "_LARGEST_FILE", 1)
+    assert {type(data) for data in BulkRead(opened).all(range(5), Progress())} == {bytes}
+
+
+@pytest.mark.parametrize(("offset", "size"), [(-1, 4), (0, -4), (0, [4, 4])])
+def test_pieces_that_cannot_be_are_refused(offset: int, size: int | list[int]) -> None:
+    numbers = [np.array([value], dtype=np.int64) for value in (3, offset)]
+    with pytest.raises(ValueError, match="piece"):
+        Pieces(
+            numbers[0].astype(np.int32), numbers[1], np.atleast_1d(size), numbers[0].astype("u8")
+        )
+
+
+def test_descriptors_are_given_back(plain: tuple[TarShards, Path]) -> None:
+    opened, _ = plain
+    BulkRead(opened).all([0, 1, 2], Progress())
+    content = opened._contents[0]
+    assert isinstance(content, storage.ShardFile)
+    lent = content.lend()
+    assert lent is not None
+    assert lent.handle.readers == 1
+    lent.give_back()
+    assert lent.handle.readers == 0
+
+
+def test_it_stops_where_nobody_wants_the_result(plain: tuple[TarShards, Path]) -> None:
+    class Enough(Exception): ...
+
+    class Over(Progress):
+        def check(self) -> None:
+            raise Enough
+
+    with pytest.raises(Enough):
+        BulkRead(plain[0]).all([0], Over())

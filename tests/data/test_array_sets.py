@@ -1,0 +1,554 @@
+"""Sets whose pixels lie in memory: CIFAR-10, idx files, synthetic images; and the embedded set."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.core.errors import DataError
+from paceline.data import DataSettings, SyntheticImages, open_source
+from paceline.data.sources.cifar10 import (
+    Cifar10,
+    find_layout,
+    read_binary,
+    read_labels,
+    read_pickle,
+    read_pickled_batch,
+    read_sheet,
+)
+from paceline.data.sources.idx_files import IdxFiles, read_idx
+from paceline.data.sources.layouts import EMBEDDED
+from paceline.data.sources.shards import TarShards
+
+FORMS = ["bin", "png", "py"]
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 4), dtype=np.uint8)
+LABELS = np.array([0, 2, 1, 2, 0, 1], dtype=np.uint8)
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_embedded_data.py"
+ORIGINALS = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_splits_in_canonical_order(tmp_path: Path, small_cifar: Any, form: str) -> None:
+    small_cifar.write(tmp_path, form)
+    settings = DataSettings(dir=str(tmp_path))
+    train, val = open_source(settings, "train"), open_source(settings, "val")
+    assert isinstance(train, Cifar10)
+    assert train.pixels is not None
+    assert (len(train), len(val)) == (20, 4)
+    assert np.array_equal(train.pixels, small_cifar.pixels[:5].reshape(-1, 32, 32, 3))
+    assert train.labels.tolist() == small_cifar.labels[:5].reshape(-1).tolist()
+    assert val.labels.tolist() == small_cifar.labels[5].tolist()
+    assert np.array_equal(val.read(3), small_cifar.pixels[5, 3])
+    assert len(train.classes) == 10
+    assert (train.classes[0], train.classes[9]) == ("airplane", "truck")
+    assert Path(train.name(9)).name.startswith("data_batch_3")
+    assert train.name(9).endswith(":1")
+    train.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "folder"), [("bin", "cifar-10-batches-bin"), ("py", "cifar-10-batches-py")]
+)
+def test_the_folder_of_the_archive_may_be_between(
+    tmp_path: Path, small_cifar: Any, form: str, folder: str
+) -> None:
+    small_cifar.write(tmp_path / folder, form)
+    source = open_source(DataSettings(dir=str(tmp_path), source="cifar10"), "train")
+    assert np.array_equal(source.read(19), small_cifar.pixels[4, 3])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_missing_file_is_named(tmp_path: Path, small_cifar: Any, form: str) -> None:
+    small_cifar.write(tmp_path, form)
+    next(tmp_path.glob("data_batch_4*")).unlink()
+    with pytest.raises(DataError, match=r"data_batch_4\S*: is missing"):
+        Cifar10(tmp_path, "train")
+    assert len(Cifar10(tmp_path, "val")) == 4
+
+
+def test_missing_labels_are_named(tmp_path: Path, small_cifar: Any) -> None:
+    (small_cifar.write(tmp_path, "png") / "train_lables.json").unlink()
+    with pytest.raises(DataError, match=r"train_lables.json: is missing"):
+        Cifar10(tmp_path, "train")
+
+
+def test_a_label_too_few(tmp_path: Path, small_cifar: Any) -> None:
+    (small_cifar.write(tmp_path, "png") / "test_lables.json").write_text(json.dumps([1, 2, 3]))
+    with pytest.raises(DataError, match=r"test_lables.json: 3 labels for 4 images"):
+        Cifar10(tmp_path, "val")
+
+
+def test_a_file_cut_off_between_images(tmp_path: Path, small_cifar: Any) -> None:
+    path = small_cifar.write(tmp_path, "bin") / "data_batch_5.bin"
+    path.write_bytes(path.read_bytes()[: 3 * 3073])
+    with pytest.raises(DataError, match=r"data_batch_5.bin: 3 images, data_batch_1.bin has 4"):
+        Cifar10(tmp_path, "train")
+
+
+def test_no_cifar(tmp_path: Path) -> None:
+    assert find_layout(tmp_path, "train") is None
+    with pytest.raises(
+        DataError, match="no train split of CIFAR-10 in it; CIFAR-10 is data_batch_1"
+    ):
+        Cifar10(tmp_path, "train")
+
+
+def test_beside_another_set_the_user_decides(tmp_path: Path, small_cifar: Any) -> None:
+    small_cifar.write(tmp_path, "bin")
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    with pytest.raises(DataError, match="holds train/ and CIFAR-10; set data.source = 'folder' or"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+    assert len(open_source(DataSettings(dir=str(tmp_path), source="cifar10"), "train")) == 20
+
+
+def test_the_real_set() -> None:
+    directory = os.environ.get("PACELINE_CIFAR10")
+    if not directory:
+        pytest.skip("PACELINE_CIFAR10 does not say where CIFAR-10 lies")
+    train, val = (Cifar10(Path(directory), split) for split in ("train", "val"))
+    assert (len(train), len(val)) == (50_000, 10_000)
+    assert np.bincount(train.labels).tolist() == [5000] * 10
+    for source, digest in (
+        (train, "5dd7e06a14cb22eb9f671a540d1b7c25"),
+        (val, "803d5f7f4d78ea53de84dbe85f74fb6d"),
+    ):
+        planes = source.pixels[:10_000].transpose(0, 3, 1, 2).reshape(10_000, -1)
+        labels = source.labels[:10_000, None].astype(np.uint8)
+        content = np.concatenate([labels, planes], axis=1).tobytes()
+        assert hashlib.md5(content).hexdigest() == digest
+
+
+# --- one file of CIFAR-10 --------------------------------------------------------------------------
+
+
+def test_planes_become_pixels(tmp_path: Path) -> None:
+    """Byte by byte, as the published description has it."""
+    record = np.zeros(3073, dtype=np.uint8)
+    record[0] = 7
+    record[1 + 0 * 1024 + 5 * 32 + 9] = 10  # red of line 5, column 9
+    record[1 + 1 * 1024 + 5 * 32 + 9] = 20
+    record[1 + 2 * 1024 + 31 * 32 + 31] = 30
+    (tmp_path / "x.bin").write_bytes(record.tobytes())
+    pixels, labels = read_binary(tmp_path / "x.bin")
+    assert labels.tolist() == [7]
+    assert pixels[0, 5, 9].tolist() == [10, 20, 0]
+    assert pixels[0, 31, 31].tolist() == [0, 0, 30]
+    assert int(pixels.sum()) == 60
+
+
+def test_all_forms_hold_the_same(tmp_path: Path, small_cifar: Any) -> None:
+    for form in ("bin", "png", "py"):
+        small_cifar.write(tmp_path, form)
+    want = small_cifar.pixels[2]
+    for got, labels in (
+        read_binary(tmp_path / "data_batch_3.bin"),
+        read_pickle(tmp_path / "data_batch_3"),
+    ):
+        assert np.array_equal(got, want)
+        assert labels.tolist() == small_cifar.labels[2].tolist()
+    assert np.array_equal(read_sheet(tmp_path / "data_batch_3.png"), want)
+    assert read_labels(tmp_path / "test_lables.json").tolist() == small_cifar.labels[5].tolist()
+
+
+def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    path.write_bytes(change(path.read_bytes()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "read", "change", "said"),
+    [
+        ("bin", "test_batch.bin", read_binary, lambda c: c[:-1], "12291 bytes, not a whole number"),
+        ("bin", "test_batch.bin", read_binary, lambda c: b"", "0 bytes, not a whole number"),
+        ("bin", "test_batch.bin", read_binary, lambda c: b"\x0a" + c[1:], "label 10 at position 0"),
+        ("png", "test_batch.png", read_sheet, lambda c: c[:-900], "cannot be decoded"),
+        ("png", "test_batch.png", read_sheet, lambda c: b"<html>", "cannot be decoded"),
+        ("png", "test_lables.json", read_labels, lambda c: b"[1, 2", "is not JSON"),
+        ("png", "test_lables.json", read_labels, lambda c: b"\xff[]", "is not JSON"),
+        ("png", "test_lables.json", read_labels, lambda c: b"{}", "is not a list"),
+        ("png", "test_lables.json", read_labels, lambda c: b"[1, 10]", "label 10 at position 1"),
+        ("png", "test_lables.json", read_labels, lambda c: b"[true]", "label True at position 0"),
+        ("png", "test_lables.json", read_labels, lambda c: b'["3"]', "label '3' at position 0"),
+        ("py", "test_batch", read_pickle, lambda c: c[:-5], "is not a pickled batch"),
+        (
+            "py",
+            "test_batch",
+            read_pickle,
+            lambda c: c.replace(b"\0\x0c\x86", b"\0\x0b\x86"),
+            "shape",
+        ),
+    ],
+)
+def test_bad_files_say_so_in_one_line(
+    tmp_path: Path,
+    small_cifar: Any,
+    form: str,
+    name: str,
+    read: Callable[[Path], object],
+    change: Callable[[bytes], bytes],
+    said: str,
+) -> None:
+    path = changed(small_cifar.write(tmp_path, form) / name, change)
+    with pytest.raises(DataError, match=said) as caught:
+        read(path)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sheet_of_another_width(tmp_path: Path, png: Callable[..., bytes]) -> None:
+    (tmp_path / "x.png").write_bytes(png(np.zeros((4, 768, 3), dtype=np.uint8)))
+    with pytest.raises(DataError, match="768 pixels wide, a sheet of CIFAR-10 is 1024"):
+        read_sheet(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("read", [read_sheet, read_labels, read_binary, read_pickle])
+def test_a_missing_batch_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    with pytest.raises(DataError, match="gone: is missing"):
+        read(tmp_path / "gone")
+    with pytest.raises(DataError, match="cannot be read"):
+        read(tmp_path)
+
+
+# --- pickles ---------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_python_2(small_cifar: Any, tmp_path: Path) -> None:
+    content = (small_cifar.write(tmp_path, "py") / "data_batch_2").read_bytes()
+    shape, data, labels = read_pickled_batch(content)
+    assert shape == (4, 3072)
+    assert data == small_cifar.pixels[1].transpose(0, 3, 1, 2).tobytes()
+    assert labels == small_cifar.labels[1].tolist()
+
+
+def test_a_batch_of_todays_numpy() -> None:
+    table = {b"data": np.arange(12, dtype=np.uint8).reshape(3, 4), b"labels": [1, 2, 3]}
+    assert read_pickled_batch(pickle.dumps(table, 4)) == ((3, 4), bytes(range(12)), [1, 2, 3])
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
+    content = pickle.dumps({b"data": Malicious(tmp_path / "run"), b"labels": []})
+    with pytest.raises(ValueError, match="is not a pickled batch: it names pathlib"):
+        read_pickled_batch(content)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x89PNG",
+        pickle.dumps([1, 2]),
+        pickle.dumps({b"data": b"12", b"labels": [1]}),
+        pickle.dumps({b"labels": [1]}),
+        pickle.dumps({b"data": np.zeros((2, 2)), b"labels": [1, 2]}, 4),
+        pickle.dumps({b"data": np.zeros((2, 2), np.uint8, order="F"), b"labels": [1]}, 4),
+        pickle.dumps({b"data": np.zeros((2, 2), np.uint8), b"labels": [1]}, 4)[:-9],
+    ],
+)
+def test_anything_else_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="is not a pickled batch"):
+        read_pickled_batch(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02}r\xff\xff\xff\x7f.",  # a place in the memo that would need 16 GiB
+        b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"x.",  # bytes beyond the end
+    ],
+)
+def test_claimed_memory_is_not_allocated(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not a pickled batch"):
+        read_pickled_batch(content)
+
+
+# --- idx files -------------------------------------------------------------------------------------
+
+
+def idx(array: np.ndarray) -> bytes:
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+
+
+GOOD = idx(PIXELS)
+
+
+def write(directory: Path, stem: str = "train", suffix: str = "", dot: bool = False) -> Path:
+    for part, array in (("images-idx3", PIXELS), ("labels-idx1", LABELS)):
+        name = f"{stem}-{part}-ubyte{suffix}"
+        content = idx(array)
+        path = directory / (name.replace("-idx", ".idx") if dot else name)
+        path.write_bytes(gzip.compress(content) if suffix else content)
+    return directory
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("dot", [False, True])
+def test_found_and_read(tmp_path: Path, suffix: str, dot: bool) -> None:
+    write(tmp_path, "train", suffix, dot)
+    write(tmp_path, "t10k", suffix, dot)
+    settings = DataSettings(dir=str(tmp_path))
+    train = open_source(settings, "train")
+    val = open_source(settings, "val", train.classes)
+    assert isinstance(train, IdxFiles)
+    assert train.classes == val.classes == ["0", "1", "2"]
+    assert train.labels.tolist() == LABELS.tolist()
+    for i in range(6):
+        assert np.array_equal(train.read(i), PIXELS[i, :, :, None])
+    assert open_source(DataSettings(dir=str(tmp_path), source="idx"), "val").labels.sum() == 6
+
+
+def test_names_of_the_classes(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "classes.json").write_text(json.dumps(["shirt", "bag", "boot"]))
+    assert list(IdxFiles(tmp_path, "train").classes) == ["shirt", "bag", "boot"]
+    (tmp_path / "classes.json").write_text(json.dumps(["shirt", "bag"]))
+    with pytest.raises(DataError, match="label 2 is outside the 2 classes"):
+        IdxFiles(tmp_path, "train")
+
+
+def test_a_part_that_is_missing(tmp_path: Path) -> None:
+    (write(tmp_path) / "train-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match=r"no train-labels-idx1-ubyte\[.gz\] in it"):
+        IdxFiles(tmp_path, "train")
+    with pytest.raises(DataError, match=r"no t10k-images-idx3-ubyte"):
+        IdxFiles(tmp_path, "val")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "no idx file of unsigned bytes in 3 dimensions"),
+        (GOOD[:10], "no idx file"),
+        (GOOD[:-1], "119 bytes after the header, which says 120"),
+        (GOOD + b"x", "more bytes after the header, which says 120"),
+        (b"\0\0\x0d\x03" + GOOD[4:], r"no idx file .*begins with 00 00 0d 03"),
+        (b"\0\0\x08\x01" + GOOD[4:], "no idx file"),
+        (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "claims 79,228,162,458,924,105,385,300,197,375 byt"),
+        (GOOD[:4] + b"\0\0\0\x07" + GOOD[8:], "120 bytes after the header, which says 140"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_wrong_headers_and_cuts(tmp_path: Path, content: bytes, line: str, suffix: str) -> None:
+    path = tmp_path / f"train-images-idx3-ubyte{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    with pytest.raises(DataError, match=line):
+        read_idx(path, 3)
+
+
+def test_a_packed_file_that_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "x.gz"
+    for content in (gzip.compress(GOOD)[:-20], b"no gzip at all", b""):
+        path.write_bytes(content)
+        with pytest.raises(DataError):
+            read_idx(path, 3)
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file that would fill the memory: no more is unpacked than the header says."""
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(GOOD + bytes(50_000_000), compresslevel=1))
+    asked: list[int] = []
+    real = gzip.GzipFile.read
+
+    def watched(file: gzip.GzipFile, size: int | None = -1) -> bytes:
+        asked.append(-1 if size is None else size)
+        return real(file, size)
+
+    monkeypatch.setattr(gzip.GzipFile, "read", watched)
+    with pytest.raises(DataError, match="more bytes after the header"):
+        read_idx(path, 3)
+    assert asked == [16, 121]
+
+
+def test_labels_for_other_images(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS[:4]))
+    with pytest.raises(DataError, match="4 labels for 6 images"):
+        IdxFiles(tmp_path, "train")
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS[:0]))
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(PIXELS[:0]))
+    with pytest.raises(DataError, match="holds no image"):
+        IdxFiles(tmp_path, "train")
+
+
+def test_a_header_that_claims_gigabytes_gets_no_such_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "x.gz", []
+    path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 15, 1 << 15)))
+    real = gzip.GzipFile.read
+
+    def watched(file: gzip.GzipFile, size: int | None = -1) -> bytes:
+        asked.append(size)
+        return real(file, size)
+
+    monkeypatch.setattr(gzip.GzipFile, "read", watched)
+    with pytest.raises(DataError, match="0 bytes after the header"):
+        read_idx(path, 3)
+    assert max(size or 0 for size in asked) <= 1 << 25
+
+
+# --- synthetic images ------------------------------------------------------------------------------
+
+
+def test_shape_labels_and_determinism() -> None:
+    source = SyntheticImages(count=25, classes=10, image_size=16, channels=3)
+    again = SyntheticImages(count=25, classes=10, image_size=16, channels=3)
+    assert len(source) == 25
+    assert source.labels.tolist() == [i % 10 for i in range(25)]
+    assert len(source.classes) == 10
+    for i in (0, 7, 24):
+        image = source.read(i)
+        assert image.shape == (16, 16, 3)
+        assert image.dtype == np.uint8
+        np.testing.assert_array_equal(image, again.read(i))
+
+
+def test_reading_does_not_change_what_is_read_later() -> None:
+    source = SyntheticImages(count=5, classes=2, image_size=8, channels=1)
+    first = source.read(3).copy()
+    source.read(3)[...] = 0
+    np.testing.assert_array_equal(source.read(3), first)
+
+
+def test_images_of_a_class_differ_and_splits_differ() -> None:
+    train = SyntheticImages(count=40, classes=4, image_size=16, channels=1)
+    val = SyntheticImages(count=40, classes=4, image_size=16, channels=1, salt=1)
+    assert (train.read(0) != train.read(4)).mean() > 0.5
+    assert (train.read(0) != val.read(0)).mean() > 0.5
+
+
+def test_the_classes_can_be_learned() -> None:
+    """The nearest class mean of the training images names the class of nearly all others."""
+    train = SyntheticImages(count=400, classes=20, image_size=16, channels=3)
+    val = SyntheticImages(count=200, classes=20, image_size=16, channels=3, salt=1)
+    pixels = np.stack([train.read(i) for i in range(400)]).reshape(400, -1).astype(np.float32)
+    means = np.stack([pixels[train.labels == label].mean(0) for label in range(20)])
+    other = np.stack([val.read(i) for i in range(200)]).reshape(200, -1).astype(np.float32)
+    distance = ((other[:, None, :] - means[None]) ** 2).sum(2)
+    assert (distance.argmin(1) == val.labels).mean() > 0.95
+
+
+def test_pixels_do_not_wrap() -> None:
+    """Light stripes plus noise stay light: no sum runs over 255 into black."""
+    source = SyntheticImages(count=50, classes=50, image_size=32, channels=3)
+    for i in range(50):
+        stripes = source._across[i][:, None, :].astype(int) + source._along[i][None, :, :]
+        assert (source.read(i).astype(int) >= stripes).all()
+
+
+# --- the embedded set ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_embedded_data", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("split", "per_class"), [("train", 1200), ("val", 200)])
+def test_counts_and_balance(split: str, per_class: int) -> None:
+    source = open_source(DataSettings(source="embedded"), split)
+    assert len(source) == 10 * per_class
+    assert np.bincount(source.labels).tolist() == [per_class] * 10
+    assert list(source.classes)[::9] == ["T-shirt/top", "Ankle boot"]
+    assert source.name(17) == f"{split}-0000.tar.gz:000017.png"
+    # Mixed, not sorted: the first samples already hold every class.
+    assert set(source.labels[:100].tolist()) == set(range(10))
+
+
+def test_images_are_28_by_28_png() -> None:
+    source = open_source(DataSettings(source="embedded"), "val")
+    for i in range(0, len(source), 97):
+        data = source.read(i)
+        assert isinstance(data, bytes)
+        image = Image.open(io.BytesIO(data))
+        assert (image.format, image.size, image.mode) == ("PNG", (28, 28), "L")
+        assert np.asarray(image).std() > 5
+
+
+def test_small_enough_and_licensed() -> None:
+    names = sorted(path.name for path in EMBEDDED.iterdir())
+    assert names == [
+        "LICENSE-fashion-mnist",
+        "classes.json",
+        *(f"train-{i:04d}.tar.gz" for i in range(4)),
+        "val-0000.tar.gz",
+    ]
+    assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) < 8_000_000
+    licence = (EMBEDDED / "LICENSE-fashion-mnist").read_text(encoding="utf-8")
+    assert "Copyright (c) 2017 Zalando SE" in licence
+    assert "Permission is hereby granted, free of charge" in licence
+    classes = json.loads((EMBEDDED / "classes.json").read_text(encoding="utf-8"))
+    assert [entry["cls"] for entry in classes] == list(range(10))
+
+
+def test_no_image_is_in_both_splits() -> None:
+    train, val = (open_source(DataSettings(source="embedded"), split) for split in ("train", "val"))
+    known = {train.read(i) for i in range(len(train))}
+    assert sum(val.read(i) in known for i in range(len(val))) == 0
+
+
+def test_the_tool_writes_the_same_bytes_again(tool: ModuleType, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (6, 28, 28), dtype=np.uint8)
+    labels = np.array([0, 1, 2, 0, 1, 2], dtype=np.uint8)
+    paths = [tmp_path / "train-0000.tar.gz", tmp_path / "other.tar.gz"]
+    for path in paths:
+        tool.make_shard(path, images, labels, first_key=40)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    source = TarShards(paths[:1])
+    assert source.labels.tolist() == labels.tolist()
+    assert source.name(0) == "train-0000.tar.gz:000040.png"
+    with Image.open(io.BytesIO(source.read(5))) as image:
+        np.testing.assert_array_equal(np.asarray(image), images[5])
+
+
+def test_the_tool_takes_the_first_of_each_class_in_file_order(tool: ModuleType) -> None:
+    labels = np.array([*range(10), 0, 0, 5, *range(10)], dtype=np.uint8)
+    assert tool.first_of_each_class(labels, 2).tolist() == [
+        *range(11),
+        12,
+        *range(14, 18),
+        *range(19, 23),
+    ]
+
+
+@pytest.mark.skipif(
+    not ORIGINALS.is_dir(), reason="Debian's dataset-fashion-mnist is not installed"
+)
+def test_pixels_are_the_originals(tool: ModuleType) -> None:
+    images = tool.read_idx(ORIGINALS / "t10k-images-idx3-ubyte.gz")
+    labels = tool.read_idx(ORIGINALS / "t10k-labels-idx1-ubyte.gz")
+    chosen = tool.first_of_each_class(labels, 200)
+    source = open_source(DataSettings(source="embedded"), "val")
+    assert source.labels.tolist() == labels[chosen].tolist()
+    for i in range(0, 2000, 41):
+        with Image.open(io.BytesIO(source.read(i))) as image:
+            np.testing.assert_array_equal(np.asarray(image), images[chosen[i]])

@@ -1,0 +1,222 @@
+"""Which decoder a loader gets, and what it says of the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.core.errors import ConfigError, DataError
+from paceline.data import (
+    BatchPlan,
+    DataSettings,
+    EvalLoader,
+    EvalTransform,
+    RegionUnavailableError,
+    Source,
+    TrainLoader,
+    create_eval_loader,
+    create_train_loader,
+    region_library,
+)
+from paceline.data.decode.region import RegionDecoder
+from paceline.data.device.resident import UnequalSizesError
+from paceline.data.loaders import create as creating
+from paceline.data.loaders.create import create_host_decoder
+
+Make = Callable[..., DataSettings]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
+
+
+def train(source: Any, chosen: DataSettings, device: torch.device = CPU) -> TrainLoader:
+    plan = BatchPlan(len(source), 1, 4, 4, 1)
+    return create_train_loader(source, plan, chosen, seed=0, rank=0, first_step=0, device=device)
+
+
+def evaluation(source: Any, chosen: DataSettings, device: torch.device = CPU) -> EvalLoader:
+    return create_eval_loader(source, chosen, rank=0, world_size=1, batch_size=4, device=device)
+
+
+@pytest.mark.parametrize("wanted", ["off", "auto"])
+def test_threads_without_a_gpu(memory_source: Any, small_settings: Make, wanted: str) -> None:
+    source, chosen = memory_source(8), small_settings(resident=wanted, workers=2)
+    with train(source, chosen) as loader, evaluation(source, chosen) as passes:
+        assert loader.describe() == passes.describe() == "2 threads"
+        assert next(loader).images.shape == (4, 8, 8, 1)
+    assert source.reads  # by threads, when asked for
+    assert train(source, small_settings(resident=wanted, workers=1)).describe() == "1 thread"
+    assert train(source, small_settings(resident=wanted, workers=0)).describe() == "no threads"
+
+
+def test_resident_where_asked_for_and_decoded_once(
+    memory_source: Any, small_settings: Make
+) -> None:
+    source, chosen = memory_source(8), small_settings(resident="on", resident_max_mib=0)
+    for _ in range(3):
+        with train(source, chosen) as loader, evaluation(source, chosen) as passes:
+            assert loader.describe() == passes.describe() == "resident on cpu, 0 MiB"
+            assert len(list(loader)) == len(list(passes)) == 2
+    assert sorted(source.reads) == list(range(8))
+
+
+@pytest.mark.parametrize("make", [train, evaluation])
+def test_a_large_set_stays_with_the_threads(
+    memory_source: Any, small_settings: Make, make: Callable[..., Any]
+) -> None:
+    chosen = small_settings(image_size=200, resident_max_mib=1, workers=2)
+    described = make(memory_source(100), chosen, GPU).describe()
+    assert described == "2 threads (not resident: 4 MiB, over data.resident_max_mib)"
+
+
+@pytest.mark.parametrize("make", [train, evaluation])
+def test_a_decoder_on_the_gpu_is_never_passed_over(
+    memory_source: Any, small_settings: Make, monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    """Whoever names one gets it, and hears that the set is not resident for it."""
+
+    class Noted(memory_source):  # type: ignore[misc]
+        note = "index built anew"
+
+    notes: list[object] = []
+
+    def gpu_decoder(host: Any, *more: Any) -> Any:
+        notes.append(more[-1])
+        return host
+
+    monkeypatch.setattr(creating, "GpuDecoder", gpu_decoder)
+    monkeypatch.setattr(creating, "NvJpeg", lambda device: memory_source(1))
+    monkeypatch.setattr(memory_source, "describe", lambda self: "nvJPEG", raising=False)
+    chosen = small_settings(decoder="nvjpeg", channels=3, augment="random_resized_crop")
+    source = Noted(8)
+    monkeypatch.setattr(creating, "CopyingDecoder", lambda decoder, device: decoder)
+    make(source, chosen, GPU)
+    assert notes == [("not resident: data.decoder = nvjpeg", "index built anew")]
+    with pytest.raises(ConfigError, match="data.resident = 'on': .*set data.resident = 'off', or"):
+        make(source, small_settings(decoder="nvjpeg", resident="on"), GPU)
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': decodes on a GPU, but the dev"):
+        make(source, chosen, CPU)
+
+
+class Mixed(Source):
+    """Images of these heights."""
+
+    def __init__(self, *heights: int) -> None:
+        self.classes = ("a",)
+        self.labels = np.zeros(len(heights), dtype=np.int64)
+        self._heights = heights
+
+    def read(self, i: int) -> np.ndarray:
+        return np.full((self._heights[i], 9, 1), 50, dtype=np.uint8)
+
+    def name(self, i: int) -> str:
+        return str(i)
+
+
+def test_boxes_need_images_of_one_size(small_settings: Make) -> None:
+    chosen = small_settings(resident="on", augment="random_resized_crop")
+    assert "resident on cpu" in train(Mixed(9, 9, 9), chosen).describe()
+    with pytest.raises(ConfigError, match="there are images of 9 × 9 and of 9 × 7; set") as caught:
+        train(Mixed(9, 9, 7), chosen)
+    assert caught.value.field == "data.resident"
+    fitted = small_settings(resident="on", augment="pad_crop")
+    assert "resident on cpu" in train(Mixed(9, 9, 7), fitted).describe()
+
+
+def test_auto_says_why_not_and_a_device_without_memory_ends_the_run(
+    memory_source: Any, small_settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error: Exception = UnequalSizesError("images of 1 × 2 and of 3 × 4")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(creating, "resident_set", refuse)
+    chosen = small_settings(augment="random_resized_crop", workers=2)
+    described = train(memory_source(8), chosen, GPU).describe()
+    assert described == "2 threads (not resident: images of 1 × 2 and of 3 × 4)"
+    error = torch.OutOfMemoryError()
+    for wanted in ("on", "auto"):
+        with pytest.raises(
+            ConfigError, match="no room for 0 MiB on cuda:0; set data.resident = 'o"
+        ):
+            train(memory_source(8), small_settings(resident=wanted), GPU)
+
+
+def test_a_set_without_a_good_sample_or_on_failing_storage(
+    memory_source: Any, small_settings: Make
+) -> None:
+    chosen = small_settings(resident="on", augment="random_resized_crop")
+    with (
+        train(memory_source(6, corrupt=set(range(6))), chosen) as loader,
+        pytest.raises(DataError, match="corrupt of 6 samples"),
+    ):
+        next(loader)
+    source = memory_source(6)
+    source.failure = DataError("gone")
+    with pytest.raises(DataError, match="gone"):
+        train(source, small_settings(resident="on"))
+
+
+# --- the host's decoders -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def jpeg_source(memory_source: Any) -> Any:
+    source = memory_source(200)
+    source.name = lambda i: f"train-0.tar:{i}.JPEG" if i % 2 else f"train-0.tar:{i}.png"
+    return source
+
+
+@pytest.fixture
+def _missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RegionUnavailableError("no C compiler", "install gcc")
+
+    monkeypatch.setattr(creating, "region_library", refuse)
+
+
+def described(source: Any, chosen: DataSettings, *notes: str) -> str:
+    return create_host_decoder(source, EvalTransform(chosen), chosen, notes).describe()
+
+
+@pytest.mark.parametrize("decoder", ["auto", "region"])
+def test_the_region_decoder_where_it_is(
+    jpeg_source: Any, small_settings: Make, decoder: str
+) -> None:
+    try:
+        region_library()
+    except RegionUnavailableError as error:
+        pytest.skip(f"no region decoder here: {error}")
+    chosen = small_settings(decoder=decoder)
+    made = create_host_decoder(jpeg_source, EvalTransform(chosen), chosen, ["a note"])
+    assert isinstance(made, RegionDecoder)
+    assert made.describe().startswith("no threads (region decoder, built against libjpeg-turbo ")
+    assert made.describe().endswith("; a note)")
+
+
+@pytest.mark.usefixtures("_missing")
+def test_without_the_library(jpeg_source: Any, small_settings: Make) -> None:
+    told = described(jpeg_source, small_settings(decoder="auto"), "a note")
+    assert told == "no threads (Pillow decodes; no region decoder: no C compiler; a note)"
+    with pytest.raises(ConfigError, match="no C compiler; install gcc, or set it to 'auto'"):
+        described(jpeg_source, small_settings(decoder="region"))
+
+
+def test_pillow_on_demand_and_where_nothing_is_a_jpeg(
+    jpeg_source: Any, memory_source: Any, small_settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creating, "region_library", lambda: pytest.fail("asked"))
+    pillow = small_settings(decoder="pillow", workers=2)
+    assert described(jpeg_source, pillow, "not resident") == (
+        "2 threads (Pillow decodes; not resident)"
+    )
+    source = memory_source(50)
+    assert described(source, small_settings()) == "no threads"
+    assert source.reads == []
+    assert described(memory_source(0), small_settings()) == "no threads"
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': decodes on a GPU"):
+        described(source, small_settings(decoder="nvjpeg"))

@@ -1,0 +1,389 @@
+"""Class folders, flat folders with label files, ImageNet's archives, and classes.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import DataError
+from paceline.data import DataSettings, numbered_classes, open_source
+from paceline.data.image import decode
+from paceline.data.sources import imagenet_tars
+from paceline.data.sources.folders import FlatFolder, ImageFiles, ImageFolder, class_directories
+from paceline.data.sources.labels import read_classes
+
+WNIDS = ["n01440764", "n01443537", "n02119789"]
+NAMES = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 6)]
+LABELS = [2, 0, 1, 1, 2]
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+FILES = {
+    "val.txt": "".join(f"{n} {c}\n" for n, c in reversed(list(zip(NAMES, LABELS, strict=True)))),
+    "val.txt ": "".join(f"val/{n} {WNIDS[c]}\n" for n, c in zip(NAMES, LABELS, strict=True)),
+    "LOC_val_solution.csv": "ImageId,PredictionString\n"
+    + "".join(f"{n[:-5]},{WNIDS[c]} 1 2 3 4 \n" for n, c in zip(NAMES, LABELS, strict=True)),
+    "imagenet_2012_validation_synset_labels.txt": "".join(f"{WNIDS[c]}\n" for c in LABELS),
+    "synset_labels.txt": "\n".join(WNIDS[c] for c in LABELS),
+    # The devkit counts from 1, in an order of its own.
+    GROUND_TRUTH: "".join(f"{3 - c}\n" for c in LABELS),
+}
+Write = Callable[[Path, list[tuple[str, bytes]]], Path]
+
+
+@pytest.fixture
+def root(tmp_path: Path, png: Callable[..., bytes]) -> Path:
+    for number, name in enumerate(
+        ["dog/b.png", "dog/a.JPG", "cat/x/deep.jpeg", "cat/1.webp", "ant/z.png"]
+    ):
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(np.full((4, 4), number, dtype=np.uint8)))
+    for name in ("dog/notes.txt", "cat/.hidden.png", "cat/.git/x.png", ".cache/a.png", "list.png"):
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"not an image")
+    return tmp_path / "train"
+
+
+def test_classes_are_the_sorted_directories(root: Path) -> None:
+    source = ImageFolder(root)
+    assert source.classes == ["ant", "cat", "dog"]
+    assert [Path(source.name(i)).relative_to(root).as_posix() for i in range(len(source))] == [
+        "ant/z.png",
+        "cat/1.webp",
+        "cat/x/deep.jpeg",
+        "dog/a.JPG",
+        "dog/b.png",
+    ]
+    assert source.labels.tolist() == [0, 1, 1, 2, 2]
+    assert source.labels.dtype == np.int64
+    assert [int(np.asarray(decode(source.read(i), 1))[0, 0]) for i in range(5)] == [4, 3, 2, 1, 0]
+
+
+def test_given_classes_decide_the_labels(root: Path) -> None:
+    source = ImageFolder(root, ["aardvark", "ant", "bee", "cat", "dog"])
+    assert source.labels.tolist() == [1, 3, 3, 4, 4]
+
+
+def test_a_class_that_training_does_not_have(root: Path) -> None:
+    with pytest.raises(DataError, match=r"dog: not a class of the training data"):
+        ImageFolder(root, ["ant", "cat"])
+
+
+def test_empty_classes_are_named(root: Path) -> None:
+    (root / "eel").mkdir()
+    (root / "fox" / "deep").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"no image .* in 2 of 5 class directories: eel, fox"):
+        ImageFolder(root)
+
+
+def test_no_class_directories(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no class directories"):
+        ImageFolder(tmp_path)
+
+
+def test_a_link_to_a_class_directory_counts(root: Path, tmp_path: Path) -> None:
+    (root / "wolf").symlink_to(root / "dog", target_is_directory=True)
+    assert class_directories(root) == ["ant", "cat", "dog", "wolf"]
+    assert len(ImageFolder(root)) == 7
+
+
+def test_a_file_that_vanishes_is_no_corrupt_image(root: Path) -> None:
+    source = ImageFolder(root)
+    (root / "ant/z.png").unlink()
+    with pytest.raises(DataError, match=r"ant/z\.png: cannot be read \(No such file"):
+        source.read(0)
+    source.close()
+
+
+def test_missing_root(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent: cannot be listed"):
+        ImageFolder(tmp_path / "absent")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every directory")
+def test_a_directory_that_may_not_be_listed(root: Path) -> None:
+    (root / "cat/x").chmod(0)
+    with pytest.raises(DataError, match=r"cat/x: cannot be listed"):
+        ImageFolder(root)
+    (root / "cat/x").chmod(0o700)
+
+
+def test_links_that_lead_in_a_circle(root: Path) -> None:
+    plain = ImageFolder(root)
+    (root / "cat" / "x" / "again").symlink_to(root / "cat", target_is_directory=True)
+    (root / "cat" / "here").symlink_to(".", target_is_directory=True)
+    (root / "dog" / "all").symlink_to("..", target_is_directory=True)
+    source = ImageFolder(root)
+    assert [source.name(i) for i in range(len(source))] == [plain.name(i) for i in range(5)]
+
+
+def test_the_identity_tells_a_changed_file(root: Path, tmp_path: Path) -> None:
+    before = ImageFolder(root).identity()
+    shutil.copytree(root, tmp_path / "copy")  # with its times
+    assert ImageFolder(tmp_path / "copy").identity() == before
+    path = root / "dog" / "b.png"
+    seen = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns + 1))
+    assert ImageFolder(root).identity() != before
+    path.write_bytes(b"shorter")
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert ImageFolder(root).identity() != before
+    path.rename(root / "dog" / "c.png")
+    with pytest.raises(DataError, match=r"dog/b\.png: cannot be read"):
+        listed(root, "dog/b.png").identity()
+
+
+def listed(root: Path, *names: str) -> ImageFiles:
+    return ImageFiles(root, names, [0] * len(names), ["dog"])
+
+
+# --- images with a label file ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def imagenet(tmp_path: Path) -> Path:
+    for wnid in WNIDS:
+        (tmp_path / "train" / wnid).mkdir(parents=True)
+        (tmp_path / "train" / wnid / f"{wnid}_1.JPEG").write_bytes(b"image")
+    (tmp_path / "val").mkdir()
+    for i, name in enumerate(NAMES):
+        (tmp_path / "val" / name).write_bytes(bytes([i]))
+    (tmp_path / "val" / "._junk.JPEG").write_bytes(b"")
+    return tmp_path
+
+
+def write_map(directory: Path) -> None:
+    lines = [f"{wnid} {3 - i} name_{i}\n" for i, wnid in enumerate(WNIDS)]
+    (directory / "map_clsloc.txt").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("place", [".", "val"])
+def test_every_label_file(imagenet: Path, name: str, place: str) -> None:
+    (imagenet / place / name.strip()).write_text(FILES[name])
+    write_map(imagenet / place)
+    source = open_source(DataSettings(dir=str(imagenet)), "val")
+    assert isinstance(source, FlatFolder)
+    assert source.classes == WNIDS
+    assert source.labels.tolist() == LABELS
+    assert [source.read(i) for i in range(5)] == [bytes([i]) for i in range(5)]
+    assert source.name(0).endswith("val/ILSVRC2012_val_00000001.JPEG")
+
+
+def test_class_folders_need_no_file(imagenet: Path) -> None:
+    assert open_source(DataSettings(dir=str(imagenet)), "train").labels.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("", "", "images without class folders, and no file with their labels; put one of val.txt"),
+        ("val.txt", FILES["val.txt"].replace(NAMES[3], "x.JPEG"), f"no label for 1 of 5.*{NAMES[3]}"),
+        ("val.txt", FILES["val.txt"].replace(" 0", " 3"), "val.txt:4: '3' is none of the 3 classes"),
+        ("val.txt", FILES["val.txt"].replace(" 0", " -1"), "val.txt:4: '-1' is none of the 3"),
+        ("synset_labels.txt", "n01440764\n", "1 labels for 5 images"),
+        ("synset_labels.txt", "0\n" * 5, "synset_labels.txt:1: '0' is none of the 3 classes"),
+        (GROUND_TRUTH, "1\n2\n3\n1\n9\n", f"{GROUND_TRUTH}:5: '9' is not in map_clsloc.txt"),
+        ("LOC_val_solution.csv", "ImageId\nx,n9 1 2 3 4\n", "solution.csv:2: 'n9' is none of"),
+    ],
+)  # fmt: skip
+def test_wrong_label_files(imagenet: Path, name: str, content: str, line: str) -> None:
+    if name:
+        (imagenet / name).write_text(content)
+        write_map(imagenet)
+    with pytest.raises(DataError, match=line):
+        open_source(DataSettings(dir=str(imagenet)), "val")
+
+
+def test_the_devkits_numbers_are_not_guessed(imagenet: Path) -> None:
+    (imagenet / GROUND_TRUTH).write_text(FILES[GROUND_TRUTH])
+    with pytest.raises(DataError, match="devkit's own order, and map_clsloc.txt is not there"):
+        open_source(DataSettings(dir=str(imagenet)), "val")
+
+
+def test_nobody_names_the_classes(imagenet: Path) -> None:
+    (imagenet / "val.txt").write_text(FILES["val.txt"])
+    (imagenet / "train").rename(imagenet / "elsewhere")
+    with pytest.raises(DataError, match="nobody says which classes there are; put the training"):
+        open_source(DataSettings(dir=str(imagenet)), "val")
+    assert open_source(DataSettings(dir=str(imagenet)), "val", WNIDS).labels.tolist() == LABELS
+
+
+# --- archives --------------------------------------------------------------------------------------
+
+
+def inner(directory: Path, write_tar: Write, first: int = 0) -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    return [
+        write_tar(
+            directory / f"{wnid}.tar",
+            [(f"{wnid}_{i}.JPEG", bytes([10 * k + i]) * (600 * i + 1)) for i in (2, 0, 1)],
+        )
+        for k, wnid in enumerate(WNIDS)
+    ]
+
+
+def check(root: Path) -> None:
+    source = open_source(DataSettings(dir=str(root)), "train")
+    assert source.classes == WNIDS
+    assert source.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for place in range(9):
+        k, i = divmod(place, 3)
+        assert source.read(place) == bytes([10 * k + i]) * (600 * i + 1)
+        assert source.name(place).endswith(f":{WNIDS[k]}_{i}.JPEG")
+    source.close()
+
+
+def test_a_folder_of_class_tars(tmp_path: Path, write_tar: Write) -> None:
+    inner(tmp_path / "train", write_tar)
+    check(tmp_path)
+
+
+def test_the_tar_of_class_tars(tmp_path: Path, write_tar: Write) -> None:
+    paths = inner(tmp_path / "parts", write_tar)
+    write_tar(
+        tmp_path / "ILSVRC2012_img_train.tar",
+        [(path.name, path.read_bytes()) for path in reversed(paths)],
+    )
+    check(tmp_path)
+
+
+def test_the_flat_tar_of_validation(tmp_path: Path, write_tar: Write) -> None:
+    inner(tmp_path / "train", write_tar)
+    names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (3, 1, 2)]
+    write_tar(tmp_path / "ILSVRC2012_img_val.tar", [(name, name.encode()) for name in names])
+    (tmp_path / "val.txt").write_text("".join(f"{n} {i}\n" for i, n in enumerate(names)))
+    source = open_source(DataSettings(dir=str(tmp_path)), "val", WNIDS)
+    assert source.labels.tolist() == [1, 2, 0]
+    assert [source.read(i) for i in range(3)] == [name.encode() for name in sorted(names)]
+    with pytest.raises(DataError, match="nobody says which classes"):
+        open_source(DataSettings(dir=str(tmp_path), source="imagenet"), "val")
+
+
+def test_a_class_tar_that_training_does_not_have(tmp_path: Path, write_tar: Write) -> None:
+    inner(tmp_path / "train", write_tar)
+    with pytest.raises(DataError, match=r"n02119789\.tar: not a class of the training data"):
+        open_source(DataSettings(dir=str(tmp_path)), "train", WNIDS[:2])
+
+
+@pytest.mark.parametrize("keep", [100, 700, 1600, 2000])
+def test_a_download_that_was_cut(tmp_path: Path, write_tar: Write, keep: int) -> None:
+    paths = inner(tmp_path / "train", write_tar)
+    os.truncate(paths[1], keep)
+    with pytest.raises(DataError, match=r"n01443537\.tar: (truncated|not a readable|damaged)"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+
+
+def test_a_cut_inside_the_big_one(tmp_path: Path, write_tar: Write) -> None:
+    paths = inner(tmp_path / "parts", write_tar)
+    content = paths[0].read_bytes()
+    write_tar(tmp_path / "ILSVRC2012_img_train.tar", [(paths[0].name, content[:2000])])
+    with pytest.raises(DataError, match=r"img_train\.tar: (truncated|not a readable)"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+
+
+def test_nothing_in_it(tmp_path: Path, write_tar: Write) -> None:
+    (tmp_path / "train").mkdir()
+    write_tar(tmp_path / "train" / "n01440764.tar", [("README", b"no image")])
+    with pytest.raises(DataError, match="no image in it"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+
+
+def test_an_empty_class_does_not_shift_the_others(tmp_path: Path, write_tar: Write) -> None:
+    paths = inner(tmp_path / "train", write_tar)
+    write_tar(paths[1], [("README", b"no image")])
+    with pytest.raises(DataError, match=r"n01443537\.tar: no image in it"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+    write_tar(
+        tmp_path / "ILSVRC2012_img_train.tar", [(path.name, path.read_bytes()) for path in paths]
+    )
+    with pytest.raises(DataError, match=r"img_train\.tar: n01443537\.tar: no image in it"):
+        open_source(DataSettings(dir=str(tmp_path), source="imagenet"), "train")
+
+
+def test_changed_while_it_is_listed(
+    tmp_path: Path, write_tar: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = inner(tmp_path / "train", write_tar)
+    real = imagenet_tars.tar_members
+
+    def slow(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
+        yield from real(path, content)
+        os.utime(paths[0], (1, 1))
+
+    monkeypatch.setattr(imagenet_tars, "tar_members", slow)
+    source = open_source(DataSettings(dir=str(tmp_path)), "train")
+    with pytest.raises(DataError, match=r"n01440764\.tar: has changed since the start"):
+        source.read(0)
+    source.close()
+
+
+def test_class_folders_and_tars_at_once(tmp_path: Path, write_tar: Write) -> None:
+    inner(tmp_path / "train", write_tar)
+    (tmp_path / "train" / WNIDS[0]).mkdir()
+    (tmp_path / "train" / WNIDS[0] / "1.JPEG").write_bytes(b"image")
+    with pytest.raises(DataError, match=r"class folders \(n0144.*\) and tars without one \(n0144"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+    for name in WNIDS[1:]:
+        (tmp_path / "train" / name).mkdir()
+        (tmp_path / "train" / name / "1.JPEG").write_bytes(b"image")
+    assert len(open_source(DataSettings(dir=str(tmp_path)), "train")) == len(WNIDS)
+
+
+# --- classes.json ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"cls": 1, "name": "dog"}, {"cls": 0, "name": "cat"}],
+        {"dog": 1, "cat": 0},
+        ["cat", "dog"],
+        [{"cls": 0, "wnid": "cat"}, {"cls": 1, "wnid": "n2", "name": "dog"}],
+    ],
+)
+def test_every_form(tmp_path: Path, content: object) -> None:
+    (tmp_path / "classes.json").write_text(json.dumps(content))
+    assert read_classes(tmp_path) == ["cat", "dog"]
+
+
+def test_absent_is_not_wrong(tmp_path: Path) -> None:
+    assert read_classes(tmp_path) is None
+    assert numbered_classes(3) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        "3",
+        '[{"cls": 0, "name": "a"}, {"cls": 2, "name": "b"}]',
+        '[{"cls": 0, "name": "a"}, {"cls": 0, "name": "b"}]',
+        '[{"cls": 1, "name": "a"}]',
+        '[{"cls": "0", "name": "a"}]',
+        '[{"cls": true, "name": "a"}, {"cls": 0, "name": "b"}]',
+        '[{"cls": 0}]',
+        '{"a": 0.0}',
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "classes.json").write_text(text)
+    with pytest.raises(DataError, match=r"classes\.json: .*write it as"):
+        read_classes(tmp_path)
+
+
+def test_not_text(tmp_path: Path) -> None:
+    (tmp_path / "classes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="is not JSON"):
+        read_classes(tmp_path)

@@ -1,0 +1,307 @@
+"""Resident sets. The batches of the host's threads are the reference: a resident set must give the
+same."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from no_waiting import no_waiting
+from paceline.core.errors import DataError
+from paceline.data import (
+    Batch,
+    BatchPlan,
+    DataSettings,
+    EvalLoader,
+    TrainLoader,
+    create_eval_loader,
+    create_train_loader,
+    open_source,
+)
+from paceline.data.device import resident as module
+from paceline.data.device.resident import PixelForm, UnequalSizesError, resident_set
+from paceline.data.sources.cifar10 import Cifar10
+
+Make = Callable[..., DataSettings]
+CPU = torch.device("cpu")
+FORM, SHAPE = PixelForm(1, 8, 8, "bilinear"), (8, 8, 1)
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
+
+
+def loader(
+    where: str, source: Any, plan: BatchPlan, chosen: DataSettings, device: str = "cpu", **more: int
+) -> TrainLoader:
+    """`where` is the setting: on is resident, off is by threads."""
+    values = {"rank": 0, "first_step": 0, **more}
+    settings = replace(chosen, resident=where)
+    return create_train_loader(
+        source, plan, settings, seed=4, device=torch.device(device), **values
+    )
+
+
+def passes(
+    where: str, source: Any, chosen: DataSettings, device: str = "cpu", **share: int
+) -> EvalLoader:
+    values = {"rank": 0, "world_size": 1, "batch_size": 8, **share}
+    return create_eval_loader(
+        source, replace(chosen, resident=where), device=torch.device(device), **values
+    )
+
+
+def resident(source: Any, plan: BatchPlan, chosen: DataSettings, **more: int) -> list[Batch]:
+    with loader("on", source, plan, chosen, **more) as made:
+        return list(made)
+
+
+def threaded(source: Any, plan: BatchPlan, chosen: DataSettings) -> list[Batch]:
+    with loader("off", source, plan, chosen) as made:
+        return list(made)
+
+
+def assert_equal(got: list[Batch], want: list[Batch], corrupt: bool = True) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.images.cpu(), b.images)
+        assert torch.equal(a.labels.cpu(), b.labels)
+        assert not corrupt or a.corrupt == b.corrupt
+
+
+@pytest.fixture
+def augmented(small_settings: Make) -> Make:
+    def make(**changes: object) -> DataSettings:
+        return small_settings(**{"augment": "pad_crop", "flip": True, **changes})
+
+    return make
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("size", [8, 13])
+@pytest.mark.parametrize("augment", ["none", "pad_crop"])
+@pytest.mark.parametrize("corrupt", [set(), {7}, {1, 2, 3, 4, 30}])
+def test_batches_are_those_of_the_threads(
+    memory_source: Any, augmented: Make, workers: int, size: int, augment: str, corrupt: set[int]
+) -> None:
+    chosen = augmented(workers=workers, augment=augment, max_corrupt_share=0.2)
+    source = memory_source(50, corrupt, size)
+    plan = BatchPlan(samples=50, epochs=3, global_batch=40, micro_batch=20, world_size=1)
+    got = resident(source, plan, chosen)
+    assert_equal(got, threaded(source, plan, chosen))
+    assert sum(len(batch.corrupt) for batch in got) == len(corrupt)
+
+
+def test_boxes_too(tiny_imagenet: Path) -> None:
+    chosen = DataSettings(dir=str(tiny_imagenet), image_size=48, eval_resize=56)
+    source = open_source(chosen, "val")
+    plan = BatchPlan(len(source), 1, len(source), 625, 1)
+    got, want = resident(source, plan, chosen)[1], threaded(source, plan, chosen)[1]
+    assert torch.equal(got.labels, want.labels)
+    assert torch.equal(got.images, want.images)
+    source.close()
+
+
+def test_every_step_can_be_resumed(memory_source: Any, augmented: Make) -> None:
+    plan = BatchPlan(samples=23, epochs=2, global_batch=8, micro_batch=4, world_size=1)
+    chosen, source = augmented(workers=1), memory_source(23, corrupt={3})
+    whole = resident(source, plan, chosen)
+    for step in range(plan.total_steps + 1):
+        rest = sum(len(plan.micro_batches(s, 0)) for s in range(step, plan.total_steps))
+        got = resident(source, plan, chosen, first_step=step)
+        assert_equal(got, whole[len(whole) - rest :], corrupt=False)
+
+
+@pytest.mark.parametrize("augment", ["pad_crop", "random_resized_crop"])
+def test_ranks_share_out_what_one_would_take(
+    memory_source: Any, augmented: Make, augment: str
+) -> None:
+    source, chosen = memory_source(31), augmented(augment=augment)
+    alone = resident(source, BatchPlan(31, 2, 12, 2, 1), chosen)
+    plan = BatchPlan(31, 2, 12, 2, 3)
+    shares = [iter(resident(source, plan, chosen, rank=rank)) for rank in range(3)]
+    merged = []
+    for step in range(plan.total_steps):
+        pieces = sum(len(plan.micro_batches(step, rank)) for rank in range(3))
+        merged += [next(shares[j % 3]) for j in range(pieces)]
+    assert_equal(merged, alone)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_corrupt_samples_stop_the_run_at_the_same_batch(
+    memory_source: Any, small_settings: Make, workers: int
+) -> None:
+    source = memory_source(100, corrupt={10, 40, 70})
+    plan = BatchPlan(samples=100, epochs=1, global_batch=10, micro_batch=10, world_size=1)
+    chosen = small_settings(workers=workers, max_corrupt_share=0.02)
+    ends = []
+    for where in ("off", "on"):
+        sizes: list[int] = []
+        made = loader(where, source, plan, chosen)
+        with made, pytest.raises(DataError, match=r"3 corrupt of 100 samples") as caught:
+            sizes.extend(len(batch) for batch in made)
+        ends.append((len(made.corrupt), str(caught.value), sizes))
+    assert ends[0] == ends[1]
+
+
+def test_all_corrupt_ends(memory_source: Any, small_settings: Make) -> None:
+    chosen = small_settings(max_corrupt_share=0.9)
+    with pytest.raises(DataError, match="corrupt of 20 samples"):
+        resident(memory_source(20, corrupt=set(range(20))), BatchPlan(20, 1, 4, 4, 1), chosen)
+
+
+def test_closing_in_the_middle(memory_source: Any, augmented: Make) -> None:
+    plan = BatchPlan(samples=40, epochs=90, global_batch=20, micro_batch=20, world_size=1)
+    made = loader("on", memory_source(40), plan, augmented(workers=2))
+    next(made)
+    assert sum(t.name.startswith("paceline-data") for t in threading.enumerate()) == 1
+    made.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(made)
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("corrupt", [set(), {5, 6, 7, 38, 39}])
+def test_passes_are_those_of_the_threads(
+    memory_source: Any, small_settings: Make, ranks: int, corrupt: set[int]
+) -> None:
+    source = memory_source(40, corrupt, size=11)
+    chosen = small_settings(max_corrupt_share=0.2, eval_resize=10)
+    for rank in range(ranks):
+        share = {"rank": rank, "world_size": ranks, "batch_size": 2}
+        with (
+            passes("off", source, chosen, **share) as reference,
+            passes("on", source, chosen, **share) as made,
+        ):
+            for _ in range(2):
+                assert_equal(list(made), list(reference))
+            assert made.corrupt == reference.corrupt
+            assert len(made) == len(reference)
+
+
+def test_too_many_corrupt_samples_stop_the_evaluation(
+    memory_source: Any, small_settings: Make
+) -> None:
+    chosen = small_settings(max_corrupt_share=0.1)
+    with (
+        passes("on", memory_source(40, corrupt=set(range(10))), chosen) as made,
+        pytest.raises(DataError, match=r"8 corrupt of 40 samples \(allowed: 4\)"),
+    ):
+        list(made)
+
+
+# --- the set -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_every_sample_lies_at_its_index(
+    memory_source: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE_BYTES", 70 * 64)  # several pieces of several chunks
+    source = memory_source(250, corrupt={3, 249}, size=12)
+    held = resident_set(source, FORM, SHAPE, workers, CPU)
+    want = torch.arange(250)
+    want[[3, 249]] = 0
+    assert torch.equal(held.images, want.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 1))
+    assert held.labels.tolist() == list(range(250))
+    assert {index: sample.name for index, sample in held.corrupt.items()} == {
+        3: "memory:3",
+        249: "memory:249",
+    }
+    assert held.describe() == "resident on cpu, 0 MiB"
+
+
+def test_pixels_that_lie_ready_are_taken_as_they_are(tmp_path: Path, small_cifar: Any) -> None:
+    source = Cifar10(small_cifar.write(tmp_path, "bin"), "train")
+    source.read = lambda i: pytest.fail(f"sample {i} was read")  # type: ignore[method-assign]
+    held = resident_set(source, PixelForm(3, 32, 32, "bilinear"), (32, 32, 3), 2, CPU)
+    assert np.array_equal(held.images.numpy(), source.pixels)
+    assert held.pixels[-1].tolist() == [0, 0, 0]
+
+
+def test_decoded_once_as_long_as_the_source_lives(memory_source: Any) -> None:
+    source = memory_source(20)
+    held = resident_set(source, FORM, SHAPE, 0, CPU)
+    assert resident_set(source, FORM, SHAPE, 2, CPU) is held
+    assert len(source.reads) == 20
+    assert resident_set(source, PixelForm(1, 8, 9, "bilinear"), SHAPE, 0, CPU) is not held
+    assert resident_set(memory_source(20), FORM, SHAPE, 0, CPU) is not held
+    gone = weakref.ref(held)
+    del held, source
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failing_storage_ends_it(memory_source: Any, workers: int) -> None:
+    source = memory_source(300)
+    source.failure = DataError("gone")
+    with pytest.raises(DataError, match="gone"):
+        resident_set(source, FORM, SHAPE, workers, CPU)
+    source.failure = None
+    assert len(resident_set(source, FORM, SHAPE, workers, CPU)) == 300
+
+
+def test_evaluation_shares_what_training_fitted(small_settings: Make) -> None:
+    chosen = small_settings(augment="pad_crop")
+    assert PixelForm.for_training(chosen) == PixelForm.for_evaluation(chosen)
+    assert PixelForm.for_training(chosen) == PixelForm.for_training(small_settings())
+    other = small_settings(eval_resize=9)
+    assert PixelForm.for_training(other) != PixelForm.for_evaluation(other)
+
+
+def test_boxes_are_cut_from_stored_images(memory_source: Any, small_settings: Make) -> None:
+    form = PixelForm.for_training(small_settings(augment="random_resized_crop"))
+    assert form.shape(memory_source(5, corrupt={0, 1}, size=11)) == (11, 11, 1)
+    assert form.shape(memory_source(2, corrupt={0, 1})) is None
+
+
+def test_pixels_that_lie_ready(tmp_path: Path, small_cifar: Any) -> None:
+    source = Cifar10(small_cifar.write(tmp_path, "bin"), "val")
+    assert PixelForm(3, 32, 32, "bilinear").ready(source) is source.pixels
+    assert PixelForm(3).ready(source) is source.pixels
+    assert PixelForm(3).shape(source) == (32, 32, 3)
+    for other in (PixelForm(1), PixelForm(3, 28, 28, "bilinear"), PixelForm(3, 32, 36, "bilinear")):
+        assert other.ready(source) is None
+
+
+def test_other_sizes_are_refused_where_they_must_be_equal() -> None:
+    transform = PixelForm(1).transform((4, 6, 1))
+    out = np.zeros((4, 6, 1), dtype=np.uint8)
+    transform(Image.new("L", (6, 4), 7), (), out)
+    assert (out == 7).all()
+    with pytest.raises(UnequalSizesError, match="images of 6 × 4 and of 4 × 6"):
+        transform(Image.new("L", (4, 6)), (), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("augment", ["pad_crop", "random_resized_crop"])
+def test_the_host_never_waits_for_the_gpu(
+    memory_source: Any, augmented: Make, augment: str
+) -> None:
+    source, chosen = memory_source(50, {7}), augmented(workers=1, augment=augment)
+    plan = BatchPlan(samples=50, epochs=3, global_batch=40, micro_batch=20, world_size=1)
+    batches = []
+    with (
+        loader("on", source, plan, chosen, "cuda") as train,
+        passes("on", memory_source(50), chosen, "cuda", batch_size=20) as evaluation,
+        no_waiting(),
+    ):
+        batches += list(train)
+        list(evaluation)
+    assert all(b.images.is_cuda and b.labels.is_cuda for b in batches)
+    assert_equal(batches, threaded(source, plan, chosen))

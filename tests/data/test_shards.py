@@ -1,0 +1,504 @@
+from __future__ import annotations
+
+import errno
+import gzip
+import hashlib
+import io
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import DataError
+from paceline.data import DataSettings, inspect_set, open_source, open_splits
+from paceline.data.image import decode
+from paceline.data.sources import index_store
+from paceline.data.sources import shards as tar_shards
+from paceline.data.sources.index_store import (
+    IndexStore,
+    UnfitIndexError,
+    index_path,
+    read_index,
+    write_index,
+)
+from paceline.data.sources.shards import TarShards
+from paceline.data.sources.storage import Retry, ShardStamp
+from paceline.data.sources.tar_index import ShardIndex, scan_shard
+
+Write = Callable[[Path, list[tuple[str, bytes]]], Path]
+Samples = Callable[..., list[tuple[str, bytes]]]
+BUILDER = """
+import sys, time
+from pathlib import Path
+from paceline.data.sources import index_store
+from paceline.data.sources.shards import TarShards
+index_store._KEPT_FROM_BYTES = 0
+real, count = index_store.scan_shard, 0
+def scan(path, content):
+    global count
+    count += 1
+    time.sleep(0.05)  # as long as the others need to arrive
+    return real(path, content)
+index_store.scan_shard = scan
+source = TarShards(sorted(Path(sys.argv[1]).glob("train-*.tar")))
+print(count, len(source))
+"""
+
+
+@pytest.fixture(params=[".tar", ".tar.gz"])
+def shards(request: pytest.FixtureRequest, tmp_path: Path, write_tar: Write, samples: Samples):
+    paths = [
+        write_tar(tmp_path / f"train-0001{request.param}", samples(7, first=5)),
+        write_tar(tmp_path / f"train-0000{request.param}", samples(5)),
+    ]
+    opened = TarShards(paths)
+    yield opened
+    opened.close()
+
+
+def test_samples_of_all_shards_in_order(shards: TarShards) -> None:
+    assert len(shards) == 12
+    assert shards.labels.dtype == np.int64
+    assert shards.labels.tolist() == [i % 3 for i in range(12)]
+    assert shards.classes == ["0", "1", "2"]
+    for i in range(12):
+        assert np.asarray(decode(shards.read(i), 1))[0, 0] == i
+    assert shards.name(4).endswith(":000004.png")
+    assert shards.name(5).startswith("train-0001.tar")
+    with pytest.raises(IndexError):
+        shards.read(12)
+
+
+def test_threads_read_at_once(shards: TarShards) -> None:
+    def first_pixel(i: int) -> int:
+        return int(np.asarray(decode(shards.read(i), 1))[0, 0])
+
+    wanted = [i % 12 for i in range(600)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(first_pixel, wanted)) == wanted
+
+
+def open_descriptors() -> int:
+    """Counted by asking for each, so it works where there is no /proc."""
+
+    def is_open(descriptor: int) -> bool:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            return False
+        return True
+
+    return sum(map(is_open, range(1024)))
+
+
+def test_more_shards_than_descriptors(
+    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tar_shards, "_DESCRIPTORS_KEPT", 2)
+    paths = [write_tar(tmp_path / f"train-{i}.tar", samples(1, first=i)) for i in range(6)]
+    before = open_descriptors()
+    source = TarShards(paths)
+    for i in (5, 0, 3, 5, 1):
+        assert np.asarray(decode(source.read(i), 1))[0, 0] == i
+    assert open_descriptors() - before == 2
+    source.close()
+    assert open_descriptors() == before
+
+
+def test_label_outside_the_classes(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
+    path = write_tar(tmp_path / "train-0000.tar", samples(5, classes=5))
+    with pytest.raises(DataError, match=r"train-0000\.tar:000003\.png: label 3 is outside the 3"):
+        TarShards([path], ["a", "b", "c"])
+
+
+def test_no_image_in_any_shard(tmp_path: Path, write_tar: Write) -> None:
+    path = write_tar(tmp_path / "train-0000.tar", [("a.bmp", b"x"), ("b.txt", b"y")])
+    with pytest.raises(DataError, match=r"train-0000\.tar: no image in it"):
+        TarShards([path])
+
+
+def test_a_damaged_shard_among_good_ones_is_named(
+    tmp_path: Path, write_tar: Write, samples: Samples
+) -> None:
+    good = write_tar(tmp_path / "train-0000.tar", samples(3))
+    bad = tmp_path / "train-0001.tar"
+    bad.write_bytes(good.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"train-0001\.tar: not a readable tar shard"):
+        TarShards([good, bad])
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "no gzip"])
+def test_damaged_gzip(tmp_path: Path, write_tar: Write, samples: Samples, damage: str) -> None:
+    path = write_tar(tmp_path / "train-0000.tar.gz", samples(20))
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    elif damage == "flip":
+        content[len(content) // 2] ^= 0xFF
+    else:
+        content = bytearray(gzip.decompress(content))
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"train-0000\.tar\.gz: not a readable gzip"):
+        TarShards([path])
+
+
+def test_a_shard_that_vanishes_is_no_corrupt_image(
+    tmp_path: Path, write_tar: Write, samples: Samples
+) -> None:
+    source = TarShards([write_tar(tmp_path / "train-0000.tar", samples(3))])
+    (tmp_path / "train-0000.tar").unlink()
+    with pytest.raises(DataError, match=r"train-0000\.tar: cannot be read \(No such file"):
+        source.read(0)
+
+
+def test_a_shard_cut_under_the_run(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
+    path = write_tar(tmp_path / "train-0000.tar", samples(3))
+    source = TarShards([path])
+    source.read(2)
+    os.truncate(path, 700)
+    with pytest.raises(DataError, match=r"train-0000\.tar: ends at byte \d+, but was longer"):
+        source.read(2)
+    source.close()
+
+
+def test_a_directory_in_the_place_of_a_shard(tmp_path: Path) -> None:
+    (tmp_path / "train-0000.tar").mkdir()
+    with pytest.raises(DataError, match=r"train-0000\.tar: cannot be read \(Is a directory"):
+        TarShards([tmp_path / "train-0000.tar"])
+
+
+def test_too_much_to_unpack_into_memory(
+    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tar(tmp_path / "train-0000.tar.gz", samples(3))
+    monkeypatch.setattr(tar_shards, "_COMPRESSED_LIMIT_BYTES", 10)
+    with pytest.raises(DataError, match="gunzip"):
+        TarShards([path])
+
+
+def test_tiny_imagenet(tiny_imagenet: Path) -> None:
+    settings = DataSettings(dir=str(tiny_imagenet))
+    train, val = open_source(settings, "train"), open_source(settings, "val")
+    assert len(train.classes) == len(val.classes) == 25
+    assert np.bincount(train.labels).tolist() == [500] * 25
+    assert np.bincount(val.labels).tolist() == [50] * 25
+    grey = 0
+    for source in (train, val):
+        for i in range(len(source)):
+            data = source.read(i)
+            assert isinstance(data, bytes)
+            grey += _is_grey_jpeg(data)
+    assert grey == 264
+    for source in (train, val):
+        first = next(i for i in range(len(source)) if _is_grey_jpeg(source.read(i)))
+        image = decode(source.read(first), 3)
+        pixels = np.asarray(image)
+        assert pixels.shape == (64, 64, 3)
+        assert (pixels[..., 0] == pixels[..., 2]).all()
+        assert pixels.std() > 5
+        source.close()
+
+
+def _is_grey_jpeg(data: bytes) -> bool:
+    """Reads the number of components in the frame header, without Pillow."""
+    at = 2
+    while data[at + 1] not in (0xC0, 0xC1, 0xC2):
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return data[at + 9] == 1
+
+
+# --- indexes, kept on disk -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large_shards(
+    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> list[Path]:
+    """Three shards, as if they were large ones, and a cache of the user's own."""
+    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    return [
+        write_tar(tmp_path / "data" / f"train-{i}.tar", samples(4, first=4 * i)) for i in range(3)
+    ]
+
+
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The shards that are scanned from now on."""
+    seen: list[Path] = []
+    real = index_store.scan_shard
+
+    def watched(path: Path, content: object) -> object:
+        seen.append(path)
+        return real(path, content)
+
+    monkeypatch.setattr(index_store, "scan_shard", watched)
+    return seen
+
+
+def test_built_once(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    scanned = scans(monkeypatch)
+    first = TarShards(large_shards)
+    assert scanned == large_shards
+    assert all(index_path(path).is_file() for path in large_shards)
+    second = TarShards(large_shards)
+    assert scanned == large_shards
+    assert [second.name(i) for i in range(12)] == [first.name(i) for i in range(12)]
+    assert [second.read(i) for i in range(12)] == [first.read(i) for i in range(12)]
+    assert second.labels.tolist() == first.labels.tolist()
+    assert first.note == second.note == ""
+
+
+def test_a_small_set_leaves_nothing_behind(
+    large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 64 << 20)
+    before = sorted(large_shards[0].parent.iterdir())
+    assert len(TarShards(large_shards)) == 12
+    assert sorted(large_shards[0].parent.iterdir()) == before
+
+
+def test_an_index_older_than_its_shard(
+    large_shards: list[Path],
+    write_tar: Write,
+    samples: Samples,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    TarShards(large_shards)
+    write_tar(large_shards[1], samples(5, first=100))
+    scanned = scans(monkeypatch)
+    source = TarShards(large_shards)
+    assert scanned == [large_shards[1]]
+    assert len(source) == 13
+    assert source.name(4) == "train-1.tar:000100.png"
+    assert "index of train-1.tar belongs to an older state of the shard: built anew" in (
+        source.note
+    )
+    assert TarShards(large_shards).note == ""
+
+
+def test_a_damaged_index(large_shards: list[Path]) -> None:
+    TarShards(large_shards)
+    content = bytearray(index_path(large_shards[2]).read_bytes())
+    content[-40] ^= 1
+    index_path(large_shards[2]).write_bytes(content)
+    source = TarShards(large_shards)
+    assert len(source) == 12
+    assert "index of train-2.tar is damaged: built anew" in source.note
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
+    """As on a read-only file system, which root could write to."""
+    real = index_store.write_index
+
+    def refuse(path: Path, *rest: object) -> None:
+        if path.parent.name in places:
+            raise DataError(f"{path}: cannot be written (Read-only file system)")
+        real(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(index_store, "write_index", refuse)
+
+
+def test_shards_where_nothing_can_be_written(
+    tmp_path: Path, large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_only(monkeypatch, "data")
+    TarShards(large_shards)
+    assert not index_path(large_shards[0]).exists()
+    assert len(list((tmp_path / "cache/paceline/index").glob("*.index"))) == 3
+    scanned = scans(monkeypatch)
+    assert len(TarShards(large_shards)) == 12
+    assert scanned == []
+
+
+def test_no_place_at_all(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    read_only(monkeypatch, "data", "index")
+    source = TarShards(large_shards)
+    assert len(source) == 12
+    assert "index of train-0.tar cannot be kept: no place to write to and 2 more" in source.note
+
+
+def test_a_damaged_shard_leaves_no_index(large_shards: list[Path]) -> None:
+    os.truncate(large_shards[1], 3000)
+    with pytest.raises(DataError, match=r"train-1\.tar: (truncated|not a readable)"):
+        TarShards(large_shards)
+    assert not index_path(large_shards[1]).exists()
+
+
+def test_a_flaky_file_system_while_scanning(
+    large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = io.BufferedReader.read, [errno.EIO, errno.ESTALE]
+
+    class Flaky(io.BufferedReader):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if self.tell() > 2000 and failures:
+                raise OSError(failures.pop(), "some trouble")
+            return real(self, size)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode="rb": Flaky(io.FileIO(path, mode)))
+    retry = Retry(2, sleep=lambda wait_s: None)
+    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 64 << 20)
+    assert len(IndexStore(retry).take(large_shards)) == 3
+    assert retry.count == 2
+    failures += [errno.EIO] * 3
+    with pytest.raises(DataError, match=r"train-0\.tar: cannot be read \(some trouble\)"):
+        IndexStore(retry).take(large_shards)
+
+
+def test_of_many_processes_one_builds(large_shards: list[Path]) -> None:
+    """All ranks of a host start at once."""
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILDER, str(large_shards[0].parent)],
+            stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    answers = [process.communicate()[0].split() for process in started]
+    assert [answer[1] for answer in answers] == ["12"] * 4
+    assert sum(int(answer[0]) for answer in answers) == 3
+    assert not list(large_shards[0].parent.glob(".*.tmp"))
+
+
+def test_a_user_without_a_home(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert len(TarShards(large_shards)) == 12
+    assert index_path(large_shards[0]).is_file()
+    for path in large_shards:
+        index_path(path).unlink()
+    read_only(monkeypatch, "data")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    source = TarShards(large_shards)
+    assert "index of train-0.tar cannot be kept: no place to write to" in source.note
+
+
+def test_the_lock_of_a_read_only_place_is_in_the_cache(
+    tmp_path: Path, large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_only(monkeypatch, "data")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != large_shards[0].parent)
+    before = sorted(large_shards[0].parent.iterdir())
+    assert len(TarShards(large_shards)) == 12
+    assert sorted(large_shards[0].parent.iterdir()) == before
+    kept = tmp_path / "cache/paceline/index"
+    assert len(list(kept.glob("*.lock"))) == 1
+    assert len(list(kept.glob("*.index"))) == 3
+
+
+def test_whoever_only_looks_leaves_nothing_behind(tmp_path: Path, large_shards: list[Path]) -> None:
+    index_path(large_shards[0]).write_bytes(b"unfit")
+    before = {path: path.read_bytes() for path in large_shards[0].parent.iterdir()}
+    assert inspect_set(str(large_shards[0].parent)).problems == []
+    sources = open_splits(str(large_shards[0].parent))
+    assert len(sources["train"]) == 12
+    assert {path: path.read_bytes() for path in large_shards[0].parent.iterdir()} == before
+    assert not (tmp_path / "cache").exists()
+
+
+# --- the file of an index --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shard(tmp_path: Path, write_tar: Callable[..., Path], samples: Callable[..., list]) -> Path:
+    return write_tar(tmp_path / "train-0.tar", samples(12))
+
+
+def scanned(path: Path) -> ShardIndex:
+    with path.open("rb") as content:
+        return scan_shard(path, content)
+
+
+def test_it_comes_back_as_it_was(shard: Path) -> None:
+    index = scanned(shard)
+    write_index(index_path(shard), index, ShardStamp.of(shard))
+    found = read_index(index_path(shard), ShardStamp.of(shard))
+    assert found is not None
+    for name in ("offsets", "sizes", "labels"):
+        assert np.array_equal(getattr(found, name), getattr(index, name))
+        assert getattr(found, name).dtype == np.int64
+    assert [found.names[i] for i in range(12)] == [index.names[i] for i in range(12)]
+    assert index_path(shard).name == "train-0.tar.index"
+
+
+def test_none_there(shard: Path) -> None:
+    assert read_index(index_path(shard), ShardStamp.of(shard)) is None
+
+
+def test_any_flipped_byte_and_any_cut_is_noticed(shard: Path) -> None:
+    path, stamp = index_path(shard), ShardStamp.of(shard)
+    write_index(path, scanned(shard), stamp)
+    good = path.read_bytes()
+    for at in range(0, len(good), 3):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+        with pytest.raises(UnfitIndexError):
+            read_index(path, stamp)
+    for length in range(0, len(good), 5):
+        path.write_bytes(good[:length])
+        with pytest.raises(UnfitIndexError):
+            read_index(path, stamp)
+
+
+def test_a_shard_that_is_another(shard: Path) -> None:
+    path = index_path(shard)
+    write_index(path, scanned(shard), ShardStamp.of(shard))
+    before = shard.stat()
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(UnfitIndexError, match="belongs to an older state of the shard"):
+        read_index(path, ShardStamp.of(shard))
+    # Equal in size and time, as a copying tool may leave it: the probe tells.
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(UnfitIndexError, match="older state"):
+        read_index(path, ShardStamp.of(shard))
+
+
+def test_another_version(shard: Path) -> None:
+    path = index_path(shard)
+    write_index(path, scanned(shard), ShardStamp.of(shard))
+    path.write_bytes(path.read_bytes().replace(b"index.1", b"index.2", 1))
+    with pytest.raises(UnfitIndexError, match="another version"):
+        read_index(path, ShardStamp.of(shard))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UnfitIndexError, match="cannot be read"):
+        read_index(path, ShardStamp.of(shard))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("offsets", -512), ("sizes", -1), ("sizes", 2**62), ("offsets", 2**62)]
+)
+def test_places_outside_of_the_shard_are_not_believed(shard: Path, name: str, value: int) -> None:
+    """The checksum has no key: whoever writes an index can make one that holds."""
+    index = scanned(shard)
+    getattr(index, name)[3] = value
+    write_index(index_path(shard), index, ShardStamp.of(shard))
+    with pytest.raises(UnfitIndexError, match="outside of the shard"):
+        read_index(index_path(shard), ShardStamp.of(shard))
+
+
+@pytest.mark.parametrize(
+    ("at", "value"), [(64, -1), (64, 10**15), (64, 11), (72, 10**15), (72, -1)]
+)
+def test_counts_that_do_not_fit_under_a_right_checksum(shard: Path, at: int, value: int) -> None:
+    path, stamp = index_path(shard), ShardStamp.of(shard)
+    write_index(path, scanned(shard), stamp)
+    body = bytearray(path.read_bytes()[:-32])
+    body[at : at + 8] = value.to_bytes(8, "little", signed=True)
+    path.write_bytes(bytes(body) + hashlib.sha256(body).digest())
+    with pytest.raises(UnfitIndexError):
+        read_index(path, stamp)
