@@ -19,7 +19,7 @@ from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
-from paceline.data.settings import DataSettings
+from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.settings import OptimSettings
 from paceline.precision.settings import PrecisionSettings

@@ -14,7 +14,7 @@ import pytest
 import faults
 from cli_runs import Call, events, run, run_two, small_on, summary
 from data_sets import png, write_folders, write_shards
-from paceline.data.order import SampleOrder
+from paceline.data import SampleOrder
 from paceline.train.checkpoint import Checkpoint
 
 KILL = partial(faults.signal_self, signal.SIGKILL)

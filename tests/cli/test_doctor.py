@@ -13,7 +13,7 @@ from paceline.cli.doctor import (
     check_rendezvous,
     doctor,
 )
-from paceline.data.region.library import VARIABLE
+from paceline.data.decode.library import VARIABLE
 
 LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 

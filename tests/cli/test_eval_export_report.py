@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import faults
 from cli_runs import Call, events, run, run_two, small_on, summary
 from data_sets import png, write_folders, write_shards
-from paceline.data.decoding.decode import decode
+from paceline.data.image import decode
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 

@@ -18,18 +18,16 @@ from PIL import Image
 
 from data_sets import png
 from fuzz.target import Seed, Target
-from paceline.data.caching.cache_entry import from_entry, to_entry
-from paceline.data.inspection.inspect_shards import shard_problems
-from paceline.data.packing.pack_manifest import check_packed
-from paceline.data.settings import DataSettings
-from paceline.data.sources.cifar10_batch import read_binary, read_labels, read_pickle, read_sheet
-from paceline.data.sources.class_list import read_classes
-from paceline.data.sources.flat_labels import FILE_NAMES, read_flat_labels
-from paceline.data.sources.name_table import NameTable
-from paceline.data.sources.shard_index_file import UnfitIndexError, read_index, write_index
-from paceline.data.sources.shard_stamp import ShardStamp
-from paceline.data.sources.source import Source, open_source
-from paceline.data.sources.tar_index import ShardIndex
+from paceline.data import DataSettings, Source
+from paceline.data.pack.inspect import shard_problems
+from paceline.data.pack.manifest import check_packed
+from paceline.data.sources.cache import from_entry, to_entry
+from paceline.data.sources.cifar10 import read_binary, read_labels, read_pickle, read_sheet
+from paceline.data.sources.index_store import UnfitIndexError, read_index, write_index
+from paceline.data.sources.labels import FILE_NAMES, read_classes, read_flat_labels
+from paceline.data.sources.layouts import open_layout
+from paceline.data.sources.storage import ShardStamp
+from paceline.data.sources.tar_index import NameTable, ShardIndex
 
 _STAMP = ShardStamp(10_240, 1, b"\1" * 32)
 _CLASSES = ["n01", "n02", "n03"]
@@ -103,7 +101,7 @@ def _shard(content: bytes, name: str, folder: Path) -> None:
     settings = DataSettings(source="shards", dir=str(folder))
     problems = shard_problems(folder, [folder / name], False, lambda what, done, total: None)
     assert all(isinstance(problem, str) for problem in problems)
-    _read_all(open_source(settings, "train", keep_index=False))
+    _read_all(open_layout(settings, "train", keep_index=False))
 
 
 def _regzip(content: bytes) -> bytes:
@@ -129,7 +127,7 @@ def _imagenet_tar(content: bytes, name: str, folder: Path) -> None:
     names = "".join(f"ILSVRC2012_val_{i:08d}.JPEG {i}\n" for i in range(3))
     (folder / "val.txt").write_text(names)
     settings = DataSettings(source="imagenet", dir=str(folder))
-    _read_all(open_source(settings, "train" if "train" in name else "val", _CLASSES))
+    _read_all(open_layout(settings, "train" if "train" in name else "val", _CLASSES))
 
 
 def _idx() -> list[Seed]:
@@ -152,7 +150,7 @@ def _idx_files(content: bytes, name: str, folder: Path) -> None:
         (folder / name.removesuffix(".gz")).unlink()
     (folder / name).write_bytes(content)
     try:
-        _read_all(open_source(DataSettings(source="idx", dir=str(folder)), "train"))
+        _read_all(open_layout(DataSettings(source="idx", dir=str(folder)), "train"))
     finally:
         (folder / name).unlink()
 

@@ -12,15 +12,20 @@ import numpy as np
 from PIL import Image
 
 from fuzz.target import MIB, Seed, Target
-from paceline.data.augmentation.augment import EvalTransform, TrainTransform
-from paceline.data.decoding.decode import CorruptImage, decode
-from paceline.data.decoding.image_facts import image_facts
-from paceline.data.decoding.preparer import Preparer
-from paceline.data.on_device.jpeg_facts import jpeg_file
-from paceline.data.region.library import RegionUnavailableError, region_library
-from paceline.data.region.preparer import RegionPreparer
-from paceline.data.settings import DataSettings
-from paceline.data.stored_files import StoredFiles
+from paceline.data import (
+    CorruptImage,
+    DataSettings,
+    EvalTransform,
+    RegionUnavailableError,
+    SyntheticImages,
+    TrainTransform,
+    region_library,
+)
+from paceline.data.decode.library import StoredFiles
+from paceline.data.decode.region import RegionDecoder
+from paceline.data.device.nvjpeg import jpeg_file
+from paceline.data.image import decode, image_facts
+from paceline.data.prefetch import Progress
 
 # Pillow's own bound is 179 million pixels, at four bytes each, and a conversion holds two of them.
 _IMAGE_MEMORY = 2048 * MIB
@@ -41,9 +46,10 @@ def _region_targets() -> Sequence[Target]:
     except RegionUnavailableError:
         return []
     settings = DataSettings(image_size=24, eval_resize=0)
-    preparers: list[Preparer] = [
-        RegionPreparer(TrainTransform(settings), 3, library),
-        RegionPreparer(EvalTransform(settings), 3, library),
+    unused = SyntheticImages(count=1, classes=1, image_size=8, channels=3)
+    decoders = [
+        RegionDecoder(unused, transform(settings), library, channels=3)
+        for transform in (TrainTransform, EvalTransform)
     ]
     out = np.zeros((24, 24, 3), dtype=np.uint8)
 
@@ -55,9 +61,9 @@ def _region_targets() -> Sequence[Target]:
             boxes = np.array([[0, 0, *sizes[0]]] * 2, dtype=np.float32)
             turns = np.zeros((2, 2), dtype=np.int32)
             library.prepare_many(files, boxes, turns, "bilinear", [out, out.copy()])
-        for number, preparer in enumerate(preparers):
-            row = np.random.default_rng(len(content) + number).random(preparer.draws).tolist()
-            preparer(content, row, out)
+        for number, decoder in enumerate(decoders):
+            row = np.random.default_rng(len(content) + number).random(decoder.draws).tolist()
+            decoder.prepare(content, row, out, Progress())
 
     return [
         Target("image region", _jpegs(), drive, 20, (CorruptImage,), memory_bytes=_IMAGE_MEMORY)

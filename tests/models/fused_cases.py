@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from models.norm_reference import Wanted, as_map, assert_near, norm_for, ours, random_map
-from paceline.data.normalize_kernel import normalized
+from paceline.data.device.kernels import normalized
 from paceline.models import fused, kernels
 from paceline.models.fused import can_fuse, norm_act, norm_act_pool, norm_act_twice
 

@@ -36,8 +36,7 @@ from paceline.comm.exchange import Signals
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
-from paceline.data.batch import Batch
-from paceline.data.batch_plan import BatchPlan
+from paceline.data import Batch, BatchPlan
 from paceline.train.machine import choose_device
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm import CommSettings, GradientExchange, Group, Transport
 from paceline.core.topology import Topology
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.loader import TrainLoader
-from paceline.data.normalize import Normalizer
-from paceline.data.settings import DataSettings
-from paceline.data.sources.source import open_source
+from paceline.data import BatchPlan, DataSettings, Normalizer, create_train_loader, open_source
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.policy import LossScale, choose_policy
@@ -83,7 +79,10 @@ def make_step(
     torch.manual_seed(3)
     model = (model or Net(**net)).to(group.device)
     plan = BatchPlan(29, made.epochs, made.batch, made.micro, group.world_size)
-    loader = TrainLoader(open_source(DATA, "train"), plan, DATA, seed=5, rank=group.rank)
+    loader = create_train_loader(
+        open_source(DATA, "train"), plan, DATA, seed=5, rank=group.rank, first_step=0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
     precision = replace(made.precision, amp_dtype=made.dtype)
     policy = choose_policy(precision, group.device)
     optimizer = create_master_optimizer(made.optim, model, policy, 0.1)

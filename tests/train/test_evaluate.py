@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import DataError, PacelineError
-from paceline.data.batch import Batch
-from paceline.data.corrupt import CorruptSample
-from paceline.data.normalize import Normalizer
+from paceline.data import Batch, CorruptSample, Normalizer
 from paceline.precision import Policy
 from paceline.train import EvalResult, StopSignals
 from paceline.train.evaluate import evaluate

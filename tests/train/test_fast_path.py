@@ -202,7 +202,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
     def probe(run: Any) -> str:
         triton_problem.cache_clear()  # answers are kept for a process
         stand_in: Any = SimpleNamespace(normalized=run)
-        monkeypatch.setitem(sys.modules, "paceline.data.normalize_kernel", stand_in)
+        monkeypatch.setitem(sys.modules, "paceline.data.device.kernels", stand_in)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if run else None)
         return triton_problem(GPU)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import CorruptEvent, Event, NoteEvent
-from paceline.data.corrupt import CorruptSample
+from paceline.data import CorruptSample
 from paceline.train import Progress, resolve_batch_sizes
 from paceline.train.input_report import InputReport, InputWait
 from paceline.train.inputs import LARGEST_AUTOMATIC_MICRO_BATCH

@@ -12,9 +12,7 @@ import pytest
 from paceline.config import load_config
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import StartEvent
-from paceline.data.packing.pack import pack
-from paceline.data.packing.pack_options import PackOptions
-from paceline.data.sources.synthetic import SyntheticImages
+from paceline.data import PackOptions, SyntheticImages, pack_splits
 from paceline.train import Checkpoint, run_training
 from paceline.train.run_folder import LOCAL_SETTINGS
 from paceline.train.run_state import changes, check_pinned
@@ -181,7 +179,7 @@ def test_the_order_of_samples_is_pinned(tmp_path: Path) -> None:
     source = SyntheticImages(56, 4, 28, 1, 0)
     for name, size in (("a", 14), ("b", 8)):
         options = PackOptions(shard_samples=size, shuffle=False)
-        pack({"train": source, "val": source}, tmp_path / name, options)
+        pack_splits({"train": source, "val": source}, tmp_path / name, options)
     by_shards: dict[str, Any] = {"data__source": "auto", "data__shuffle": "shards"}
     first, other = ({"data__dir": str(tmp_path / name)} for name in "ab")
     stop_after(2, tmp_path / "run", **by_shards, **first)

@@ -20,7 +20,7 @@ from data_sets import write_folders
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import EvalEvent, NoteEvent, StepEvent, TrustEvent, read_events
 from paceline.core.host_load import LoadReading
-from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
 from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report.expectation import bound_by
@@ -161,8 +161,8 @@ def test_notes_of_both_loaders_are_emitted_once_also_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "HostLoad", FixedLoad)
-    monkeypatch.setattr(TrainLoader, "remark", lambda self: "3 on the host")
-    monkeypatch.setattr(EvalLoader, "remark", lambda self: "2 on the host")
+    monkeypatch.setattr(TrainLoader, "note", lambda self: "3 on the host")
+    monkeypatch.setattr(EvalLoader, "note", lambda self: "2 on the host")
     evaluate, calls = loop.evaluate, []
 
     def twice(*arguments: Any) -> Any:

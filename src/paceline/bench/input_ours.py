@@ -27,13 +27,17 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import RunError
 from paceline.core.topology import Topology
-from paceline.data.batch import Batch
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.cause_clock import added
-from paceline.data.create_loader import create_eval_loader, create_train_loader
-from paceline.data.loader_protocol import EvalBatches, TrainBatches
-from paceline.data.normalize import Normalizer
-from paceline.data.sources.source import Source
+from paceline.data import (
+    Batch,
+    BatchPlan,
+    EvalBatches,
+    Normalizer,
+    Source,
+    TrainBatches,
+    create_eval_loader,
+    create_train_loader,
+    sum_by_stage,
+)
 from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
 
@@ -102,7 +106,7 @@ def open_threads(row: InputRow) -> Iterator[InputStream]:
     try:
         with create_loader(replace(row, settings=settings), source) as loader:
             yield Normalized(
-                endless(loader), row, settings.prefetch_batches, loader.describe(), loader.remark
+                endless(loader), row, settings.prefetch_batches, loader.describe(), loader.note
             )
     finally:
         source.close()
@@ -190,7 +194,7 @@ def measure_training(
                     rates[name].append(rate)
                     stalls[name].append(stall)
                     tell(f"round {turn + 1}: training, {name}: {rates[name][-1]:,.0f} images/s")
-            described, remark = real.describe(), real.remark()
+            described, remark = real.describe(), real.note()
     finally:
         source.close()
     return {
@@ -226,7 +230,7 @@ class _Turns:
         times = steady_times(self._launch, self._collect, lag=lag, repeats=steps, warm_up=warm_up)
         last = len(self._stalls) - lag  # later ones only drain the queue
         timed = self._stalls[last - steps : last]
-        stall = {cause: seconds / len(timed) for cause, seconds in added(*timed).items()}
+        stall = {cause: seconds / len(timed) for cause, seconds in sum_by_stage(*timed).items()}
         return self._batch * len(times.seconds) / sum(times.seconds), stall
 
     def _launch(self, _: int) -> None:

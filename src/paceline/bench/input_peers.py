@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from paceline.bench.input_rows import InputRow, InputStream
 from paceline.core.errors import DataError
-from paceline.data.augmentation.augment import draws, random_box
-from paceline.data.settings import DataSettings
-from paceline.data.sources.source import Source, open_source
+from paceline.data import DataSettings, Source, open_source, random_box
+from paceline.data.augment import draws
 
 _PREFETCH = 2
 _SHUFFLE_BUFFER = 1000

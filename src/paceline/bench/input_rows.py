@@ -20,13 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.create_loader import create_train_loader
-from paceline.data.loader_protocol import TrainBatches
-from paceline.data.randomness import Int64
-from paceline.data.settings import DataSettings
-from paceline.data.sources.class_list import numbered_classes
-from paceline.data.sources.source import Source, Split, open_source
+from paceline.data import (
+    BatchPlan,
+    DataSettings,
+    Int64,
+    Source,
+    Split,
+    TrainBatches,
+    create_train_loader,
+    numbered_classes,
+    open_source,
+)
 
 Kind = Literal["ours", "processes", "dataloader", "webdataset"]
 Tell = Callable[[str], None]
@@ -134,22 +138,20 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Repeated:
-    """Repeats a small source, so that the end of an epoch is as rare as in a real data set."""
+class Repeated(Source):
+    """Sample i is the inner source's sample i modulo its length."""
 
     def __init__(self, inner: Source, times: int) -> None:
         self._inner = inner
-        self.labels: Int64 = np.tile(inner.labels, times)
-
-    @property
-    def classes(self) -> Sequence[str]:
-        return self._inner.classes
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        self.classes = inner.classes
+        self.labels = np.tile(inner.labels, times)
+        self.has_extents = inner.has_extents
 
     def read(self, i: int) -> bytes | npt.NDArray[np.uint8]:
         return self._inner.read(i % len(self._inner))
+
+    def extent(self, i: int) -> Any:
+        return self._inner.extent(i % len(self._inner))
 
     def name(self, i: int) -> str:
         return self._inner.name(i % len(self._inner))
@@ -158,19 +160,12 @@ class Repeated:
         self._inner.close()
 
 
-class RepeatedFiles(Repeated):
-    """`Repeated` for a source that knows the file extents of its samples."""
-
-    def extent(self, i: int) -> Any:
-        return self._inner.extent(i % len(self._inner))  # type: ignore[attr-defined]
-
-
 def open_repeated(settings: DataSettings, split: Split) -> Source:
     source = open_source(settings, split)
     times = -(-_LEAST // len(source))
     if times == 1:
         return source
-    return (RepeatedFiles if hasattr(source, "extent") else Repeated)(source, times)
+    return Repeated(source, times)
 
 
 @dataclass(frozen=True)
@@ -241,7 +236,7 @@ def ratios(results: Sequence[RowRates]) -> dict[str, float]:
     }
 
 
-class StubbedImages:
+class StubbedImages(Source):
     """Labels and offsets of `count` samples, like an index of shards, with one image for all."""
 
     def __init__(self, count: int, image_size: int) -> None:
@@ -249,9 +244,6 @@ class StubbedImages:
         self.labels: Int64 = np.arange(count, dtype=np.int64) % _CLASSES
         self._offsets: Int64 = np.arange(count, dtype=np.int64) * 110_592
         self._pixels = np.zeros((image_size, image_size, 3), dtype=np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def read(self, i: int) -> npt.NDArray[np.uint8]:
         return self._pixels

@@ -27,8 +27,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import RunError
 from paceline.core.topology import Topology
-from paceline.data.batch import Batch, CorruptSample
-from paceline.data.batch_plan import BatchPlan
+from paceline.data import Batch, BatchPlan, CorruptSample
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.train.step import TrainStep
@@ -95,7 +94,7 @@ class SyntheticBatches:
     def describe(self) -> str:
         return "synthetic, on the device"
 
-    def remark(self) -> str:
+    def note(self) -> str:
         return ""
 
     def __iter__(self) -> Iterator[Batch]:

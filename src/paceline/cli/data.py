@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.untrusted import one_line
 
 if TYPE_CHECKING:
-    from paceline.data.packing.pack_manifest import PackedSplit
+    from paceline.data import PackedSplit
 
 _NAMED = 10
 
@@ -43,9 +43,7 @@ def pack_data(
     """Pack a data set into tar shards."""
     from paceline.cli.display import ProgressBars
     from paceline.core.cores import available_cores
-    from paceline.data.packing.pack import pack
-    from paceline.data.packing.pack_options import PackOptions
-    from paceline.data.packing.pack_source import open_splits
+    from paceline.data import PackOptions, open_splits, pack_splits
 
     options = PackOptions(
         short_side=short_side,
@@ -67,13 +65,13 @@ def pack_data(
 
     try:
         with ProgressBars() as bars:
-            manifest = pack(
+            manifest = pack_splits(
                 sources,
                 target,
                 options,
                 workers=available_cores() if workers is None else workers,
                 on_sample=on_sample,
-                tell=_echo,
+                on_note=_echo,
             )
     except KeyboardInterrupt:
         typer.echo("interrupted: finished shards are kept; the same command goes on", err=True)
@@ -139,7 +137,7 @@ def inspect_data(
     """Count and check a data set; exit code 1 where something is wrong with it."""
     from paceline.cli.display import ProgressBars
     from paceline.core.cores import available_cores
-    from paceline.data.inspection.inspect_set import inspect_set
+    from paceline.data import inspect_set
 
     if sheet is not None and (not sheet.name or sheet.is_dir()):
         shown = "" if str(sheet) == "." else str(sheet)

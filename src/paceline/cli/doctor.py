@@ -109,7 +109,7 @@ def check_devices() -> Iterator[Finding]:
 
 def check_decoder() -> Iterator[Finding]:
     """No problem where it is missing: Pillow gives the same pixels, later."""
-    from paceline.data.region.library import RegionUnavailableError, region_library
+    from paceline.data import RegionUnavailableError, region_library
 
     try:
         yield Finding("region decoder", f"there, {region_library().version}")
@@ -178,8 +178,7 @@ def _port_to_host(where: str, address: str, port: int) -> Finding:
 
 
 def check_data(data_dir: str) -> Iterator[Finding]:
-    from paceline.data.settings import DataSettings
-    from paceline.data.sources.source import open_source
+    from paceline.data import DataSettings, open_source
 
     settings = DataSettings(dir=data_dir, source="auto" if data_dir else "embedded")
     for split in ("train", "val"):

@@ -18,9 +18,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.create_loader import create_train_loader
-from paceline.data.sources.source_protocol import Source, source_kind
+from paceline.data import BatchPlan, Source, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
 from paceline.optim.schedule import LrSchedule
@@ -240,7 +238,7 @@ def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.M
 def _describe_data(inputs: RunInputs) -> str:
     source = inputs.source
     return (
-        f"{source_kind(source)}, {len(source):,} training and {len(inputs.validation):,} "
+        f"{source.kind}, {len(source):,} training and {len(inputs.validation):,} "
         f"validation images, {len(source.classes)} classes"
     )
 

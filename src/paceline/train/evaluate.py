@@ -24,12 +24,16 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, DataError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line
-from paceline.data.batch import Batch, CorruptSample
-from paceline.data.corrupt import allowed_corrupt
-from paceline.data.create_loader import create_eval_loader
-from paceline.data.loader_protocol import EvalBatches
-from paceline.data.normalize import Normalizer
-from paceline.data.sources.source import Source, open_source
+from paceline.data import (
+    Batch,
+    CorruptSample,
+    EvalBatches,
+    Normalizer,
+    Source,
+    allowed_corrupt,
+    create_eval_loader,
+    open_source,
+)
 from paceline.models.registry import create_model
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
@@ -174,7 +178,7 @@ def evaluate_file(
         )  # fmt: skip
         with loader, StopSignals() as stop:
             result = evaluate(model, loader, normalize, policy, group, stop, limit)
-        if note := loader.remark():
+        if note := loader.note():
             sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank
 

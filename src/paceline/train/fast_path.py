@@ -123,7 +123,7 @@ def triton_problem(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     try:
-        from paceline.data.normalize_kernel import normalized
+        from paceline.data.device.kernels import normalized
 
         pixel = torch.ones((1, 1, 1, 1), dtype=torch.uint8, device=device)
         one = torch.ones((1, 1, 1, 1), device=device)

@@ -11,9 +11,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.core.errors import RunError
 from paceline.core.events import CorruptEvent, Event, NoteEvent
-from paceline.data.cause_clock import added, shared_out
-from paceline.data.corrupt import CorruptSample, allowed_corrupt
-from paceline.data.on_device.own_stream import marked
+from paceline.data import CorruptSample, allowed_corrupt, divide_wait, mark_stream, sum_by_stage
 from paceline.train.run_state import Progress
 
 
@@ -34,13 +32,13 @@ class InputWait:
         self._events: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> None:
-        self._before = marked(self._device)
+        self._before = mark_stream(self._device)
         self._started = time.perf_counter()
 
     def __exit__(self, *details: object) -> None:
         self._host_s = time.perf_counter() - self._started
         # Recorded after all work queued so far, which may include the wait for a copy.
-        self._events = (self._before, marked(self._device))
+        self._events = (self._before, mark_stream(self._device))
 
     def attribute(self, spent: Mapping[str, float], begun: Any = None) -> None:
         """Attributes the last wait to the time `spent` on its batch by cause; `begun` is the
@@ -50,15 +48,15 @@ class InputWait:
 
     def stall(self) -> dict[str, float]:
         """Seconds by cause. On a GPU the step must have completed."""
-        return added(*(_causes(*wait) for wait in self._waits))
+        return sum_by_stage(*(_causes(*wait) for wait in self._waits))
 
 
 def _causes(host_s: float, spent: Mapping[str, float], before: Any, after: Any) -> dict[str, float]:
     if before is None:
-        return shared_out(host_s, spent)
+        return divide_wait(host_s, spent)
     idle_s = before.elapsed_time(after) / 1e3
-    stall = shared_out(min(idle_s, host_s), spent)
-    return added(stall, {"copy": idle_s - host_s}) if idle_s > host_s else stall
+    stall = divide_wait(min(idle_s, host_s), spent)
+    return sum_by_stage(stall, {"copy": idle_s - host_s}) if idle_s > host_s else stall
 
 
 class InputReport:

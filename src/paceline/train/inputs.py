@@ -17,8 +17,7 @@ import numpy.typing as npt
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
-from paceline.data.sources.source import Source, open_source
-from paceline.data.sources.source_protocol import shard_sizes
+from paceline.data import Source, open_source
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -130,7 +129,7 @@ def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
     source, validation = group.agree_on("data", lambda: _open_data(config))
     labels = _digest(source.labels)
     if config.data.shuffle == "shards":
-        sizes = np.array(shard_sizes(source) or (), dtype=np.int64)
+        sizes = np.array(source.shard_sizes or (), dtype=np.int64)
         labels += f", shards {_digest(sizes)}"
     facts = {
         "training images": len(source),

@@ -24,8 +24,7 @@ from paceline.core.events import (
     TrustEvent,
 )
 from paceline.core.host_load import HostLoad
-from paceline.data.corrupt import allowed_corrupt
-from paceline.data.create_loader import create_eval_loader
+from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.build import Training
 from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
@@ -87,7 +86,7 @@ class TrainingLoop:
         try:
             result = self._catch_up() or self._steps()
         finally:  # also after an error
-            self._input.note(t.step.loader.remark())
+            self._input.note(t.step.loader.note())
         progress.train_s = self._elapsed()
         if t.saved_step != progress.step:
             self._save(best=False)
@@ -225,7 +224,7 @@ class TrainingLoop:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
             )
-        if note := loader.remark():
+        if note := loader.note():
             self._input.note(f"evaluation: {note}")
         if isinstance(found, signal.Signals):
             return RunResult(found.name, found)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
 from paceline.core.errors import PacelineError, RunError
-from paceline.data.normalize import Normalizer
+from paceline.data import Normalizer
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.capture import Captured
 from paceline.train.machine import derive_seed, out_of_memory

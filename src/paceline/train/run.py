@@ -26,7 +26,6 @@ from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer
 from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
-from paceline.data.sources.source_protocol import source_counters
 from paceline.report.run_page import write_report
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
@@ -224,7 +223,7 @@ def _input_counters(training: Training) -> dict[str, int]:
     """Counters of both splits, summed over all ranks on rank 0."""
     total: Counter[str] = Counter()
     for source in (training.source, training.validation):
-        total.update(source_counters(source))
+        total.update(source.counters())
     gathered = training.group.gather_bytes(json.dumps(total).encode())
     for other in (gathered or [])[1:]:
         total.update(json.loads(other))

@@ -18,8 +18,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.settings import DataSettings
+from paceline.data import BatchPlan, DataSettings
 from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MASTER

@@ -21,10 +21,7 @@ from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError
-from paceline.data.batch import CorruptSample
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.loader_protocol import TrainBatches
-from paceline.data.normalize import Normalizer
+from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.input_report import InputWait

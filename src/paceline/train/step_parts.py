@@ -23,9 +23,7 @@ from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.data.batch_plan import BatchPlan
-from paceline.data.loader_protocol import TrainBatches
-from paceline.data.normalize import Normalizer
+from paceline.data import BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import parameter_groups
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
