@@ -13,7 +13,6 @@ from typing import Any
 
 from fuzz.mutate import to_toml
 from fuzz.target import Seed, Target
-from paceline.bench.placement import parse_bytes
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.comm.size_table import SizeRow, SizeTable
@@ -23,6 +22,7 @@ from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.errors import PacelineError
 from paceline.core.flat_layout import TensorSpec
 from paceline.core.topology import Topology
+from paceline.core.units import parse_bytes
 from paceline.plan.answer import Answer
 from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
 from paceline.plan.choose_plan import ALGORITHMS, best_plan

@@ -19,6 +19,7 @@ from paceline.comm.settings import WIRES, CommSettings
 from paceline.comm.size_table import SizeTable
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, LaunchError, nearest
+from paceline.core.units import parse_bytes
 
 # Commands that run on several ranks: `bench allreduce`, `bench exchange`, `tune`.
 #
@@ -78,8 +79,6 @@ def allreduce(
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
     """All-reduce: every size by every algorithm, against the backend's own."""
-    from paceline.bench.placement import parse_bytes
-
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
     if wire not in WIRES or wire == "auto":
