@@ -26,8 +26,8 @@ def format_bytes(size: float) -> str:
 
 
 def parse_bytes(field: str, text: str) -> int:
-    """The inverse, for the option or setting `field`. K, M and G are powers of 1024, as in nccl-tests; KB,
-    MB and GB are powers of 1000.
+    """The value of the option or setting `field`. K, M and G are powers of 1024, as in nccl-tests; KB, MB
+    and GB are powers of 1000.
 
     >>> parse_bytes("--min-bytes", "64KiB"), parse_bytes("--min-bytes", "1.5MB")
     (65536, 1500000)
