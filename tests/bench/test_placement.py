@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.placement import Placement, rank_arguments
+from paceline.bench.placement import Placement
 from paceline.core.errors import ConfigError
 
 
@@ -32,18 +32,6 @@ def test_a_rank_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
         Placement(hosts=2).is_launched()
 
 
-def test_a_rank_gets_the_command_line_without_its_place() -> None:
-    given = [
-        "tune",
-        "--hosts",
-        "4",
-        "--ranks-per-host=2",
-        "--link-mbit",
-        "200",
-        "-o",
-        "x",
-        "--ranks=2",
-    ]
-    assert rank_arguments(given) == ["tune", "--link-mbit", "200", "-o", "x"]
+def test_the_rate_of_links() -> None:
     assert Placement(hosts=2, link_mbit=0.5).rate == "0.5mbit"
     assert Placement(ranks=2).rate is None

@@ -7,14 +7,10 @@ On hosts of an emulated cluster (--hosts, --ranks-per-host, --link-mbit), as pro
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
-
-# Flags that are not passed on to ranks. --link-mbit is, to compute the share of the link.
-_OWN_FLAGS = ("--hosts", "--ranks-per-host", "--ranks")
 
 
 @dataclass(frozen=True)
@@ -69,17 +65,3 @@ class Placement:
                 "give --ranks 8, or --hosts 4 --ranks-per-host 4, or start with torchrun",
             )
         return launched
-
-
-def rank_arguments(arguments: Sequence[str]) -> list[str]:
-    """The command line for a rank, without the flags that start ranks."""
-    kept, skip = [], False
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if skip:
-            skip = False
-        elif name in _OWN_FLAGS:
-            skip = "=" not in argument
-        else:
-            kept.append(argument)
-    return kept

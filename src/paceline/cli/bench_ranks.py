@@ -36,6 +36,7 @@ DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
 BACKEND = typer.Option("auto", help="auto, gloo or nccl.")
 SHARE_GPUS = typer.Option(False, "--share-gpus", help="NCCL ranks may share a GPU, under MPS.")
 JSON = typer.Option(False, "--json", help="One JSON object on standard output.")
+# Not passed on to ranks; --link-mbit is, to compute the share of the link.
 _START_OPTIONS = ("--hosts", "--ranks-per-host", "--ranks")
 
 

@@ -22,7 +22,7 @@ from paceline.cli.bench_ranks import (
     SHARE_GPUS,
     algorithm_names,
     check_settings,
-    run_placed,
+    run_on_ranks,
 )
 from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.comm.tuning_choice import MARGIN, MeasuredSize, check_noise
@@ -75,10 +75,10 @@ def tune(
     launched = placement.is_launched()
     if not launched:
         check_output(output, force)
-        code = run_placed(placement)
+        code = run_on_ranks(placement)
         assert code is not None
         return code
-    run_placed(placement)
+    run_on_ranks(placement)
 
     from paceline.bench.allreduce import choose_sizes
     from paceline.bench.ranks import RankGroup
