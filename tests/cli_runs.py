@@ -1,8 +1,7 @@
-"""Runs of the command line in processes of their own.
+"""Runs of the command line in processes of their own, with a fault of `faults.py` to inject.
 
-In: arguments as a user types them, and a fault from `faults.py` to inject. Out: exit code and output of
-each process. Processes are forked from a server that has imported torch already, so one costs tenths of
-a second instead of three; they can be killed for real, and none outlives its test.
+Processes are forked from a server that has imported torch already, so that each starts in tenths of a
+second. They can be killed for real, and none outlives its test.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROU
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer imports torch's compiler, which takes as long as torch itself.
 _context.set_forkserver_preload(
-    ["paceline.cli.app", "paceline.cli.display", "paceline.cli.display", "numpy.random",
-     "paceline.train.run", "paceline.train.evaluate", "torch._dynamo"]
+    ["paceline.cli.app", "numpy.random", "paceline.train.run", "paceline.train.evaluate",
+     "torch._dynamo"]
 )  # fmt: skip
 
 # 100 samples in batches of 16: the seventh batch spans the epoch's end, the last (13th) is short.
@@ -59,14 +58,14 @@ def small_on(data_dir: Path | str, *more: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Done:
-    """How a process ended; a negative code is the signal that ended it."""
+    """The end of a process; a negative code is the signal that ended it."""
 
     code: int | None
     out: str
     err: str
 
     def error_line(self) -> str:
-        """The one line of a failure; anything besides it is a failure of the failure."""
+        """The one line of a failure; there must not be another."""
         assert self.code not in (0, None), f"code {self.code}\n{self.out}\n{self.err}"
         lines = self.err.splitlines()
         assert len(lines) == 1, f"not one line:\n{self.err}"
@@ -79,12 +78,12 @@ Call = Callable[..., Done]
 
 
 def is_launchers(name: str) -> bool:
-    """Whether a variable of the environment is one by which a launcher makes a process a rank."""
+    """Whether a launcher sets this environment variable for its ranks."""
     return name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
 
 
 class CliProcess:
-    """`paceline ARGUMENTS` under way."""
+    """A running `paceline ARGUMENTS`."""
 
     def __init__(self, arguments: Sequence[str], cwd: Path, fault: Any, extra: dict[str, str]):
         env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
@@ -101,7 +100,7 @@ class CliProcess:
         os.kill(self.process.pid, number)
 
     def wait(self, timeout_s: float = 40.0) -> Done:
-        """Its end; one that does not come within the time is killed and fails the test."""
+        """Waits for the end; after the time-out the process is killed and the test fails."""
         self.process.join(timeout_s)
         code = self.process.exitcode
         if code is None:
@@ -111,7 +110,7 @@ class CliProcess:
         return Done(code, out, err)
 
     def wait_until(self, reached: Callable[[], object], timeout_s: float = 30.0) -> None:
-        """Returns once `reached()` is true; fails where the process ends or time runs out first."""
+        """Waits for `reached()`; fails where the process ends, or the time runs out, first."""
         deadline = time.monotonic() + timeout_s
         while not reached():
             if not self.process.is_alive() or time.monotonic() > deadline:
@@ -138,9 +137,11 @@ def started(
         process.kill()
 
 
-def run(arguments: Sequence[str], cwd: Path, fault: Any = None, **extra: str) -> Done:
+def run(
+    arguments: Sequence[str], cwd: Path, fault: Any = None, timeout_s: float = 40.0, **extra: str
+) -> Done:
     with started(arguments, cwd, fault, **extra) as process:
-        return process.wait()
+        return process.wait(timeout_s)
 
 
 @contextlib.contextmanager
@@ -151,9 +152,9 @@ def started_ranks(
     master_port: int | None = None,
     job_id: str | None = None,
 ) -> Iterator[list[CliProcess]]:
-    """One rank for each list of arguments, as a launcher that only sets the environment does it.
+    """One rank for each list of arguments, in the environment that a launcher sets.
 
-    `job_id`: None takes one for this port, so that ranks that differ in settings are still of one job."""
+    The default job id depends on the port, so that ranks with different settings are of one job."""
     port, size = str(master_port or free_port()), str(len(arguments))
     ranks: list[CliProcess] = []
     try:
@@ -185,7 +186,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def events(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-    """The whole records of one kind, also while the run is writing them."""
+    """The complete records of one kind, also while the run writes them."""
     file = folder / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [record for record in map(json.loads, lines) if record["event"] == kind]
@@ -196,7 +197,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def _ensure_server() -> None:
-    """Starts the server of forks; it must find our modules, and torch's C++ must hold its tongue."""
+    """Starts the fork server; it must find our modules, and torch's C++ code must not log."""
     before = dict(os.environ)
     paths = [str(_ROOT / "src"), str(_ROOT / "tests"), before.get("PYTHONPATH", "")]
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -209,7 +210,7 @@ def _ensure_server() -> None:
 
 
 def _enter(arguments: list[str], cwd: str, env: dict[str, str], log: str, fault: bytes) -> None:
-    """The process itself: what `python -m paceline ARGUMENTS` does, torch being there already."""
+    """The process itself: `python -m paceline ARGUMENTS`, with torch imported already."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

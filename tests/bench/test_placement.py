@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.placement import Placement, parse_bytes, rank_arguments, show_bytes
+from paceline.bench.placement import Placement
 from paceline.core.errors import ConfigError
 
 
@@ -32,30 +32,6 @@ def test_a_rank_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
         Placement(hosts=2).is_launched()
 
 
-def test_a_rank_gets_the_command_line_without_its_place() -> None:
-    given = [
-        "tune",
-        "--hosts",
-        "4",
-        "--ranks-per-host=2",
-        "--link-mbit",
-        "200",
-        "-o",
-        "x",
-        "--ranks=2",
-    ]
-    assert rank_arguments(given) == ["tune", "--link-mbit", "200", "-o", "x"]
+def test_the_rate_of_links() -> None:
     assert Placement(hosts=2, link_mbit=0.5).rate == "0.5mbit"
     assert Placement(ranks=2).rate is None
-
-
-def test_sizes_as_people_write_them() -> None:
-    texts = ("4096", "64KiB", "64k", "64KB", "1.5M", "2 GiB", "12b")
-    found = [parse_bytes("--bytes", text) for text in texts]
-    assert found == [4096, 65536, 65536, 64000, 3 << 19, 2 << 30, 12]
-    assert [show_bytes(size) for size in (12, 1024, 1536, 3 << 20)] == [
-        "12 B", "1 KiB", "1536 B", "3 MiB",
-    ]  # fmt: skip
-    for text in ("", "x", "-4", "0", "4TB"):
-        with pytest.raises(ConfigError, match="--bytes = .*is not a size; write 4096"):
-            parse_bytes("--bytes", text)

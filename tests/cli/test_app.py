@@ -1,90 +1,118 @@
+"""Exit codes, one-line errors, imports, and output that nobody can write."""
+
 from __future__ import annotations
 
+import io
+import json
+import os
 import signal
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.cli import app as cli
+import faults
+from cli_runs import Call, run, run_two, small, started, steps, summary
+from paceline.cli import app
 from paceline.version import __version__
+from report.made_up_runs import write_ablation, write_run
+
+SOURCE = Path(app.__file__).parents[2]
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
-    return cli._run()
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
 
 
-def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"paceline {__version__}\n"
+def test_the_version(call: Call) -> None:
+    done = call("--version")
+    assert (done.code, done.out) == (0, f"paceline {__version__}\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train", "--epoch", "3"), "--epoch"),
-        (("train", "--epochs", "many"), "run.epochs = 'many': is a str; give a whole number"),
-        (("train", "--lr", "-.1"), "optim.lr = -0.1: must be above 0"),
-        (("train", "-b", "1.5"), "run.batch_size = 1.5: is a float; give a whole number"),
-        (("trian",), "trian"),
-        (("train", "quikstart"), "did you mean 'quickstart'?"),
-        (("train", "--model", "resnet51"), "did you mean 'resnet"),
-        (("train", "--set", "optim.momentun=1"), "did you mean 'momentum'?"),
-        (("train", "--set", "seed=1"), "did you mean 'run.seed'?"),
-        (("train", "--nproc-per-node", "0"), "--nproc-per-node = 0: must be at least 1"),
-        (("train", "--nproc-per-node", "3"), "cannot be divided among 3 ranks; use 126 or 129"),
-        (("report", "nowhere"), "nowhere"),
-        (("eval", "nowhere.pt"), "no checkpoint at nowhere.pt"),
-        (("export", "nowhere.pt", "out.bin"), "end it in .safetensors"),
+        ("train --epoch 3", "--epoch"),
+        ("train --epochs many", "run.epochs = 'many'"),
+        ("train --lr -.1", "optim.lr = -0.1"),
+        ("train -b 1.5", "run.batch_size = 1.5"),
+        ("trian", "trian"),
+        ("train --nproc-per-node 0", "--nproc-per-node = 0"),
+        ("train --nproc-per-node 3", "use 126 or 129"),
+        ("report nowhere", "nowhere"),
+        ("eval nowhere.pt", "nowhere.pt"),
+        ("export nowhere.pt out.bin", "OUT = 'out.bin'"),
+        ("compare", "RUN"),
     ],
 )
-def test_a_mistake_is_one_line_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    words: str,
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert call(monkeypatch, *arguments) in (1, 2)
-    captured = capsys.readouterr()
-    assert words in captured.err
-    assert captured.err.startswith("paceline: error: ")
-    assert captured.err.count("\n") == 1
-    assert "Traceback" not in captured.err
+def test_a_mistake_is_one_line(call: Call, arguments: str, words: str) -> None:
+    done = call(*arguments.split())
+    assert words in done.error_line()
+    assert done.code in (1, 2)
 
 
-def test_a_bug_of_ours_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_keeps_its_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(standalone_mode: bool) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(cli, "app", broken)
-    assert cli._run() == 1
-    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setattr(app, "app", broken)
+    done = call()
+    assert done.code == 1
+    assert "Traceback" in done.err
 
 
-def test_help_and_report_start_without_torch() -> None:
-    code = (
-        "import sys; sys.argv = ['paceline', 'train', '--help']\n"
-        "from paceline.cli import app\n"
-        "assert app._run() == 0\n"
-        "import paceline.report.run_page, paceline.plan, paceline.config\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+BLOCKED = """
+import contextlib, importlib.abc, io, json, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "PIL", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import paceline.report
+assert {"numpy", "rich", "typer"}.isdisjoint(sys.modules), "paceline.report is standard library only"
+from paceline.cli.app import run_command
+found = {}
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["paceline", *command.split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        code = run_command()
+    found[command.split()[0]] = code, out.getvalue()
+print(json.dumps(found))
+"""
+
+
+def test_without_torch_pillow_and_safetensors(tmp_path: Path) -> None:
+    """`plan`, `report` and `compare` run, `doctor` reports them as missing, `--help` helps."""
+    write_ablation(tmp_path / "runs")
+    commands = [
+        "plan --gpu H100 --nodes 4 --json --html plan.html", "report runs/sgd-0",
+        "compare runs --html compare.html", "doctor", "train --help",
+    ]  # fmt: skip
+    done = python(f"import sys; sys.argv.append({json.dumps(commands)!r})\n{BLOCKED}", tmp_path)
     assert done.returncode == 0, done.stderr
-    for flag in (
-        "--data-dir", "--model", "-b", "--batch-size", "--global-batch-size", "--epochs", "--opt",
-        "--lr", "--warmup-epochs", "--momentum", "--weight-decay", "--smoothing", "--seed",
-        "--workers", "--output", "--resume", "--log-interval", "--nproc-per-node", "--set",
-        "--target-top1", "--pretrained",
-    ):  # fmt: skip
-        assert flag in done.stdout
+    found: dict[str, tuple[int, str]] = json.loads(done.stdout)
+    assert {name: code for name, (code, _) in found.items()} == {
+        "plan": 0, "report": 0, "compare": 0, "doctor": 1, "train": 0
+    }  # fmt: skip
+    for page in ("plan.html", "runs/sgd-0/report.html", "compare.html"):
+        assert (tmp_path / page).is_file()
+    rows = [line.split("│") for line in found["doctor"][1].splitlines() if "│" in line]
+    state = {row[1].strip(): row[2].strip() for row in rows}
+    assert {state[name] for name in ("torch", "pillow", "safetensors")} == {"missing"}
+    assert "Traceback" not in found["doctor"][1]
+    for flag in ("--data-dir", "--global-batch-size", "--resume", "--nproc-per-node", "--set"):
+        assert flag in found["train"][1]
 
 
-def test_ctrl_c_while_the_interpreter_ends_shows_no_traceback() -> None:
+def test_ctrl_c_while_the_interpreter_ends_shows_no_traceback(tmp_path: Path) -> None:
     program = (
         "import atexit, os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -93,7 +121,90 @@ def test_ctrl_c_while_the_interpreter_ends_shows_no_traceback() -> None:
         "sys.argv = ['paceline', '--version']\n"
         "main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = python(program, tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(
+            pytest.param(partial(faults.unwritable_output, kind, 1, 2), id=kind)
+            for kind in ("reader is gone", "terminal is gone", "disk is full")
+        ),
+        pytest.param(faults.closed_output, id="closed"),
+    ],
+)
+def test_training_without_output_ends_as_usual(tmp_path: Path, fault: Any) -> None:
+    done = run(small("--output", "run", "--log-interval", "1"), tmp_path, fault)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert summary(tmp_path / "run")["steps"] == 13
+    assert {"report.html", "weights.safetensors"} <= {p.name for p in (tmp_path / "run").iterdir()}
+
+
+def test_an_interrupt_that_ends_the_reader_too_still_saves(tmp_path: Path) -> None:
+    """Ctrl-C in `paceline train | tee log`."""
+    fault = partial(
+        faults.several,
+        partial(faults.unwritable_output, "reader is gone"),
+        partial(faults.at_micro_batch, 5, 0, partial(faults.signal_self, signal.SIGINT)),
+    )
+    done = run(small("--output", "run"), tmp_path, fault)
+    assert (done.code, done.err) == (130, "")
+    assert (tmp_path / "run/checkpoints/step-00000006.pt").is_file()
+
+
+def test_a_reader_that_leaves_in_the_middle(tmp_path: Path) -> None:
+    arguments = small("--output", "run", "--log-interval", "1", "--epochs", "10")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    fault = partial(faults.output_into, str(tmp_path / "pipe"))
+    with started(arguments, tmp_path, fault) as process:
+        process.wait_until(lambda: len(steps(tmp_path / "run")) > 3)
+        os.close(reader)
+        assert process.wait().code == 0
+    assert summary(tmp_path / "run")["steps"] == len(steps(tmp_path / "run"))
+
+
+def test_two_ranks_without_a_reader(tmp_path: Path) -> None:
+    fault = partial(faults.unwritable_output, "reader is gone", 1, 2)
+    done = run_two(small("--output", "run", "-b", "8"), tmp_path, [fault, fault])
+    assert [rank.code for rank in done] == [0, 0]
+
+
+def test_lost_output_of_a_training_is_a_note_and_of_a_report_an_error(tmp_path: Path) -> None:
+    fault = partial(faults.unwritable_output, "disk is full")
+    done = run(small("--output", "run"), tmp_path, fault)
+    assert done.code == 0
+    assert done.err.startswith("paceline: note: ")
+    assert done.err.count("\n") == 1
+    done = run(["report", "run"], tmp_path, fault)
+    assert "standard output" in done.error_line()
+    assert done.code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["report", "run"], 0), (["--help"], 0), (["train", "no-recipe"], 2)]
+)
+def test_a_reader_that_has_left_changes_no_exit_code(
+    tmp_path: Path, arguments: list[str], code: int
+) -> None:
+    write_run(tmp_path / "run", 90.0)
+    fault = partial(faults.unwritable_output, "reader is gone", 1, 2)
+    done = run(arguments, tmp_path, fault)
+    assert (done.code, done.err) == (code, "")
+
+
+def test_a_non_blocking_pipe_is_written_until_its_reader_is_gone() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    raw = app.LossyOutput(write)
+    stream = io.BufferedWriter(raw)
+    stream.write(b"x" * 10)
+    stream.flush()
+    assert (os.read(read, 100), raw.problem) == (b"x" * 10, None)
+    os.close(read)
+    stream.write(b"y")
+    stream.flush()
+    assert isinstance(raw.problem, BrokenPipeError)
+    os.close(write)

@@ -1,4 +1,4 @@
-"""Checkpoints that are broken, foreign or cannot be written: refused, and no good one is lost."""
+"""Checkpoints that are damaged, foreign or cannot be written: refused, and no good one is lost."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import pytest
 import torch
 
 import faults
+from cli.conftest import Reference
 from cli_runs import Call, events, run, run_two, small, small_on, summary
 from data_sets import write_shards
 from paceline.train.checkpoint import Checkpoint
 
 KILL = partial(faults.signal_self, signal.SIGKILL)
 SAVES = ("--set", "checkpoint.interval_steps=3")
+NEWEST, OLDER = (f"run/checkpoints/step-0000000{step}.pt" for step in (6, 3))
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +36,21 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def unfinished(killed: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy to spoil. Whatever is refused must leave all other files of the run as they were."""
+def copied(killed: Path, tmp_path: Path) -> Path:
+    """The newest checkpoint of a copy of that run."""
     shutil.copytree(killed / "run", tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    newest = tmp_path / "run/checkpoints/step-00000006.pt"
-    yield newest
+    return tmp_path / NEWEST
+
+
+@pytest.fixture
+def unchanged(copied: Path) -> Iterator[Path]:
+    """The same; whatever is refused must leave all other files of the run as they were."""
+    folder = copied.parent.parent
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    yield copied
     for path, content in before.items():
-        assert path == newest or path.read_bytes() == content, f"{path} was changed"
-    after = {path for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert after == set(before)
+        assert path == copied or path.read_bytes() == content, f"{path} was changed"
+    assert {path for path in folder.rglob("*") if path.is_file()} == set(before)
 
 
 def _cut(content: bytes) -> bytes:
@@ -54,12 +61,16 @@ def _cut_at_the_end(content: bytes) -> bytes:
     return content[:-100]
 
 
+def _empty(content: bytes) -> bytes:
+    return b""
+
+
 def _flipped(content: bytes) -> bytes:
-    """A few bits, in the numbers of some tensors: torch itself does not notice. One alone might fall
+    """A few bits, in the numbers of some tensors: torch itself does not notice. A single one might fall
     between two tensors, where the file is padded."""
     spoilt = bytearray(content)
-    for place in (4, 5, 6):
-        spoilt[len(content) * place // 10] ^= 1
+    for tenth in (4, 5, 6):
+        spoilt[len(content) * tenth // 10] ^= 1
     return bytes(spoilt)
 
 
@@ -68,133 +79,94 @@ def _overwritten(content: bytes) -> bytes:
     return content[:512] + bytes(512) + content[1024:]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (_cut, "is damaged or not a checkpoint: it is truncated or damaged"),
-        (_cut_at_the_end, "is damaged or not a checkpoint: it is truncated or damaged"),
-        (lambda content: b"", "is damaged or not a checkpoint: it is empty"),
-        (lambda content: b"hello", "is damaged or not a checkpoint: it is truncated or damaged"),
-        (_flipped, "is damaged: its content does not match its SHA-256"),
-        (_overwritten, "is damaged or not a checkpoint: it is truncated or damaged"),
-    ],
-)
-def test_a_broken_checkpoint(
-    call: Call, unfinished: Path, spoil: Callable[[bytes], bytes], words: str
+@pytest.mark.parametrize("damage", [_cut, _cut_at_the_end, _empty, _flipped, _overwritten])
+def test_a_damaged_checkpoint_is_refused(
+    call: Call, unchanged: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    unfinished.write_bytes(spoil(unfinished.read_bytes()))
-    done = call(*small("--output", "run", "--resume", f"run/checkpoints/{unfinished.name}", *SAVES))
-    line = done.error_line()
-    assert line.startswith(f"run/checkpoints/{unfinished.name} {words}")
-    assert line.endswith("; resume from an older one with --resume FILE")
+    unchanged.write_bytes(damage(unchanged.read_bytes()))
+    done = call(*small("--output", "run", "--resume", NEWEST, *SAVES))
+    assert done.error_line().startswith(NEWEST)
+    assert "--resume FILE" in done.error_line()
     assert done.code == 1
 
 
-def test_the_remedy_for_a_broken_checkpoint_works(killed: Path, tmp_path: Path) -> None:
-    shutil.copytree(killed / "run", tmp_path / "run")
-    newest = tmp_path / "run/checkpoints/step-00000006.pt"
-    newest.write_bytes(_flipped(newest.read_bytes()))
-    older = "run/checkpoints/step-00000003.pt"
-    assert run(small("--resume", older, *SAVES), tmp_path).code == 0
-    assert run(small("--output", "whole", *SAVES), tmp_path).code == 0
-    ended, expected = summary(tmp_path / "run"), summary(tmp_path / "whole")
-    assert ended["weights_sha256"] == expected["weights_sha256"]
+def test_a_damaged_checkpoint_fails_both_ranks(unchanged: Path, tmp_path: Path) -> None:
+    unchanged.write_bytes(_flipped(unchanged.read_bytes()))
+    done = run_two(small("--output", "run", "--resume", "run", *SAVES), tmp_path)
+    assert all(NEWEST in rank.error_line() for rank in done)
+    assert [rank.code for rank in done] == [1, 1]
 
 
-def test_a_broken_checkpoint_fails_both_ranks(unfinished: Path, tmp_path: Path) -> None:
-    unfinished.write_bytes(_flipped(unfinished.read_bytes()))
-    for rank in run_two(small("--output", "run", "--resume", "run", *SAVES), tmp_path):
-        assert "is damaged: its content does not match its SHA-256" in rank.error_line()
-        assert rank.code == 1
-
-
-@pytest.mark.parametrize("spoil", [_cut, _flipped, _overwritten, lambda content: b""])
+@pytest.mark.parametrize("damage", [_cut, _flipped, _overwritten, _empty])
 def test_auto_goes_back_to_the_newest_sound_checkpoint_and_keeps_the_damaged_one(
-    killed: Path, tmp_path: Path, spoil: Callable[[bytes], bytes]
+    copied: Path, tmp_path: Path, reference: Reference, damage: Callable[[bytes], bytes]
 ) -> None:
-    shutil.copytree(killed / "run", tmp_path / "run")
-    newest = tmp_path / "run/checkpoints/step-00000006.pt"
-    damaged = spoil(newest.read_bytes())
-    newest.write_bytes(damaged)
+    damaged = damage(copied.read_bytes())
+    copied.write_bytes(damaged)
     done = run(small("--output", "run", "--resume", "auto", *SAVES), tmp_path)
     assert done.code == 0, done.err
-    assert "resumed from run/checkpoints/step-00000003.pt at step 3" in done.out
-    told = "step-00000006.pt is damaged and renamed to *.damaged; resuming from step-00000003.pt"
-    assert told in done.out
-    assert told in events(tmp_path / "run", "start")[-1]["chosen"]["resume"]
-    assert newest.with_name("step-00000006.pt.damaged").read_bytes() == damaged
-    assert run(small("--output", "whole", *SAVES), tmp_path).code == 0
-    ended, expected = summary(tmp_path / "run"), summary(tmp_path / "whole")
-    assert ended["weights_sha256"] == expected["weights_sha256"]
+    start = events(tmp_path / "run", "start")[-1]
+    assert (start["step"], start["resumed_from"]) == (3, OLDER)
+    assert copied.name in start["chosen"]["resume"]
+    assert copied.with_name(f"{copied.name}.damaged").read_bytes() == damaged
+    ended = summary(tmp_path / "run")
+    assert ended["weights_sha256"] == summary(reference())["weights_sha256"]
 
 
-def test_auto_goes_back_on_both_ranks(killed: Path, tmp_path: Path) -> None:
-    shutil.copytree(killed / "run", tmp_path / "run")
-    newest = tmp_path / "run/checkpoints/step-00000006.pt"
-    newest.write_bytes(_flipped(newest.read_bytes()))
-    (tmp_path / "run/checkpoints/step-00000006.pt.damaged").write_text("an earlier one")
+def test_auto_goes_back_on_both_ranks(copied: Path, tmp_path: Path) -> None:
+    copied.write_bytes(_flipped(copied.read_bytes()))
+    copied.with_name(f"{copied.name}.damaged").write_text("an earlier one")
     done = run_two(small("--output", "run", "-b", "8", "--resume", "auto", *SAVES), tmp_path)
     assert [rank.code for rank in done] == [0, 0], done[0].err
     assert {events(tmp_path / "run", "start", rank)[-1]["step"] for rank in (0, 1)} == {3}
-    names = {path.name for path in newest.parent.glob("*.damaged*")}
-    assert names == {"step-00000006.pt.damaged", "step-00000006.pt.damaged-2"}
+    assert len(list(copied.parent.glob(f"{copied.name}.damaged*"))) == 2
 
 
-def test_auto_with_no_sound_checkpoint_names_them_and_changes_nothing(
-    call: Call, unfinished: Path
+def test_auto_without_a_sound_checkpoint_names_them_and_changes_nothing(
+    call: Call, unchanged: Path
 ) -> None:
-    older = unfinished.with_name("step-00000003.pt")
+    older = unchanged.with_name(Path(OLDER).name)
     whole = older.read_bytes()
-    for file in (unfinished, older):
+    for file in (unchanged, older):
         file.write_bytes(_flipped(file.read_bytes()))
     line = call(*small("--output", "run", "--resume", "auto", *SAVES)).error_line()
-    assert "no intact checkpoint in run/checkpoints: step-00000006.pt, step-00000003.pt" in line
+    assert f"{unchanged.name}, {older.name}" in line
     older.write_bytes(whole)
-    # A refusal for another reason keeps the damaged one where it is, too.
-    unfinished.write_bytes(_flipped(whole))
+    # A refusal for another reason does not move the damaged one either.
     line = call(*small("--output", "run", "--resume", "auto", *SAVES, "--seed", "5")).error_line()
-    assert "step-00000003.pt has run.seed = 0, this run 5" in line
+    assert "run.seed" in line
 
 
 class _Opaque:
-    """What another program keeps in its checkpoints."""
+    """An object in the checkpoint of another program."""
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"state_dict": {"fc.weight": torch.ones(2)}, "epoch": 3}, "is not a Paceline checkpoint;"),
-        (torch.ones(3), "is not a Paceline checkpoint;"),
-        ({"model": _Opaque()}, "is not a Paceline checkpoint: it contains objects of "),
-    ],
+    "content",
+    [{"state_dict": {"fc.weight": torch.ones(2)}, "epoch": 3}, torch.ones(3), {"model": _Opaque()}],
 )
-def test_a_checkpoint_of_another_program(
-    call: Call, tmp_path: Path, content: Any, words: str
-) -> None:
+def test_a_checkpoint_of_another_program(call: Call, tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "other.pt")
     for command in (small("--resume", "other.pt"), ["eval", "other.pt"]):
         line = call(*command).error_line()
-        assert line.startswith(f"other.pt {words}")
-        assert line.endswith("; load weights of other programs with --pretrained FILE")
+        assert line.startswith("other.pt is not a Paceline checkpoint")
+        assert "--pretrained" in line
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--model resnet18", "has model.name = 'resnet_tiny', this run 'resnet18'"),
-        ("--seed 5", "has run.seed = 0, this run 5"),
-        ("--global-batch-size 32", "has run.global_batch_size = 16, this run 32"),
-        ("--set data.synthetic_samples=108", "has number of training images = 100, this run 108"),
-        ("--set data.synthetic_classes=5", "has classes = '4: 0, 1, 2 …"),
-        ("--set data.image_size=32", "has data.image_size = 28, this run 32"),
+        ("--model resnet18", "model.name = 'resnet_tiny'"),
+        ("--seed 5", "run.seed = 0"),
+        ("--global-batch-size 32", "run.global_batch_size = 16"),
+        ("--set data.synthetic_samples=108", "number of training images = 100"),
+        ("--set data.synthetic_classes=5", "classes = "),
+        ("--set data.image_size=32", "data.image_size = 28"),
     ],
 )
-def test_a_checkpoint_of_another_run(call: Call, unfinished: Path, more: str, words: str) -> None:
+def test_a_checkpoint_of_another_run(call: Call, unchanged: Path, more: str, words: str) -> None:
     line = call(*small("--output", "run", "--resume", "auto", *SAVES, *more.split())).error_line()
-    assert line.startswith(f"run/checkpoints/{unfinished.name} {words}")
-    assert line.endswith(
-        "; resume with the checkpoint's settings, or start a new run with --pretrained"
-    )
+    assert line.startswith(f"{NEWEST} has {words}")
 
 
 def test_a_checkpoint_of_other_labels_or_past_the_end(call: Call, tmp_path: Path) -> None:
@@ -202,43 +174,38 @@ def test_a_checkpoint_of_other_labels_or_past_the_end(call: Call, tmp_path: Path
     arguments = small_on("data", "--output", "run", "--resume", "auto")
     assert call(*arguments).code == 0
     line = call(*arguments, "--epochs", "1").error_line()
-    assert "step-00000010.pt is at step 10, past the 5 of this run; raise --epochs" in line
+    assert "step-00000010.pt is at step 10" in line
     write_shards(tmp_path / "data", labels=lambda i: (i + 1) % 4)
     assert "step-00000010.pt has digest of the labels = " in call(*arguments).error_line()
 
 
-def test_a_resume_into_the_folder_of_another_run(call: Call, unfinished: Path) -> None:
-    run_folder = unfinished.parent.parent
-    shutil.copytree(run_folder, "other")
+def test_a_resume_into_the_folder_of_another_run(call: Call, unchanged: Path) -> None:
+    shutil.copytree(unchanged.parent.parent, "other")
     line = call(*small("--resume", "other", "--output", "run", *SAVES)).error_line()
-    assert "run.output = 'run': already holds a run" in line
+    assert "run.output = 'run'" in line
 
 
-def test_a_full_disk_while_saving_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "nth", "file"),
+    [(".step-", 2, "checkpoints/step-00000006.pt"), (".weights", 1, "weights.safetensors")],
+)
+def test_a_full_disk_while_saving_keeps_the_last_good_checkpoint(
+    tmp_path: Path, part: str, nth: int, file: str
+) -> None:
     arguments = small("--output", "run", "-b", "8", *SAVES)
-    done = run_two(arguments, tmp_path, [partial(faults.full_disk, ".step-", 2), None])
-    for rank in done:
-        line = rank.error_line()
-        assert line.startswith("rank 0: no space left to write run/checkpoints/step-00000006.pt (")
-        assert "free space or choose another --output, then --resume auto; the last good" in line
-        assert rank.code == 1
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003.pt"]
-    assert Checkpoint.read(tmp_path / "run/checkpoints/step-00000003.pt").step == 3
-    assert [rank.code for rank in run_two([*arguments, "--resume", "auto"], tmp_path)] == [0, 0]
-
-
-def test_a_disk_that_is_full_at_the_very_end(tmp_path: Path) -> None:
-    arguments = small("--output", "run", "-b", "8")
-    done = run_two(arguments, tmp_path, [partial(faults.full_disk, ".weights", 1), None])
-    for rank in done:
-        assert "rank 0: no space left to write run/weights.safetensors" in rank.error_line()
+    done = run_two(arguments, tmp_path, [partial(faults.full_disk, part, nth), None])
+    lines = {rank.error_line() for rank in done}
+    assert len(lines) == 1
+    assert f"run/{file}" in lines.pop()
     assert not (tmp_path / "run/summary.json").exists()
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        assert Checkpoint.read(path).step in (3, 9, 12, 13)
     assert [rank.code for rank in run_two([*arguments, "--resume", "auto"], tmp_path)] == [0, 0]
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a file system of a given size; again, it gets another size."""
+    """Mounts a file system of a given size; called again, it changes the size."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted: list[str] = []
@@ -262,33 +229,34 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def test_a_disk_that_is_really_full(
-    small_disk: Callable[[str], Path], tmp_path: Path, killed: Path
+    small_disk: Callable[[str], Path], tmp_path: Path, killed: Path, reference: Reference
 ) -> None:
-    size = (killed / "run/checkpoints/step-00000006.pt").stat().st_size
-    disk = small_disk(f"{int(size * 1.6)}")
+    disk = small_disk(f"{int((killed / NEWEST).stat().st_size * 1.6)}")
     arguments = small("--output", "disk/run", *SAVES)
-    line = run(arguments, tmp_path).error_line()
-    assert "no space left to write disk/run/checkpoints/step-00000006.pt" in line
-    assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step-00000003.pt"]
+    assert f"disk/{NEWEST}" in run(arguments, tmp_path).error_line()
+    assert [path.name for path in (disk / "run/checkpoints").iterdir()] == [Path(OLDER).name]
     small_disk("64m")
     assert run([*arguments, "--resume", "auto"], tmp_path).code == 0
-    assert run(small("--output", "whole", *SAVES), tmp_path).code == 0
-    ended, expected = summary(disk / "run"), summary(tmp_path / "whole")
-    assert ended["weights_sha256"] == expected["weights_sha256"]
+    ended = summary(disk / "run")
+    assert ended["weights_sha256"] == summary(reference())["weights_sha256"]
     assert ended["resumed_at_steps"] == [3]
 
 
 def test_a_disk_too_full_for_the_records(small_disk: Callable[[str], Path], tmp_path: Path) -> None:
     disk = small_disk("1m")
     (disk / "run").mkdir()
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    (disk / "filler").write_bytes(bytes(free - 5 * 4096))
+
+    def fill(blocks_left: int) -> None:
+        (disk / "filler").write_bytes(b"")
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "filler").write_bytes(bytes(free - blocks_left * 4096))
+
+    fill(blocks_left=5)
     rarely = ("--set", "checkpoint.keep_best=false", "--set", "checkpoint.interval_epochs=0")
     line = run(small("--output", "disk/run", "--epochs", "30", *rarely), tmp_path).error_line()
-    assert line.startswith("cannot write the run's records in disk/run: No space left on device;")
+    assert "disk/run" in line
+    assert "No space left on device" in line
     assert len(events(disk / "run", "step")) > 3
-    (disk / "filler").write_bytes(b"")
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    (disk / "filler").write_bytes(bytes(free))
+    fill(blocks_left=0)
     line = run(small("--output", "disk/other"), tmp_path).error_line()
-    assert "No space left on device" in line or "no space left to write disk/other" in line
+    assert "no space left" in line.lower()

@@ -1,47 +1,66 @@
-"""Mistakes of the command line, of recipes and between ranks: one line, on every rank, within seconds."""
+"""Mistakes in flags and recipes, and ranks that differ or fail: one line, the same on every rank."""
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import faults
-from cli_runs import Call, events, run, run_two, small, started_ranks
+from cli_runs import Call, Done, events, run, run_two, small, started_ranks, summary
+from paceline.models.registry import create_model
+from paceline.models.settings import ModelSettings
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.train.checkpoint import Checkpoint
+
+HYBRID = (
+    "--set", "comm.algorithm=hybrid", "--set", "comm.eta_kib=64", "--set", "comm.fusion_mib=0.25",
+)  # fmt: skip
+
+
+def same_line(done: list[Done], code: int | None = None) -> str:
+    """The error of all ranks."""
+    assert code is None or [rank.code for rank in done] == [code] * len(done)
+    lines = {rank.error_line() for rank in done}
+    assert len(lines) == 1, lines
+    return lines.pop()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("train --model resnet51", "model.name = 'resnet51': is not a model; did you mean 'resnet"),
-        ("train imagnet-resnet50", "recipe = 'imagnet-resnet50': unknown; did you mean 'imagenet-"),
-        ("train nowhere.toml", "recipe = 'nowhere.toml': no such file; shipped: cifar10-resnet18"),
-        ("train --epochs ten", "run.epochs = 'ten': is a str; give a whole number"),
-        ("train --set data.image_size=big", "data.image_size = 'big': is a str; give a whole"),
-        ("train --set optim.warm_epochs=1", "optim.warm_epochs: unknown setting; did you mean"),
-        ("train --set optimizer.lr=1", "optimizer: unknown section; did you mean 'optim'?"),
-        ("train --opt adamm", "optim.name = 'adamm': unknown; "),
-        ("train --learning-rate 1", "--learning-rate"),
-        ("train quickstart -b 100", "128: is not a multiple of 100 = 100 (batch size) × 1 (ranks); "
-         "use 100 or 200, or --batch-size 64 or 128"),
-        ("train quickstart -b 48 --nproc-per-node 2", "128: is not a multiple of 96 = 48 (batch "
-         "size) × 2 (ranks); use 96 or 192, or --batch-size 32 or 64"),
-        ("train --global-batch-size 100 --nproc-per-node 3", "100: cannot be divided among 3 "
-         "ranks; use 99 or 102"),
-        ("train --device cuda", "run.device = 'cuda': no CUDA device here; use --device cpu"),
-        ("train --resume nowhere.pt", "no checkpoint at nowhere.pt; check --resume"),
-        ("train --pretrained nowhere.pth", "nowhere.pth is not a file; give the path"),
+        ("--model resnet51", "model.name = 'resnet51'"),
+        ("imagnet-resnet50", "did you mean 'imagenet-"),
+        ("nowhere.toml", "recipe = 'nowhere.toml'"),
+        ("--set data.image_size=big", "data.image_size = 'big'"),
+        ("--set optim.warm_epochs=1", "optim.warm_epochs"),
+        ("--set optimizer.lr=1", "did you mean 'optim'?"),
+        ("--set seed=1", "did you mean 'run.seed'?"),
+        ("--opt adamm", "optim.name = 'adamm'"),
+        ("--learning-rate 1", "--learning-rate"),
+        ("--amp-dtype half", "precision.amp_dtype = 'half'"),
+        ("--compile all", "run.compile = 'all'"),
+        ("--set precision.loss_scale=0", "precision.loss_scale = 0"),
+        ("--device cpu --set run.cuda_graphs=on", "run.cuda_graphs = 'on'"),
+        ("--device cpu --set run.fused_norm=on", "run.fused_norm = 'on'"),
+        ("quickstart -b 100", "use 100 or 200, or --batch-size 64 or 128"),
+        ("quickstart -b 48 --nproc-per-node 2", "use 96 or 192, or --batch-size 32 or 64"),
+        ("--global-batch-size 100 --nproc-per-node 3", "use 99 or 102"),
+        ("--device cuda", "run.device = 'cuda'"),
+        ("--resume nowhere.pt", "nowhere.pt"),
+        ("--pretrained nowhere.pth", "nowhere.pth"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_flags(call: Call, arguments: str, words: str) -> None:
     if "--device cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    done = call(*arguments.split())
+    done = call("train", *arguments.split())
     assert words in done.error_line()
     assert done.code == (1 if "nowhere.p" in arguments else 2)
     assert not list(Path("runs").glob("*/config.toml"))
@@ -50,16 +69,15 @@ def test_mistakes_in_flags(call: Call, arguments: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[run]\nepoch = 3\n", "run.epoch: unknown setting; did you mean 'epochs'?"),
-        ("[runs]\nepochs = 3\n", "runs: unknown section; did you mean 'run'?"),
-        ("epochs = 3\n", "epochs = 3: stands outside a section; did you mean 'run.epochs'?"),
-        ("[run]\nepochs = '3'\n", "run.epochs = '3': is a str; give a whole number"),
-        ("[run]\nepochs = true\n", "run.epochs = True: is a bool; give a whole number"),
+        ("[run]\nepoch = 3\n", "did you mean 'epochs'?"),
+        ("[runs]\nepochs = 3\n", "did you mean 'run'?"),
+        ("epochs = 3\n", "did you mean 'run.epochs'?"),
+        ("[run]\nepochs = '3'\n", "run.epochs = '3'"),
+        ("[run]\nepochs = true\n", "run.epochs = True"),
         ("[run]\nepochs = 3\n[run]\n", "recipe = 'own.toml': is not TOML"),
-        ("[run\n", "recipe = 'own.toml': is not TOML"),
         ("\xff\xfe", "recipe = 'own.toml': is not TOML"),
-        ("[model]\nname = 'resnet500'\n", "model.name = 'resnet500': is not a model; did you"),
-        ("[data]\nmean = [0.1, 0.2]\n", "data.mean = (0.1, 0.2): has 2 values for data.channels"),
+        ("[model]\nname = 'resnet500'\n", "model.name = 'resnet500'"),
+        ("[data]\nmean = [0.1, 0.2]\n", "data.mean = (0.1, 0.2)"),
     ],
 )
 def test_mistakes_in_a_recipe(call: Call, text: str, words: str) -> None:
@@ -69,57 +87,87 @@ def test_mistakes_in_a_recipe(call: Call, text: str, words: str) -> None:
     assert done.code == 2
 
 
-def test_two_ranks_with_different_configurations(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ((), ("--smoothing", "0.2"), "run.smoothing: 0.1 on rank 0, 0.2 on rank 1"),
+        (("-b", "16"), ("-b", "16"), "use 32, or --batch-size 4 or 8"),
+    ],
+)
+def test_settings_that_differ_or_do_not_fit_the_ranks(
+    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], words: str
+) -> None:
     arguments = small("--output", "run")
-    done = run_two(arguments, tmp_path, second=[*arguments, "--smoothing", "0.2"])
-    for rank in done:
-        assert rank.error_line() == (
-            "ranks differ in run.smoothing: 0.1 on rank 0, 0.2 on rank 1; "
-            "start every rank with the same recipe and flags"
-        )
-        assert rank.code == 2
+    done = run_two([*arguments, *first], tmp_path, second=[*arguments, *second])
+    assert words in same_line(done, 2)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_that_the_ranks_do_not_divide(tmp_path: Path) -> None:
-    arguments = small("--output", "run", "-b", "16")
-    for rank in run_two(arguments, tmp_path):
-        assert (
-            "run.global_batch_size = 16: is not a multiple of 32 = 16 (batch size) × 2 (ranks); "
-            "use 32, or --batch-size 4 or 8" in rank.error_line()
-        )
-        assert rank.code == 2
+def _no_half() -> None:
+    """A device that has no convolutions in half precision."""
+    import paceline.precision.policy as module
+
+    real = module.F.conv2d
+
+    def convolution(image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if image.dtype != torch.float32:
+            raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")
+        return real(image, weight)
+
+    module.F = type("F", (), {"conv2d": staticmethod(convolution)})  # type: ignore[assignment]
 
 
-def test_out_of_memory_on_one_rank(tmp_path: Path) -> None:
-    fault = partial(faults.out_of_memory, 3)
-    for rank in run_two(small("--output", "run"), tmp_path, [None, fault]):
-        assert rank.error_line() == (
-            "rank 1: out of memory at step 3 with a batch size of 8 a process; use a smaller one, "
-            "such as --batch-size 4; the global batch and the result stay the same"
-        )
-        assert rank.code == 1
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_format_that_one_ranks_device_lacks(tmp_path: Path, dtype: str) -> None:
+    arguments = small("--output", "run", "--amp-dtype", dtype)
+    line = same_line(run_two(arguments, tmp_path, [None, _no_half]), 2)
+    assert line.startswith(f"rank 1: precision.amp_dtype = '{dtype}'")
+    assert not (tmp_path / "run").exists()
 
 
-def test_out_of_memory_in_an_evaluation_on_one_rank(tmp_path: Path) -> None:
-    fault = partial(faults.out_of_memory, 1, training=False)
-    for rank in run_two(small("--output", "run"), tmp_path, [None, fault]):
-        assert "rank 1: out of memory evaluating 5 images at a time; use a" in rank.error_line()
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param(partial(faults.freeze, "fc.bias"), "trained parameters", id="parameters"),
+        pytest.param(partial(faults.other_plan, 1 << 20), "plan", id="plans"),
+        pytest.param(partial(faults.other_version, "paceline", "0.0.1"), "paceline", id="paceline"),
+        pytest.param(partial(faults.other_version, "torch", "2.11.0"), "torch", id="torch"),
+        pytest.param(faults.no_memory_for_gradients, "rank 1: out of memory", id="memory"),
+    ],
+)
+def test_a_rank_that_differs_from_the_others(tmp_path: Path, fault: Any, words: str) -> None:
+    done = run_two(small("--output", "run", *HYBRID), tmp_path, [None, fault])
+    assert words in same_line(done)
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_never_finite(tmp_path: Path) -> None:
-    diverge = ("--lr", "1e30", "--warmup-epochs", "0", "--set", "run.max_skipped_steps=3")
-    for rank in run_two(small("--output", "run", *diverge), tmp_path):
-        line = rank.error_line()
-        assert re.match(
-            r"diverged at step \d+: the loss was not finite in 3 steps in a row; ", line
-        )
-        assert "the output of layer1.0.conv1 is not finite" in line
-        assert "lower --lr (now 1e+30 at its peak) or lengthen --warmup-epochs" in line
-    assert [step["skipped"] for step in events(tmp_path / "run", "step")][-3:] == [True] * 3
+def test_a_plan_for_another_model_or_cluster(tmp_path: Path) -> None:
+    ranks, model = ClusterFacts(ranks=2, nodes=1), ModelFacts.of([("w", 3)])
+    PlanFile(FusionPlan.single(["w"]), model, ranks).write(tmp_path / "plan.toml")
+    arguments = small("--output", "run", "--set", "comm.plan=plan.toml")
+    assert "comm.plan = 'plan.toml'" in same_line(run_two(arguments, tmp_path), 2)
+    trained = create_model(
+        ModelSettings("resnet_tiny"), num_classes=4, in_channels=1, image_size=28
+    )
+    own = ModelFacts.of((name, p.numel()) for name, p in trained.named_parameters())
+    PlanFile(FusionPlan.single(["w"]), own, ranks).write(tmp_path / "plan.toml")
+    assert "ranks = 2" in run(arguments, tmp_path).error_line()
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_bug_on_one_rank_is_told_on_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [(True, "rank 1: out of memory at step 1"), (False, "rank 1: out of memory")],
+)
+def test_out_of_memory_on_one_rank(tmp_path: Path, training: bool, words: str) -> None:
+    fault = partial(faults.out_of_memory, 1, training=training)
+    line = same_line(run_two(small("--output", "run"), tmp_path, [None, fault]), 1)
+    assert line.startswith(words)
+    if training:
+        assert "--batch-size 4" in line, "the remedy"
+
+
+def test_a_bug_on_one_rank_is_named_on_the_other(tmp_path: Path) -> None:
     done = run_two(small("--output", "run"), tmp_path, [None, _break])
     assert done[0].error_line().startswith("rank 1: ZeroDivisionError: ")
     assert done[1].code == 1
@@ -130,9 +178,50 @@ def _break() -> None:
     faults.at_micro_batch(2, 1, lambda: 1 // 0)
 
 
+def test_a_loss_that_is_never_finite(tmp_path: Path) -> None:
+    diverge = ("--lr", "1e30", "--warmup-epochs", "0", "--set", "run.max_skipped_steps=3")
+    line = same_line(run_two(small("--output", "run", *diverge), tmp_path), 1)
+    assert line.startswith("diverged at step ")
+    assert "layer1.0.conv1" in line
+    assert "--lr" in line
+    assert [step["skipped"] for step in events(tmp_path / "run", "step")][-3:] == [True] * 3
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    # The pass that measures the order of the gradients comes first.
+    fault = partial(faults.poison, 1 + 3, passes=1)
+    done = run_two(small("--output", "run", *HYBRID), tmp_path, [None, fault])
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    for rank in (0, 1):
+        skipped = [e["step"] for e in events(tmp_path / "run", "step", rank) if e["skipped"]]
+        assert skipped == [3]
+    assert summary(tmp_path / "run")["skipped_steps"] == 1
+
+
+def test_an_overflow_in_fp16_on_one_rank_halves_the_scale_on_both(tmp_path: Path) -> None:
+    arguments = small("--output", "run", "--amp-dtype", "fp16")
+    done = run_two(arguments, tmp_path, [None, partial(faults.poison, 4, passes=1)])
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    for rank in (0, 1):
+        steps = events(tmp_path / "run", "step", rank)
+        assert [step["step"] for step in steps if step["skipped"]] == [4]
+        assert [step["loss_scale"] for step in steps] == [65536.0] * 4 + [32768.0] * 9
+
+
+def test_a_divergence_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    arguments = small("--output", "run", "--amp-dtype", "fp16", "--set", "run.max_skipped_steps=3",
+                      "--set", "checkpoint.interval_steps=2")  # fmt: skip
+    done = run(arguments, tmp_path, partial(faults.poison, 6))
+    assert done.error_line().startswith("diverged at step 6: ")
+    assert "fc.bias" in done.error_line()
+    saved = sorted((tmp_path / "run/checkpoints").glob("step-*.pt"))
+    assert all(value.isfinite().all() for value in Checkpoint.read(saved[-1]).model.values())
+    assert run([*arguments, "--resume", "auto"], tmp_path).code == 0
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port on which somebody else listens, and says nothing."""
+    """A port on which another program listens."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -143,25 +232,16 @@ def test_a_port_that_is_in_use(tmp_path: Path, taken_port: int) -> None:
     arguments = small("--output", "run", "--set", "comm.rendezvous_timeout_s=3.0")
     with started_ranks([arguments] * 2, tmp_path, master_port=taken_port) as ranks:
         done = [process.wait(20) for process in ranks]
-    line = done[0].error_line()
-    assert f"rank 0 cannot host the rendezvous: 127.0.0.1:{taken_port} is in use" in line
-    assert "set MASTER_PORT (torchrun: --master-port) to a free port" in line
-    assert f"rank 1 did not meet the others at 127.0.0.1:{taken_port} within 3 s" in (
-        done[1].error_line()
-    )
+    assert all(f"127.0.0.1:{taken_port}" in rank.error_line() for rank in done)
+    assert "MASTER_PORT" in done[0].error_line()
     assert [rank.code for rank in done] == [1, 1]
-
-
-def test_a_master_port_that_is_in_use(tmp_path: Path, taken_port: int) -> None:
     launch = ("--nproc-per-node", "2", "--master-port", str(taken_port))
-    done = run(small("--output", "run", *launch), tmp_path)
-    assert f"cannot listen on 127.0.0.1:{taken_port}" in done.error_line()
-    assert "choose a free --master-port, or 0 to have one chosen" in done.error_line()
+    line = run(small("--output", "run", *launch), tmp_path).error_line()
+    assert f"127.0.0.1:{taken_port}" in line
+    assert "--master-port" in line
 
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     arguments = small("--output", "run", "--set", "comm.rendezvous_timeout_s=2.0")
     with started_ranks([arguments, ["--version"]], tmp_path) as ranks:
-        line = ranks[0].wait(20).error_line()
-    assert "rank 1" in line
-    assert "within 2 s" in line
+        assert "rank 1" in ranks[0].wait(20).error_line()

@@ -1,48 +1,195 @@
-"""`paceline bench` through the real command."""
+"""`paceline bench` and `paceline tune`: JSON, tables, and mistakes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from pathlib import Path
+from typing import Any
 
-SMALL = ("--model", "resnet_tiny", "--image-size", "28", "--classes", "5", "-b", "4",
-         "--steps", "2", "--warm-up", "1", "--device", "cpu")  # fmt: skip
+import pytest
+
+from cli_runs import Call, run
+from data_sets import write_shards
+from paceline.bench.cluster import why_unavailable
+from paceline.comm.tuning_file import TuningFile
+
+TINY = ("--model", "resnet_tiny", "--device", "cpu")
+INPUT = ("bench", "input", "--data-dir", "data", "--image-size", "28", "-b", "4", "--rounds", "1",
+         "--device", "cpu")  # fmt: skip
+TABLE = '[[sizes]]\nup_to_bytes = 8192\nalgorithm = "hierarchical"\n[[sizes]]\nalgorithm = "ring"\n'
 
 
-def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def on_ranks(cwd: Path, *arguments: str) -> str:
+    """Standard output of a command that starts ranks."""
+    done = run(arguments, cwd, timeout_s=100, OMP_NUM_THREADS="1")
+    assert done.code == 0, done.err
+    return done.out
 
 
-def test_step_prints_one_json_object_with_rows_ratios_and_environment() -> None:
-    done = paceline("bench", "step", *SMALL, "--together", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def report_of(cwd: Path, *arguments: str) -> dict[str, Any]:
+    return dict(json.loads(on_ranks(cwd, *arguments, "--json")))
+
+
+def test_step(call: Call) -> None:
+    done = call("bench", "step", *TINY, "--image-size", "28", "--classes", "5", "-b", "4", "--steps",
+                "2", "--warm-up", "1", "--together", "2", "--json")  # fmt: skip
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
     assert [row["name"] for row in report["rows"]] == ["ours", "plain fp32"]
     assert report["ratios"]["ours / plain fp32"] > 0
     assert report["versions"]["torch"]
     assert report["settings"]["batch_size"] == 4
 
 
-def test_optimizer_prints_a_table() -> None:
-    done = paceline(
-        "bench", "optimizer", "--model", "resnet_tiny", "--repeats", "2", "--device", "cpu"
+def test_optimizer(call: Call) -> None:
+    done = call("bench", "optimizer", *TINY, "--repeats", "2")
+    assert done.code == 0, done.err
+    assert "ours lars" in done.out
+
+
+def test_input(call: Call, tmp_path: Path) -> None:
+    write_shards(tmp_path / "data")
+    done = call(
+        *INPUT, "--seconds", "0.05", "--workers", "1,2", "--peers", "dataloader,webdataset",
+        "--peer-workers", "1", "--train-step", "resnet_tiny", "--steps", "1", "--warm-up", "1",
+        "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    names = [row["name"] for row in report["rows"]]
+    assert names[:3] == ["ours × 1", "ours × 2", "dataloader × 1"]
+    assert all(len(row["rounds"]) == 1 for row in report["rows"])
+    assert any(name.endswith("/ dataloader × 1") for name in report["ratios"])
+    assert len(names) == 4 or "webdataset" in report["notes"][0]
+    assert report["training"]["share"] > 0
+    assert report["versions"]["torch"]
+    plain = call(
+        *INPUT, "--seconds", "0.01", "--workers", "1", "--peers", "", "--decoder", "pillow"
     )
-    assert done.returncode == 0, done.stderr
-    assert "ours lars" in done.stdout
-    assert "MB to move" in " ".join(done.stdout.split())
+    assert plain.code == 0, plain.err
+    assert "ours × 1" in plain.out
 
 
-def test_mistakes_are_one_line() -> None:
-    for arguments, words in (
-        (("step", "--model", "resnet51"), "model.name = 'resnet51': is not a model"),
-        (("step", "--row", "theirs"), "--row = 'theirs': unknown"),
-        (("step", "--steps", "0"), "--steps = 0: must be at least 1"),
-        (("optimizer", "--device", "gpu"), "--device = 'gpu': unknown"),
-        (("optimizer", "--amp-dtype", "fp8"), "precision.amp_dtype = 'fp8': unknown"),
-    ):
-        done = paceline("bench", *arguments)
-        assert done.returncode == 2, (arguments, done.stderr)
-        assert words in done.stderr
-        assert done.stderr.count("\n") <= 1
+def test_input_memory_and_seek(call: Call) -> None:
+    done = call("bench", "input", "--synthetic-index", "3000", "--image-size", "8", "-b", "50")
+    assert done.code == 0, done.err
+    assert "3,000 samples" in done.out
+
+
+def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "sizes.toml").write_text(TABLE)
+    report = report_of(
+        tmp_path, "bench", "allreduce", "--ranks", "2", "--bytes", "4KiB,64KiB", "--wire", "float16",
+        "--algorithms", "ring,torus2d", "--sizes", "sizes.toml", "--iterations", "3",
+        "--warm-up", "1",
+    )  # fmt: skip
+    rows = report["rows"]
+    assert [(row["bytes"], row["algorithm"]) for row in rows] == [
+        (size, way) for size in (4096, 65536) for way in ("native", "ring", "torus2d", "hybrid")
+    ]
+    for row in rows:
+        assert len(row["samples_s"]) == 3
+        assert min(row["samples_s"]) <= row["s_p10"] <= row["s"] <= row["s_p90"]
+        # Two ranks: 2(p − 1)/p is 1.
+        assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"])
+        assert row["algbw_gb_s"] == pytest.approx(row["bytes"] / row["s"] / 1e9)
+        assert row["algorithm"] != "native" or row["speed_against_native"] == 1
+    # 64 KiB of float32 are 32 KiB on the wire, above the table's first limit.
+    assert [row["chosen"] for row in rows if "chosen" in row] == ["hierarchical", "ring"]
+    assert report["cluster"]["ranks"] == 2
+    assert report["versions"]["torch"]
+
+
+def test_exchange_on_two_ranks(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path, "bench", "exchange", "--model", "resnet_tiny", "--ranks", "2",
+        "--algorithm", "hierarchical", "--fusion-mib", "0.1", "--iterations", "2", "--warm-up", "1",
+    )  # fmt: skip
+    rows = {row["way"]: row for row in report["rows"]}
+    assert {"ddp", "ddp fp16 hook", "ours float32", "ours float16"} <= set(rows)
+    assert rows["ddp"]["speed_against_ddp"] == 1
+    assert "hierarchical" in rows["ours float16"]["about"]
+    assert all(len(row["samples_s"]) == 2 for row in rows.values())
+    assert report["bytes"] > 0
+
+
+def test_an_emulated_cluster(tmp_path: Path) -> None:
+    if reason := why_unavailable():
+        pytest.skip(f"no emulated cluster here: {reason}")
+    report = report_of(
+        tmp_path, "bench", "allreduce", "--hosts", "2", "--link-mbit", "100", "--bytes", "256KiB",
+        "--algorithms", "ring", "--iterations", "3", "--warm-up", "1",
+    )  # fmt: skip
+    assert (report["cluster"]["hosts"], report["cluster"]["ranks_per_host"]) == (2, [1, 1])
+    # The link is real: nothing is faster than its rate and its burst size allow.
+    assert all(0 < row["link_share"] < 1.3 for row in report["rows"])
+
+
+def test_tune_writes_a_table_once(tmp_path: Path) -> None:
+    flags = ("tune", "--ranks", "2", "--max-bytes", "16KiB", "--algorithms", "ring,tree",
+             "--iterations", "3", "--accept-noise", "-o", "found.toml")  # fmt: skip
+    assert "found.toml" in on_ranks(tmp_path, *flags)
+    found = TuningFile.read(tmp_path / "found.toml")
+    assert [row.size_bytes for row in found.measured] == [1024, 4096, 16384]
+    assert all(set(row.medians_s) == {"native", "ring", "tree"} for row in found.measured)
+    assert (found.cluster.ranks, found.cluster.nodes, found.cluster.inter) == (2, 1, None)
+    assert found.cluster.intra is not None
+    assert found.cluster.hidden_cost is not None
+    assert 0 <= found.cluster.hidden_cost < 20
+    assert found.cluster.intra.alpha_s + found.cluster.intra.beta_s_per_byte > 0
+    assert "--output = 'found.toml'" in run(flags, tmp_path).error_line()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("step --model resnet51", "model.name = 'resnet51'"),
+        ("step --row theirs", "--row = 'theirs'"),
+        ("step --steps 0", "--steps = 0"),
+        ("optimizer --device gpu", "--device = 'gpu'"),
+        ("optimizer --amp-dtype fp8", "precision.amp_dtype = 'fp8'"),
+        ("input --peers dataloader", "--data-dir"),
+        ("input --data-dir data --split test", "--split = 'test'"),
+        ("input --data-dir data --workers 0", "--workers = '0'"),
+        ("input --data-dir data --peers dali", "--peers = 'dali'"),
+        ("input --data-dir data --decoder gif", "data.decoder = 'gif'"),
+        ("input --data-dir data --device cpu --decoder nvjpeg", "nvjpeg"),
+        ("input --data-dir none", "none"),
+        ("allreduce", "--ranks"),
+        ("allreduce --ranks 2 --algorithms rign", "--algorithms = 'rign'"),
+        ("allreduce --ranks 2 --bytes 4q", "--bytes = '4q'"),
+        ("allreduce --ranks 2 --factor 1", "--factor = 1.0"),
+        ("allreduce --ranks 2 --wire fp8", "--wire = 'fp8'"),
+        ("allreduce --ranks 2 --min-bytes 1M --max-bytes 1k", "--min-bytes = '1M'"),
+        ("allreduce --ranks 2 --iterations 0", "--iterations = 0"),
+        ("allreduce --ranks 2 --sizes none.toml", "none.toml"),
+        ("allreduce --ranks 2 --device gpu", "run.device = 'gpu'"),
+        ("allreduce --ranks 2 --backend mpi", "comm.backend = 'mpi'"),
+        ("exchange --ranks 2 --model resnet51", "model.name = 'resnet51'"),
+        ("exchange --ranks 2 --algorithm rign", "comm.algorithm = 'rign'"),
+        ("exchange --ranks 2 --plan a --sizes b", "--sizes"),
+        ("exchange --ranks 2 --plan a", "comm.plan = 'a'"),
+        ("ddp --ranks 2 --block 0", "--block = 0"),
+    ],
+)
+def test_mistakes_are_one_line(call: Call, tmp_path: Path, arguments: str, words: str) -> None:
+    if "data-dir data" in arguments:
+        write_shards(tmp_path / "data")
+    if arguments.startswith("input --data-dir"):
+        arguments = arguments.replace("input", "input --peers dataloader", 1)
+    assert words in call("bench", *arguments.split()).error_line()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--margin 1", "--margin = 1.0"),
+        ("--iterations 1", "--iterations = 1"),
+        ("-o none/x.toml", "--output = 'none/x.toml'"),
+        (f"--min-bytes {'9' * 400}", "--min-bytes"),
+    ],
+)
+def test_mistakes_of_tune_are_one_line(call: Call, arguments: str, words: str) -> None:
+    done = call("tune", "--ranks", "2", *arguments.split())
+    assert words in done.error_line()
+    assert done.code == 2

@@ -30,38 +30,36 @@ def test_from_folders_to_shards_and_back(call: Call, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train-00000.tar").is_file()
     found = call("inspect", "out", "--all", "--json", "--sheet", "sheet.png")
     assert found.code == 0
-    told = json.loads(found.out)
-    assert told["problems"] == []
-    assert set(told["splits"]) == {"train", "val"}
+    report = json.loads(found.out)
+    assert report["problems"] == []
+    assert set(report["splits"]) == {"train", "val"}
     assert (tmp_path / "sheet.png").is_file()
     again = call("pack", "in", "out", "--short-side", "16", "--shard-samples", "20")
     assert again.code == 0
     other = call("pack", "in", "out", "--short-side", "8", "--shard-samples", "20")
+    assert "short_side" in other.error_line()
     assert other.code == 1
-    assert other.err.count("\n") == 1
-    assert "was packed with short_side = 16, not 8" in other.err
 
 
 def test_inspect_finds_what_is_wrong(call: Call, tmp_path: Path) -> None:
     write_shards(tmp_path / "set")
-    assert call("inspect", "set").out.endswith("no problem found\n")
+    assert call("inspect", "set").code == 0
     shard = next((tmp_path / "set").glob("train-*.tar"))
     os.truncate(shard, 3000)
     done = call("inspect", "set")
     assert done.code == 1
-    assert f"problem: set/{shard.name}: truncated" in done.out
+    assert f"problem: set/{shard.name}" in done.out
 
 
 @pytest.mark.parametrize("sheet", ["", ".", "set"])
 def test_a_sheet_is_a_file(call: Call, tmp_path: Path, sheet: str) -> None:
     write_shards(tmp_path / "set")
     done = call("inspect", "set", "--sheet", sheet)
+    assert done.error_line().startswith("--sheet")
     assert done.code == 2
-    assert done.err.startswith("paceline: error: --sheet")
-    assert done.err.count("\n") == 1
 
 
-def test_names_in_the_data_reach_no_terminal_as_they_are(call: Call, tmp_path: Path) -> None:
+def test_names_in_the_data_cannot_control_the_terminal(call: Call, tmp_path: Path) -> None:
     """File names may hold escape sequences and bytes that are no text."""
     write_folders(tmp_path / "in")
     folder = next(path for path in (tmp_path / "in" / "train").iterdir() if path.is_dir())
@@ -79,21 +77,18 @@ def test_names_in_the_data_reach_no_terminal_as_they_are(call: Call, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["in"], "SRC DST = 'in': --source auto takes SRC and DST"),
-        (["in", "out", "--source", "embedded"], "--source embedded takes DST alone"),
-        (["in", "in"], "DST = 'in': is the source itself"),
-        (["absent", "out"], "absent: no such directory"),
-        (["in", "out", "--quality", "200"], "--quality = 200: must be 1 to 100"),
-        (["in", "out", "--split", "test"], "--split = 'test': unknown"),
-        (["in", "out", "--source", "tars"], "data.source = 'tars': unknown"),
+        (["in"], "SRC DST = 'in'"),
+        (["in", "out", "--source", "embedded"], "--source embedded"),
+        (["in", "in"], "DST = 'in'"),
+        (["absent", "out"], "absent"),
+        (["in", "out", "--quality", "200"], "--quality = 200"),
+        (["in", "out", "--split", "test"], "--split = 'test'"),
+        (["in", "out", "--source", "tars"], "data.source = 'tars'"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, arguments: list[str], line: str) -> None:
     write_folders(tmp_path / "in")
-    done = call("pack", *arguments)
-    assert done.code in (1, 2)
-    assert line in done.err
-    assert done.err.count("\n") == 1
+    assert line in call("pack", *arguments).error_line()
     assert not (tmp_path / "out").exists()
 
 
@@ -118,12 +113,13 @@ def test_control_c(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 130, f"{out}\n{err}"
-    assert err == "interrupted: finished shards are kept; the same command goes on\n"
+    assert err.startswith("interrupted: ")
+    assert err.count("\n") == 1
     assert not list((tmp_path / "out").glob(".*.tmp"))
     shards = sorted((tmp_path / "out").glob("*.tar"))
-    told = json.loads((tmp_path / "out" / "pack.json").read_text())
-    kept = [shard["name"] for shard in told["splits"]["train"]["shards"]]
-    # The signal may come between a shard's last byte and the manifest; such a shard is packed anew.
+    manifest = json.loads((tmp_path / "out" / "pack.json").read_text())
+    kept = [shard["name"] for shard in manifest["splits"]["train"]["shards"]]
+    # The signal may come between a shard's last byte and the manifest; such a shard is packed again.
     assert [path.name for path in shards][: len(kept)] == kept
     assert len(shards) - len(kept) <= 1
     for path in shards:
@@ -136,9 +132,9 @@ def test_real_photographs(call: Call, tmp_path: Path) -> None:
         pytest.skip("imagenet200 is not here: ../shared/data is absent")
     done = call("pack", str(SHARED), "out", "--short-side", "256", "--quality", "90")
     assert done.code == 0
-    told = json.loads(call("inspect", "out", "--all", "--json").out)
-    facts = told["splits"]["train"]
-    assert told["problems"] == []
+    report = json.loads(call("inspect", "out", "--all", "--json").out)
+    facts = report["splits"]["train"]
+    assert report["problems"] == []
     assert facts["samples"] == 200
     assert facts["modes"] == {"RGB": 197, "L": 3}
     assert 20_000 < facts["mean_bytes"] < 32_000

@@ -76,7 +76,7 @@ def test_mistakes_are_one_line(flags: tuple[str, ...], words: str) -> None:
 def test_it_needs_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['paceline', 'plan', '--gpu', 'H100', '--json'];"
-        "from paceline.cli.app import _run; code = _run();"
+        "from paceline.cli.app import run_command; code = run_command();"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import faults
+from cli.conftest import Reference
 from cli_runs import Done, events, run, run_two, small, started, started_ranks, steps, summary
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -24,37 +25,26 @@ HEARS_HANGUP = partial(faults.dispose, HUP, signal.SIG_DFL)
 ARGUMENTS = small("--output", "run", "-b", "4")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The end of the run that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert run(ARGUMENTS, folder).code == 0
-    return summary(folder / "run")
-
-
-@pytest.fixture(scope="module")
-def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("whole-of-two")
-    assert [done.code for done in run_two(ARGUMENTS, folder)] == [0, 0]
-    return summary(folder / "run")
-
-
 def at(step: int, micro_batch: int, *numbers: signal.Signals) -> Any:
     return partial(faults.at_micro_batch, step, micro_batch, partial(faults.signal_self, *numbers))
 
 
-def assert_resumes_as_if_nothing_had_happened(cwd: Path, whole: dict[str, Any]) -> None:
-    assert run([*ARGUMENTS, "--resume", "auto"], cwd).code == 0
-    ended = summary(cwd / "run")
+def assert_same_end(cwd: Path, reference: Reference, ranks: int = 1) -> None:
+    ended, expected = summary(cwd / "run"), summary(reference("-b", "4", ranks=ranks))
     for name in ("weights_sha256", "top1", "val_loss", "best_top1", "steps", "images"):
-        assert ended[name] == whole[name], name
+        assert ended[name] == expected[name], name
+
+
+def assert_resumes_to_the_same_end(cwd: Path, reference: Reference) -> None:
+    assert run([*ARGUMENTS, "--resume", "auto"], cwd).code == 0
+    assert_same_end(cwd, reference)
 
 
 def assert_stopped(done: Done, cwd: Path, number: signal.Signals, step: int) -> None:
     assert done.code == 128 + number
     assert done.err == ""
-    assert f"stopped after step {step}: {number.name}" in done.out
-    assert "continue with the same command and --resume auto --output run" in done.out
+    assert f"step {step}: {number.name}" in done.out
+    assert "--resume auto --output run" in done.out
     saved = sorted((cwd / "run/checkpoints").glob("step-*.pt"))
     assert saved[-1].name == f"step-{step:08d}.pt"
     assert not (cwd / "run/summary.json").exists()
@@ -98,19 +88,19 @@ def assert_stopped(done: Done, cwd: Path, number: signal.Signals, step: int) -> 
     ],
 )
 def test_a_signal_saves_and_nothing_of_a_half_step_remains(
-    tmp_path: Path, whole: dict[str, Any], fault: Any, number: signal.Signals, step: int
+    tmp_path: Path, reference: Reference, fault: Any, number: signal.Signals, step: int
 ) -> None:
     assert_stopped(run(ARGUMENTS, tmp_path, fault), tmp_path, number, step)
     assert events(tmp_path / "run", "stop")[-1]["reason"] == number.name
-    assert_resumes_as_if_nothing_had_happened(tmp_path, whole)
+    assert_resumes_to_the_same_end(tmp_path, reference)
 
 
 def test_a_signal_after_the_last_save_lets_the_run_end(
-    tmp_path: Path, whole: dict[str, Any]
+    tmp_path: Path, reference: Reference
 ) -> None:
     fault = partial(faults.at_rename, "weights", 1, partial(faults.signal_self, TERM, INT))
     assert run(ARGUMENTS, tmp_path, fault).code == 0
-    assert summary(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+    assert_same_end(tmp_path, reference)
 
 
 def test_a_signal_stops_within_one_micro_step(tmp_path: Path) -> None:
@@ -128,7 +118,7 @@ def test_a_signal_stops_within_one_micro_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(
-    tmp_path: Path, whole_of_two: dict[str, Any], rank: int
+    tmp_path: Path, reference: Reference, rank: int
 ) -> None:
     # Micro-batches 0 and 2 are rank 0's, 1 and 3 are rank 1's.
     faults_of_ranks = [None, None]
@@ -138,9 +128,7 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(
     assert (done[1].code, done[1].err) == (128 + TERM, "")
     assert len(events(tmp_path / "run", "step", rank=1)) == 6
     assert [end.code for end in run_two([*ARGUMENTS, "--resume", "auto"], tmp_path)] == [0, 0]
-    ended = summary(tmp_path / "run")
-    assert ended["weights_sha256"] == whole_of_two["weights_sha256"]
-    assert ended["top1"] == whole_of_two["top1"]
+    assert_same_end(tmp_path, reference, ranks=2)
 
 
 def test_different_signals_to_two_ranks_still_agree(tmp_path: Path) -> None:
@@ -175,37 +163,33 @@ def saved_steps(folder: Path, rank: int = 0) -> list[int]:
     ],
 )  # fmt: skip
 def test_a_run_that_is_asked_to_save_goes_on_to_the_same_end(
-    tmp_path: Path, whole: dict[str, Any], fault: Any, saved: list[int]
+    tmp_path: Path, reference: Reference, fault: Any, saved: list[int]
 ) -> None:
     done = run([*ARGUMENTS, "--set", "checkpoint.keep=9"], tmp_path, fault)
     assert (done.code, done.err) == (0, "")
     assert saved_steps(tmp_path / "run") == saved
-    ended = summary(tmp_path / "run")
-    for name in ("weights_sha256", "top1", "val_loss", "best_top1", "steps", "images"):
-        assert ended[name] == whole[name], name
+    assert_same_end(tmp_path, reference)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_is_asked_to_save_is_enough(
-    tmp_path: Path, whole_of_two: dict[str, Any], rank: int
+    tmp_path: Path, reference: Reference, rank: int
 ) -> None:
     faults_of_ranks = [None, None]
     faults_of_ranks[rank] = at(3, rank, USR1)
     done = run_two(ARGUMENTS, tmp_path, faults_of_ranks)
     assert [end.code for end in done] == [0, 0], done[0].err
     assert saved_steps(tmp_path / "run")[0] == 4
-    ended = summary(tmp_path / "run")
-    assert ended["weights_sha256"] == whole_of_two["weights_sha256"]
-    assert ended["top1"] == whole_of_two["top1"]
+    assert_same_end(tmp_path, reference, ranks=2)
 
 
 def test_a_checkpoint_on_request_is_one_to_resume_from(
-    tmp_path: Path, whole: dict[str, Any]
+    tmp_path: Path, reference: Reference
 ) -> None:
     kill = partial(faults.at_micro_batch, 6, 0, partial(faults.signal_self, signal.SIGKILL))
     fault = partial(faults.several, at(3, 1, USR1), kill)
     assert run(ARGUMENTS, tmp_path, fault).code == -signal.SIGKILL
-    assert_resumes_as_if_nothing_had_happened(tmp_path, whole)
+    assert_resumes_to_the_same_end(tmp_path, reference)
     assert summary(tmp_path / "run")["resumed_at_steps"] == [4]
 
 
@@ -217,10 +201,10 @@ def test_what_the_user_signals_mean_is_a_setting(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "run")[0] == 4
 
 
-def test_a_hang_up_under_nohup_changes_nothing(tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_a_hang_up_under_nohup_changes_nothing(tmp_path: Path, reference: Reference) -> None:
     nohup = partial(faults.dispose, HUP, signal.SIG_IGN)
     assert run(ARGUMENTS, tmp_path, partial(faults.several, nohup, at(4, 1, HUP))).code == 0
-    assert summary(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+    assert_same_end(tmp_path, reference)
 
 
 def test_a_request_to_save_before_the_first_step_does_no_harm(tmp_path: Path) -> None:

@@ -1,59 +1,57 @@
+"""Which configuration flags give, the command line of ranks, and the quickstart."""
+
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cli_runs import Call, small
-from paceline.cli.train import child_arguments, resolve
-from paceline.core.events import read_events
+from cli_runs import Call, events, small, summary
+from paceline.cli.train import resolve, without_options
 
 
-def test_without_anything_it_is_the_quickstart() -> None:
-    assert resolve(None, {}, []).run.name == "quickstart"
-    assert resolve(None, {}, []).data.source == "embedded"
+def test_recipe_and_data() -> None:
+    quickstart = resolve(None, {}, [])
+    assert (quickstart.run.name, quickstart.data.source) == ("quickstart", "embedded")
+    own = resolve(None, {"data.dir": "/data"}, [])
+    assert (own.run.name, own.model.name, own.data.image_size) == ("run", "resnet50", 224)
+    both = resolve("quickstart", {"data.dir": "/data"}, [])
+    assert (both.data.source, both.data.dir, both.model.name) == ("auto", "/data", "resnet_tiny")
+    assigned = resolve("quickstart", {"run.seed": 1}, ["run.seed=2", "data.mean=[0.5]"])
+    assert (assigned.run.seed, assigned.data.mean) == (2, (0.5,))
 
 
-def test_data_of_ones_own_starts_from_plain_defaults() -> None:
-    config = resolve(None, {"data.dir": "/data"}, [])
-    assert (config.run.name, config.model.name, config.data.image_size) == ("run", "resnet50", 224)
-
-
-def test_data_of_ones_own_takes_the_place_of_the_embedded_set() -> None:
-    config = resolve("quickstart", {"data.dir": "/data"}, [])
-    assert (config.data.source, config.data.dir) == ("auto", "/data")
-    assert config.model.name == "resnet_tiny"
-
-
-def test_set_is_a_flag_like_any_other() -> None:
-    config = resolve("quickstart", {"run.seed": 1}, ["run.seed=2", "data.mean=[0.5]"])
-    assert config.run.seed == 2
-    assert config.data.mean == (0.5,)
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        (["train", "--nproc-per-node", "2", "-b", "8"], ["train", "-b", "8"]),
-        (["train", "--nproc-per-node=2", "q"], ["train", "q"]),
-        (["train", "--master-port", "1", "--max-restarts=3", "--lr", "1"], ["train", "--lr", "1"]),
-    ],
-)
-def test_children_do_not_launch_again(given: list[str], kept: list[str]) -> None:
-    assert child_arguments(given) == kept
+def test_ranks_get_the_command_line_without_the_options_that_start_them() -> None:
+    given = ["train", "--ranks", "2", "-b", "8", "--hosts=3", "q", "--ranks-per-host", "1"]
+    assert without_options(given, ("--ranks", "--hosts")) == [
+        "train", "-b", "8", "q", "--ranks-per-host", "1"
+    ]  # fmt: skip
 
 
 def test_a_warm_up_that_would_fill_a_short_run_is_cut_and_shown(call: Call, tmp_path: Path) -> None:
     own = [word for word in small("--output", "run") if word not in ("--warmup-epochs", "0.5")]
     done = call(*own)
     assert done.code == 0, done.err
-    chosen = json.loads((tmp_path / "run/summary.json").read_text())["chosen"]
-    for words in (done.out, chosen["warm-up"]):
-        assert (
-            "0.416 epochs instead of 5" in words
-        )  # a fifth of 13 steps, of which an epoch has 6.25
-    events = read_events(tmp_path / "run/metrics.jsonl")
-    rates = [event["lr"] for event in events if event["event"] == "step"]
+    # A fifth of 13 steps, of which an epoch has 6.25.
+    for text in (done.out, summary(tmp_path / "run")["chosen"]["warm-up"]):
+        assert "0.416 epochs instead of 5" in text
+    rates = [step["lr"] for step in events(tmp_path / "run", "step")]
     assert max(rates) == pytest.approx(0.05, rel=0.05)
     assert rates[-1] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_quickstart_reaches_89_percent(tmp_path: Path, ranks: int) -> None:
+    command = [sys.executable, "-m", "paceline", "train", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "run")], capture_output=True, text=True, timeout=1400
+    )
+    assert done.returncode == 0, done.stderr
+    ended = summary(tmp_path / "run")
+    assert ended["top1"] >= 89
+    assert ended["world_size"] == ranks
+    assert f"report: {tmp_path / 'run/report.html'}" in done.stdout

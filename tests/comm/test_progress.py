@@ -14,7 +14,6 @@ from paceline.comm.progress import (
     BucketInfo,
     ProgressBoard,
     RankProgress,
-    format_bytes,
     stall_error,
     unreachable_error,
 )
@@ -158,11 +157,6 @@ def test_a_broken_connection_names_the_host_at_its_other_end() -> None:
     assert "host node2 (10.0.0.2) or one of its ranks 2 and 3" in HOSTS.gone_text("10.0.0.2")
     assert not HOSTS.gone_text("10.0.0.9")
     assert not RankHosts([A, A]).gone_text("10.0.0.1"), "a single host need not be named"
-
-
-def test_bytes_are_formatted() -> None:
-    amounts = (0, 1 << 10, 25 << 20, 3 << 30)
-    assert [format_bytes(n) for n in amounts] == ["0 bytes", "1 KiB", "25 MiB", "3 GiB"]
 
 
 def test_the_board_follows_an_exchange_and_keeps_the_call_that_broke() -> None:

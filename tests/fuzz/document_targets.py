@@ -13,7 +13,6 @@ from typing import Any
 
 from fuzz.mutate import to_toml
 from fuzz.target import Seed, Target
-from paceline.bench.placement import parse_bytes
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.comm.size_table import SizeRow, SizeTable
@@ -23,6 +22,7 @@ from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.errors import PacelineError
 from paceline.core.flat_layout import TensorSpec
 from paceline.core.topology import Topology
+from paceline.core.units import parse_bytes
 from paceline.plan.answer import Answer
 from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
 from paceline.plan.choose_plan import ALGORITHMS, best_plan
@@ -33,12 +33,16 @@ from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.prediction import predict
 from paceline.plan.scaling import Question, advise, largest_ranks, scaling_curve
 from paceline.plan.workload import Workload
-from paceline.report.compare_page import compare_page
-from paceline.report.compare_runs import read_runs
-from paceline.report.comparison import Comparison
+from paceline.report import (
+    Comparison,
+    RunFiles,
+    read_runs,
+    render_comparison,
+    render_run,
+    summary_rows,
+    verdict,
+)
 from paceline.report.plan_page import plan_page
-from paceline.report.run_files import RunFiles
-from paceline.report.run_page import render, summary_rows, verdict
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
 
@@ -210,9 +214,9 @@ def _run_file(content: bytes, name: str, folder: Path) -> None:
     for text in (cell for row in rows for cell in row):
         if not text.isprintable():
             raise AssertionError(f"not printable: {text!r}")
-    _check_page(render(found))
+    _check_page(render_run(found))
     runs = read_runs([folder / "sound", folder / "damaged"])
-    _check_page(compare_page(Comparison.of(runs, [], None)))
+    _check_page(render_comparison(Comparison.of(runs, [], None)))
 
 
 def _check_page(page: str) -> None:

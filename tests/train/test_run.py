@@ -23,8 +23,7 @@ from paceline.core.host_load import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
 from paceline.precision import PrecisionSettings, choose_policy
-from paceline.report.expectation import bound_by
-from paceline.report.run_files import RunFiles
+from paceline.report import RunFiles, bound_by
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, loop, run_training
 from paceline.train.divergence import find_bad_layer
 from paceline.train.run_lock import NAME as LOCK

@@ -7,15 +7,10 @@ On hosts of an emulated cluster (--hosts, --ranks-per-host, --link-mbit), as pro
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
-
-# Flags that are not passed on to ranks. --link-mbit is, to compute the share of the link.
-_OWN_FLAGS = ("--hosts", "--ranks-per-host", "--ranks")
 
 
 @dataclass(frozen=True)
@@ -70,52 +65,3 @@ class Placement:
                 "give --ranks 8, or --hosts 4 --ranks-per-host 4, or start with torchrun",
             )
         return launched
-
-
-def rank_arguments(arguments: Sequence[str]) -> list[str]:
-    """The command line for a rank, without the flags that start ranks."""
-    kept, skip = [], False
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if skip:
-            skip = False
-        elif name in _OWN_FLAGS:
-            skip = "=" not in argument
-        else:
-            kept.append(argument)
-    return kept
-
-
-# Sizes as people write them.
-#
-# In: `4096`, `64KiB`, `16M`. Out: bytes; K, M and G count in 1024s, as in nccl-tests, KB and MB
-# in 1000s.
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?b)?", re.IGNORECASE)
-_LARGEST = 2.0**50
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3}
-
-
-def parse_bytes(flag: str, text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or not 0 < float(found[1]) < _LARGEST:
-        raise _no_size(flag, text)
-    base = 1000 if (found[3] or "").lower() == "b" and found[2] else 1024
-    power = _POWERS[found[2].lower()]
-    size = round(float(found[1]) * float(base) ** power)
-    if size < 1:
-        raise _no_size(flag, text)
-    return size
-
-
-def _no_size(flag: str, text: str) -> ConfigError:
-    return ConfigError(flag, text, "is not a size", "write 4096, 64KiB or 16MiB")
-
-
-def show_bytes(size: int) -> str:
-    """`65536` → `64 KiB`; what is not whole in a unit stays in a smaller one."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"

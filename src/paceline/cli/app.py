@@ -1,7 +1,7 @@
-"""`paceline`: the commands and what becomes of their errors.
+"""`paceline`: the commands, their exit codes, and robust standard streams.
 
-In: the command line. Out: an exit code: 0 well, 1 the run failed, 2 the input was wrong, 128 + n
-ended by signal n. A user's mistake is one line on standard error; our own bugs keep their traceback.
+Exit codes: 0 success, 1 the command failed, 2 wrong input, 128 + n stopped by signal n. An error that a
+user can cause is one line on standard error; a bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from paceline.version import __version__
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+# How long a full non-blocking pipe is waited for before its output is dropped.
+_READER_WAIT_S = 5.0
+# The reader of a pipe has ended, or the terminal is closed.
+_READER_IS_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO})
 
 app = typer.Typer(
     name="paceline",
@@ -66,21 +71,55 @@ def _root(
 
 def main() -> None:
     """Entry point of the script and of `python -m paceline`."""
-    # Torch's C++ side tells of a peer's end in stack frames of its own; one line of ours does.
+    # Torch's C++ code would print stack frames when a peer ends; we report that in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    install()
-    code = _run()
+    make_streams_robust()
+    code = run_command()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # The work is done: Ctrl-C ends what the interpreter still does, without a traceback.
+        # The work is done: Ctrl-C during the interpreter's exit must not print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(_checked_output(code))
+    sys.exit(_check_output(code))
 
 
-def _checked_output(code: int) -> int:
+def run_command() -> int:
+    """Runs the command line of `sys.argv` and returns its exit code."""
+    # First of all: a launcher may end while a rank still imports torch.
+    watch = LauncherWatch(os.environ)
+    try:
+        code = app(standalone_mode=False)
+        if code and watch.error is not None:  # the run saved and stopped because of it
+            _fail(Failure.of(watch.error))
+        return code if isinstance(code, int) else 0
+    except DeviceError as error:
+        # Destructors and exit handlers would call CUDA, fail, and print pages of errors.
+        code = _fail(Failure.of(error))
+        sys.stdout.flush()
+        os._exit(code)
+    except PacelineError as error:
+        # The loss of the launcher, and of its store, is the cause of whatever fails after it.
+        return _fail(Failure.of(watch.error or error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:  # noqa: BLE001 - nothing above this can report it
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
+            return 2
+        if hasattr(error, "format_message"):  # a mistake in the command line itself
+            usage = f"{' '.join(error.format_message().split())}; see paceline --help"
+            return _fail(Failure(usage, int(getattr(error, "exit_code", 2))))
+        return _fail(Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc()))
+
+
+def _fail(failure: Failure) -> int:
+    failure.report()
+    return failure.exit_code
+
+
+def _check_output(code: int) -> int:
     """The exit code, or 1 where a command succeeded but its output could not be written.
 
-    A reader that leaves early (`| head`) changes nothing. Neither does any failure of the display in
-    `paceline train`: what a run is for is in its folder.
+    A reader that ends early (`| head`) changes nothing. Nor does lost output of `paceline train`, whose
+    results are in the run folder.
     """
     problem = lost_output()
     if problem is None:
@@ -95,58 +134,29 @@ def _checked_output(code: int) -> int:
     return code
 
 
-def _run() -> int:
-    # First of all: a launcher may end while a rank still imports torch.
-    watch = LauncherWatch(os.environ)
-    try:
-        code = app(standalone_mode=False)
-        if code and watch.error is not None:  # it stopped, and saved, for that reason
-            _fail(Failure.of(watch.error))
-        return code if isinstance(code, int) else 0
-    except DeviceError as error:
-        # Destructors and exit handlers would call CUDA, fail, and say so in pages.
-        code = _fail(Failure.of(error))
-        sys.stdout.flush()
-        os._exit(code)
-    except PacelineError as error:
-        # What breaks once the launcher is gone, and its store with it, is no cause of its own.
-        return _fail(Failure.of(watch.error or error))
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
-    except Exception as error:  # noqa: BLE001 - the last place that can show it
-        if type(error).__name__ == "NoArgsIsHelpError":
-            sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
-            return 2
-        if hasattr(error, "format_message"):  # a mistake in the command line itself
-            usage = f"{' '.join(error.format_message().split())}; see paceline --help"
-            return _fail(Failure(usage, int(getattr(error, "exit_code", 2))))
-        return _fail(Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc()))
+def make_streams_robust() -> None:
+    """Replaces `sys.stdout` and `sys.stderr` by streams whose failure does not end the command: after
+    `| head` has read enough, on a full disk, on a terminal that is gone. Streams that are not plain text
+    files stay as they are."""
+    _open_closed_descriptors()
+    sys.stdout = _lossy(sys.stdout, 1)
+    sys.stderr = _lossy(sys.stderr, 2)
 
 
-def _fail(failure: Failure) -> int:
-    failure.tell()
-    return failure.exit_code
-
-
-# Standard output and standard error that cannot end a command.
-#
-# In: the descriptors with which the process was started: a terminal, a file, a pipe, or nothing.
-# Out: `sys.stdout` and `sys.stderr` that drop what can no longer be written: after `| head` has
-# read enough, after `tee` was killed, on a full disk, on a terminal that is gone. A run goes on
-# and keeps its exit code.
-
-
-# A reader that makes a non-blocking pipe wait longer than this misses the rest.
-_READER_WAIT_S = 5.0
-# The reader of a pipe has seen what it wanted, or the terminal is closed.
-_READER_IS_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO})
+def lost_output() -> str | None:
+    """Why standard output is incomplete although it has a reader; None where it is complete."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if not isinstance(raw, LossyOutput):
+        return None
+    sys.stdout.flush()
+    if raw.problem is None or raw.reader_is_gone:
+        return None
+    return raw.problem.strerror or str(raw.problem)
 
 
 class LossyOutput(io.RawIOBase):
-    """Writes to a descriptor until that fails, and drops everything from then on.
-
-    `problem` is the first error, None as long as all went well.
-    """
+    """Writes to a descriptor until that fails, and drops everything after. `problem` is the first
+    error."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -163,13 +173,13 @@ class LossyOutput(io.RawIOBase):
 
     @property
     def reader_is_gone(self) -> bool:
-        """Whether the problem is that nobody reads any more; a file has no reader."""
+        """Whether the error means that there is no reader any more; a regular file has none anyway."""
         if self.problem is None or self.problem.errno not in _READER_IS_GONE:
             return False
         return not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """The number of bytes taken: all of them where they are dropped."""
+        """The number of bytes accepted: all of them where they are dropped."""
         while self.problem is None:
             try:
                 return os.write(self._descriptor, data)
@@ -182,32 +192,14 @@ class LossyOutput(io.RawIOBase):
         return memoryview(data).nbytes
 
 
-def install() -> None:
-    """Replaces `sys.stdout` and `sys.stderr`. Streams that are no plain text files stay as they are."""
-    _fill_descriptors()
-    sys.stdout = _lossy(sys.stdout, 1)
-    sys.stderr = _lossy(sys.stderr, 2)
-
-
-def lost_output() -> str | None:
-    """Why standard output is incomplete although somebody still wanted it; None where it is not."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if not isinstance(raw, LossyOutput):
-        return None
-    sys.stdout.flush()
-    if raw.problem is None or raw.reader_is_gone:
-        return None
-    return raw.problem.strerror or str(raw.problem)
-
-
-def _fill_descriptors() -> None:
+def _open_closed_descriptors() -> None:
     """Opens /dev/null for standard descriptors that the caller has closed (`>&-`). Otherwise the next
-    file that this process opens takes their number, and what is printed ends up in it."""
+    file that this process opens gets their number, and receives what is printed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest free number is the one that is missing.
+            # It gets the lowest free number, which is the closed one.
             os.open(os.devnull, os.O_RDWR)
 
 

@@ -1,6 +1,7 @@
-"""`paceline bench`: measurements against peers, in the same run.
+"""`paceline bench`: training step, optimizer and input pipeline against peers, measured in the same run.
 
-In: what to measure. Out: a table, or one JSON object with `--json`, environment included.
+The result is a table or, with `--json`, one object that includes the environment. `bench_ranks` has the
+benchmarks between ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import bench_ranks
+from paceline.cli.bench_ranks import JSON, check_at_least, environment
 from paceline.core.errors import ConfigError
+from paceline.core.units import format_duration, format_percent
 
 if TYPE_CHECKING:
     from paceline.bench.input_rows import InputRow
@@ -23,6 +26,7 @@ bench = typer.Typer(help="Measure against peers.", no_args_is_help=True)
 bench.command("allreduce")(bench_ranks.allreduce)
 bench.command("exchange")(bench_ranks.exchange)
 bench.command("ddp")(bench_ranks.ddp)
+_PEERS = ("dataloader", "webdataset", "processes")
 
 
 @bench.command("step")
@@ -34,46 +38,54 @@ def step(
     steps: int = typer.Option(50, help="Steps to time; the median counts."),
     warm_up: int = typer.Option(20, help="Steps before."),
     rows: list[str] = typer.Option([], "--row", help="Only this row; may be repeated."),
-    row_limit_s: float = typer.Option(900.0, help="A row that takes longer to start is given up."),
-    together: int = typer.Option(1, help="Rows that compile side by side; they measure in turn."),
+    row_limit_s: float = typer.Option(900.0, help="Limit for the start of a row."),
+    together: int = typer.Option(1, help="Rows that compile at once; they measure in turn."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    as_json: bool = JSON,
 ) -> int:
     """A whole training step on synthetic images: ours against plain PyTorch."""
     from paceline.bench.step_table import choose_rows, measure_rows, ratios
     from paceline.models.settings import check_model_name
 
     check_model_name(model)
-    for flag, count in (
-        ("--batch-size", batch_size), ("--steps", steps), ("--warm-up", warm_up),
-        ("--together", together),
-    ):  # fmt: skip
-        if count < 1:
-            raise ConfigError(flag, count, "must be at least 1")
+    check_at_least(
+        1,
+        {
+            "--batch-size": batch_size,
+            "--steps": steps,
+            "--warm-up": warm_up,
+            "--together": together,
+        },
+    )
     common = {
         "model": model, "batch_size": batch_size, "image_size": image_size, "classes": classes,
         "device": chosen_device(device), "steps": steps, "warm_up": warm_up,
     }  # fmt: skip
-    console = Console(stderr=as_json)
-    table = Table("row", "images/s", "ms a step", "p10–p90", "start s", "GiB", "what")
 
-    def tell(result: dict[str, Any]) -> None:
-        """Rows can take minutes: each is told as soon as it is there."""
+    def on_row(result: dict[str, Any]) -> None:
+        """Rows can take minutes: each is reported as soon as it is measured."""
         speed = f"{result['images_per_s']:,.0f} images/s" if "step_s" in result else result["error"]
-        sys.stderr.write(f"{result['name']}: {speed}\n")
+        _report_progress(f"{result['name']}: {speed}")
 
-    results = measure_rows(choose_rows(rows, common), row_limit_s, together, tell)
+    results = measure_rows(choose_rows(rows, common), row_limit_s, together, on_row)
     found = ratios(results)
     if as_json:
-        report = {"settings": common, "rows": results, "ratios": found, **environment(device)}
+        report = {
+            "settings": common,
+            "rows": results,
+            "ratios": found,
+            **environment(chosen_device(device)),
+        }
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
-        for r in results:
-            table.add_row(*_step_cells(r))
+        console = Console()
+        table = Table("row", "images/s", "ms a step", "p10–p90", "start s", "GiB", "what")
+        for result in results:
+            table.add_row(*_step_cells(result))
         console.print(table)
         for name, value in found.items():
             console.print(f"{name}: {value:.3f} ×", highlight=False)
-    return 0 if all("step_s" in r for r in results) else 1
+    return 0 if all("step_s" in result for result in results) else 1
 
 
 def _step_cells(result: dict[str, Any]) -> tuple[str, ...]:
@@ -93,21 +105,22 @@ def optimizer(
     amp_dtype: str = typer.Option("auto", help="fp16, bf16, fp32 or auto."),
     repeats: int = typer.Option(50, help="Updates to time; the median counts."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    as_json: bool = JSON,
 ) -> int:
-    """One update of all weights: ours against what people use."""
+    """One update of all weights: ours against PyTorch's optimizers."""
     import torch
 
     from paceline.bench.optimizer import measure_all
     from paceline.models.settings import check_model_name
 
     check_model_name(model)
-    if repeats < 1:
-        raise ConfigError("--repeats", repeats, "must be at least 1")
-    place = torch.device(chosen_device(device))
-    found = measure_all(model, place, amp_dtype=amp_dtype, repeats=repeats, warm_up=5)
+    check_at_least(1, {"--repeats": repeats})
+    chosen = torch.device(chosen_device(device))
+    found = measure_all(model, chosen, amp_dtype=amp_dtype, repeats=repeats, warm_up=5)
     if as_json:
-        sys.stdout.write(json.dumps({**found, **environment(device)}, indent=1) + "\n")
+        sys.stdout.write(
+            json.dumps({**found, **environment(chosen_device(device))}, indent=1) + "\n"
+        )
         return 0
     console = Console()
     table = Table("update", "ms", "p10–p90", "what")
@@ -117,40 +130,9 @@ def optimizer(
     console.print(table)
     console.print(
         f"{model}, {found['elements']:,} weights, {found['dtype']}: {found['bytes'] / 1e6:,.0f} MB "
-        f"to move, a copy of as many takes {found['floor_ms']:.3f} ms", highlight=False,
+        f"to move; a plain copy of that takes {found['floor_ms']:.3f} ms", highlight=False,
     )  # fmt: skip
     return 0
-
-
-def chosen_device(name: str) -> str:
-    import torch
-
-    from paceline.core.gpu_connections import ask_for_connections
-
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError("--device", name, "unknown", "use auto, cpu or cuda")
-    ask_for_connections()
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device", name, "no CUDA device here", "use --device cpu")
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def environment(device: str) -> dict[str, Any]:
-    import torch
-
-    from paceline.train.machine import hardware, versions
-
-    return {"versions": versions(), "hardware": hardware(torch.device(chosen_device(device)))}
-
-
-# `paceline bench input`: how fast images reach the model, against what people use.
-#
-# In: a data directory and the peers. Out: a table of images/s and ratios, or one JSON object with
-# `--json`; `--train-step` adds training from these images against training from synthetic ones,
-# and `--synthetic-index` measures memory and a seek instead.
-
-
-_PEERS = ("dataloader", "webdataset", "processes")
 
 
 @bench.command("input")
@@ -171,20 +153,21 @@ def bench_input(
     train_step: str = typer.Option("", help="A model: its training from these images, too."),
     steps: int = typer.Option(50, help="Steps of each round of --train-step."),
     warm_up: int = typer.Option(20, help="Steps before the first round of --train-step."),
-    synthetic_index: int = typer.Option(0, help="Memory and seek on so many stubbed samples."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    synthetic_index: int = typer.Option(0, help="Instead: memory and seek on so many samples."),
+    as_json: bool = JSON,
 ) -> int:
     """Images/s as normalised tensors: ours against torch's DataLoader with Pillow, and webdataset."""
     from paceline.bench.input_ours import measure_training
     from paceline.bench.input_rows import measure_memory, measure_rows, one_torch_thread, ratios
 
-    _check(
-        split,
-        {"--batch-size": batch_size, "--rounds": rounds, "--steps": steps, "--warm-up": warm_up},
+    check_at_least(
+        1, {"--batch-size": batch_size, "--rounds": rounds, "--steps": steps, "--warm-up": warm_up}
     )
+    if split not in ("train", "val"):
+        raise ConfigError("--split", split, "unknown", "use train or val")
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
-    ours, place = _counts("--workers", workers), chosen_device(device)
+    ours, chosen = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
     if synthetic_index:
         if synthetic_index < batch_size:
@@ -192,14 +175,14 @@ def bench_input(
         with one_torch_thread():
             found["memory"] = measure_memory(
                 synthetic_index, batch_size=batch_size, image_size=image_size, workers=ours[0],
-                tell=_tell,
+                tell=_report_progress,
             )  # fmt: skip
     else:
         rows, notes = _rows(
-            data_dir, peer_dir or data_dir, split, batch_size, image_size, place, ours,
+            data_dir, peer_dir or data_dir, split, batch_size, image_size, chosen, ours,
             _counts("--peer-workers", peer_workers), _names(peers), settings,
         )  # fmt: skip
-        results = measure_rows(rows, rounds=rounds, seconds=seconds, tell=_tell)
+        results = measure_rows(rows, rounds=rounds, seconds=seconds, tell=_report_progress)
         found |= {
             "rows": [result.to_dict() for result in results], "ratios": ratios(results),
             "notes": notes,
@@ -207,33 +190,30 @@ def bench_input(
         if train_step:
             fastest = max((r for r in results if r.row.kind == "ours"), key=lambda r: r.median)
             found["training"] = measure_training(
-                train_step, fastest.row, rounds=rounds, steps=steps, warm_up=warm_up, tell=_tell
+                train_step,
+                fastest.row,
+                rounds=rounds,
+                steps=steps,
+                warm_up=warm_up,
+                tell=_report_progress,
             )
     if as_json:
         asked = {
             "split": split, "batch_size": batch_size, "image_size": image_size, "rounds": rounds,
-            "seconds": seconds, "device": place, "set": settings,
+            "seconds": seconds, "device": chosen, "set": settings,
         }  # fmt: skip
-        report = {"settings": asked, **found, **environment(device)}
+        report = {"settings": asked, **found, **environment(chosen_device(device))}
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
-        _print(found)
+        _print_input(found)
     return 0
-
-
-def _check(split: str, counts: dict[str, int]) -> None:
-    for flag, count in counts.items():
-        if count < 1:
-            raise ConfigError(flag, count, "must be at least 1")
-    if split not in ("train", "val"):
-        raise ConfigError("--split", split, "unknown", "use train or val")
 
 
 def _rows(
     data_dir: str, peer_dir: str, split: str, batch_size: int, image_size: int, device: str,
     ours: list[int], theirs: list[int], peers: list[str], changes: list[str],
 ) -> tuple[list[InputRow], list[str]]:  # fmt: skip
-    """Ours first, and a note for a peer that cannot be measured."""
+    """Our rows first; and notes on peers that cannot be measured."""
     from paceline.bench.input_peers import no_webdataset
     from paceline.bench.input_rows import InputRow, Kind
     from paceline.config import RunConfig, parse_assignment
@@ -244,21 +224,22 @@ def _rows(
         "data.image_size": image_size, "data.eval_resize": round(image_size * 8 / 7),
         "data.resident": "off",
     }  # fmt: skip
-    asked = dict(parse_assignment(text) for text in changes)
-    mine = RunConfig().with_values({**common, "data.dir": data_dir, **asked}).data
-    other = RunConfig().with_values({**common, "data.dir": peer_dir}).data
-    where = cast(Literal["train", "val"], split)
-    rows = [InputRow("ours", count, mine, where, batch_size, device) for count in ours]
+    changed = dict(parse_assignment(text) for text in changes)
+    our_data = RunConfig().with_values({**common, "data.dir": data_dir, **changed}).data
+    peer_data = RunConfig().with_values({**common, "data.dir": peer_dir}).data
+    of_split = cast(Literal["train", "val"], split)
+    rows = [InputRow("ours", count, our_data, of_split, batch_size, device) for count in ours]
     notes = []
     for peer in peers:
-        why = no_webdataset(peer_dir, split) if peer == "webdataset" else None
-        if why:
-            notes.append(f"webdataset: not measured: {why}")
-            _tell(notes[-1])
+        problem = no_webdataset(peer_dir, split) if peer == "webdataset" else None
+        if problem:
+            notes.append(f"webdataset: not measured: {problem}")
+            _report_progress(notes[-1])
             continue
-        chosen = mine if peer == "processes" else other
+        data = our_data if peer == "processes" else peer_data
         rows += [
-            InputRow(cast(Kind, peer), count, chosen, where, batch_size, device) for count in theirs
+            InputRow(cast(Kind, peer), count, data, of_split, batch_size, device)
+            for count in theirs
         ]
     return rows, notes
 
@@ -269,7 +250,7 @@ def _counts(flag: str, text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise ConfigError(flag, text, "must be whole numbers from 1 on, with commas")
+        raise ConfigError(flag, text, "must be whole numbers from 1, separated by commas")
     return counts
 
 
@@ -281,12 +262,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _tell(text: str) -> None:
-    """A round can take a minute: each sample is told as soon as it is there."""
-    sys.stderr.write(text + "\n")
-
-
-def _print(found: dict[str, Any]) -> None:
+def _print_input(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
     if rows := found.get("rows"):
         table = Table("row", "images/s", "lowest–highest", "from")
@@ -295,7 +271,7 @@ def _print(found: dict[str, Any]) -> None:
             table.add_row(row["name"], f"{row['images_per_s']:,.0f}", spread, row["directory"])
         console.print(table)
         for row in rows:
-            # Of the rounds' remarks, whose counts differ, one is enough to read.
+            # The remarks of rounds differ in counts only: the last is enough.
             for note in filter(None, (row["input"], *row["remarks"][-1:])):
                 console.print(f"{row['name']}: {note}", markup=False)
     for name, value in found.get("ratios", {}).items():
@@ -304,11 +280,30 @@ def _print(found: dict[str, Any]) -> None:
         console.print(
             f"training {training['model']} from these images: "
             f"{training['input_images_per_s']:,.0f} images/s, "
-            f"{training['share']:.1%} of {training['synthetic_images_per_s']:,.0f} synthetic"
+            f"{format_percent(100 * training['share'], 1)} of "
+            f"{training['synthetic_images_per_s']:,.0f} synthetic"
         )
     if memory := found.get("memory"):
         console.print(
             f"{memory['samples']:,} samples: at most {memory['most_mib']:,.0f} MiB resident, "
             f"{memory['grown_mib']:+.1f} MiB from a tenth of the epoch to its end; "
-            f"seek to its middle in {memory['seek_s']:.2f} s"
+            f"seek to its middle in {format_duration(memory['seek_s'])}"
         )
+
+
+def _report_progress(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def chosen_device(name: str) -> str:
+    """`cpu` or `cuda`, for --device."""
+    import torch
+
+    from paceline.core.gpu_connections import ask_for_connections
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError("--device", name, "unknown", "use auto, cpu or cuda")
+    ask_for_connections()
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device", name, "no CUDA device here", "use --device cpu")
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,36 +1,51 @@
-"""`paceline bench allreduce` and `paceline bench exchange`: measurements between ranks.
+"""`paceline bench allreduce`, `exchange` and `ddp`: measurements between ranks.
 
-In: what to measure and where the ranks run. Out: rank 0 prints a table as it grows, or one JSON object
-with `--json`, environment and raw samples included.
+Rank 0 prints a table or, with `--json`, one object that includes the environment and the raw samples. The
+ranks are those of a launcher, processes on this host, or processes on the hosts of an emulated cluster.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.bench.placement import Placement, rank_arguments
+from paceline.bench.placement import Placement
+from paceline.cli.train import without_options
 from paceline.comm.algorithms.names import ALGORITHMS, check_name
 from paceline.comm.settings import WIRES, CommSettings
 from paceline.comm.size_table import SizeTable
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, LaunchError, nearest
+from paceline.core.units import parse_bytes
 
-# Commands that run on several ranks: `bench allreduce`, `bench exchange`, `tune`.
-#
-# In: a `Placement`. Out: None in a process that is a rank, and goes on; else the exit code, after
-# the same command line has run on the ranks that were asked for.
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.bench.ranks import RankGroup
+
+HOSTS = typer.Option(0, help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
+RANKS_PER_HOST = typer.Option(1, help="Ranks on each of these hosts.")
+LINK_MBIT = typer.Option(0.0, help="Rate of each host's link; 0: no limit.")
+RANKS = typer.Option(0, help="Ranks on this host, without a cluster or launcher.")
+DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
+BACKEND = typer.Option("auto", help="auto, gloo or nccl.")
+SHARE_GPUS = typer.Option(False, "--share-gpus", help="NCCL ranks may share a GPU, under MPS.")
+JSON = typer.Option(False, "--json", help="One JSON object on standard output.")
+# Not passed on to ranks; --link-mbit is, to compute the share of the link.
+_START_OPTIONS = ("--hosts", "--ranks-per-host", "--ranks")
 
 
-def run_placed(placement: Placement) -> int | None:
-    """Starts the ranks, unless this process is one."""
+def run_on_ranks(placement: Placement) -> int | None:
+    """Runs this command line on the ranks of `placement` and returns the exit code; None in a process
+    that is a rank itself, and continues."""
     if placement.is_launched():
         return None
-    arguments = rank_arguments(sys.argv[1:])
+    arguments = without_options(sys.argv[1:], _START_OPTIONS)
     if placement.ranks:
         from paceline.cli.launch import launch
 
@@ -47,21 +62,14 @@ def run_placed(placement: Placement) -> int | None:
         return show(cluster.ranks(["-m", "paceline", *arguments], placement.ranks_per_host))
 
 
-HOSTS = typer.Option(0, help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
-RANKS_PER_HOST = typer.Option(1, help="Ranks on each of these hosts.")
-LINK_MBIT = typer.Option(0.0, help="Rate of each host's link; 0: no limit.")
-RANKS = typer.Option(0, help="Ranks on this host, without a cluster or launcher.")
-DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
-BACKEND = typer.Option("auto", help="auto, gloo or nccl.")
-SHARE_GPUS = typer.Option(False, "--share-gpus", help="NCCL ranks may share a GPU, under MPS.")
-
-
 def allreduce(
     hosts: int = HOSTS,
     ranks_per_host: int = RANKS_PER_HOST,
     link_mbit: float = LINK_MBIT,
     ranks: int = RANKS,
-    algorithms: str = typer.Option("all", help="Names, with commas (docs/communication.md)."),
+    algorithms: str = typer.Option(
+        "all", help="Names, separated by commas (docs/communication.md)."
+    ),
     sizes: Path | None = typer.Option(None, help="A size table (paceline tune): adds hybrid."),
     byte_list: str = typer.Option("", "--bytes", help="Sizes, with commas: 4096,64KiB,16MiB."),
     min_bytes: str = typer.Option("1KiB", help="First size, where --bytes is not given."),
@@ -75,18 +83,17 @@ def allreduce(
     device: str = DEVICE,
     backend: str = BACKEND,
     share_gpus: bool = SHARE_GPUS,
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    as_json: bool = JSON,
 ) -> int:
     """All-reduce: every size by every algorithm, against the backend's own."""
-    from paceline.bench.placement import parse_bytes
-
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
     if wire not in WIRES or wire == "auto":
         raise ConfigError("--wire", wire, "unknown", "use float32, float16 or bfloat16")
     names = algorithm_names(algorithms)
     table = None if sizes is None else SizeTable.read(sizes)
-    _check_counts(iterations, warm_up)
+    check_at_least(1, {"--iterations": iterations})
+    check_at_least(0, {"--warm-up": warm_up})
     if factor <= 1:
         raise ConfigError("--factor", factor, "must be above 1", "try 2")
     parts = [part for part in byte_list.split(",") if part.strip()]
@@ -94,7 +101,7 @@ def allreduce(
     low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
     if low > high:
         raise ConfigError("--min-bytes", min_bytes, f"is more than --max-bytes {max_bytes}")
-    code = run_placed(placement)
+    code = run_on_ranks(placement)
     if code is not None:
         return code
 
@@ -109,19 +116,18 @@ def allreduce(
         backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
     ) as joined:
         measuring, rows = AllReduceBench(joined, job), []
-        say = joined.rank == 0 and not as_json
-        if say:
-            sys.stdout.write(_HEAD)
+        # A size can take minutes: its lines are printed as soon as it is measured.
+        print_lines = joined.rank == 0 and not as_json
+        if print_lines:
+            sys.stdout.write(_ALLREDUCE_HEAD)
         for size in job.sizes:
             found = measuring.measure(size)
             rows += found
-            if say:
-                sys.stdout.writelines(map(_line, found))
+            if print_lines:
+                sys.stdout.writelines(map(_allreduce_line, found))
                 sys.stdout.flush()
-        report = {
-            "settings": _plain(job), "cluster": joined.describe(), "rows": rows,
-            **environment(joined.device),
-        }  # fmt: skip
+        settings = vars(job) | {"table": None if table is None else table.to_table()}
+        report = _report(joined, settings, rows)
         if joined.rank == 0 and as_json:
             sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0
@@ -133,17 +139,17 @@ def exchange(
     ranks_per_host: int = RANKS_PER_HOST,
     link_mbit: float = LINK_MBIT,
     ranks: int = RANKS,
-    algorithm: str = typer.Option("", help="One of the catalogue, where no table is given."),
+    algorithm: str = typer.Option("", help="An all-reduce algorithm, where no table is given."),
     sizes: Path | None = typer.Option(None, help="A size table (paceline tune)."),
-    plan: Path | None = typer.Option(None, help="A plan file, which decides all of it."),
-    fusion_mib: float = typer.Option(16.0, help="Where a buffer is closed."),
+    plan: Path | None = typer.Option(None, help="A plan file, which decides everything."),
+    fusion_mib: float = typer.Option(16.0, help="Size at which a bucket is closed."),
     group_size: int = typer.Option(0, help="Ranks of a group; 0: those of a node."),
     iterations: int = typer.Option(10, help="Samples of each; the median counts."),
     warm_up: int = typer.Option(2, help="Samples before."),
     device: str = DEVICE,
     backend: str = BACKEND,
     share_gpus: bool = SHARE_GPUS,
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    as_json: bool = JSON,
 ) -> int:
     """One whole gradient exchange of a model: ours against DDP's."""
     from paceline.models.settings import check_model_name
@@ -152,7 +158,8 @@ def exchange(
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
     check_model_name(model)
-    _check_counts(iterations, warm_up)
+    check_at_least(1, {"--iterations": iterations})
+    check_at_least(0, {"--warm-up": warm_up})
     given = [flag for flag, value in (("--algorithm", algorithm), ("--sizes", sizes),
              ("--plan", plan)) if value]  # fmt: skip
     if len(given) > 1:
@@ -169,7 +176,7 @@ def exchange(
         comm = CommSettings(
             algorithm=algorithm or "auto", fusion_mib=fusion_mib, group_size=group_size
         )
-    code = run_placed(placement)
+    code = run_on_ranks(placement)
     if code is not None:
         return code
 
@@ -183,11 +190,9 @@ def exchange(
         measuring = ExchangeBench(joined, job)
         rows = measuring.measure()
         measuring.close()
-        report = {
-            "settings": {**vars(job), "comm": vars(comm)}, "link_mbit": link_mbit,
-            "bytes": measuring.bytes, "cluster": joined.describe(), "rows": rows,
-            **environment(joined.device),
-        }  # fmt: skip
+        settings = {**vars(job), "comm": vars(comm)}
+        more = {"link_mbit": link_mbit, "bytes": measuring.bytes}
+        report = _report(joined, settings, rows) | more
         if joined.rank == 0:
             text = json.dumps(report, indent=1) + "\n" if as_json else _exchange_table(report)
             sys.stdout.write(text)
@@ -212,7 +217,7 @@ def ddp(
     device: str = DEVICE,
     backend: str = BACKEND,
     share_gpus: bool = SHARE_GPUS,
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    as_json: bool = JSON,
 ) -> int:
     """Whole training steps on several ranks: ours against DistributedDataParallel."""
     from paceline.models.settings import check_model_name
@@ -220,13 +225,10 @@ def ddp(
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, 0)
     check_model_name(model)
-    _check_counts(iterations, 0)
-    for flag, count in (("--batch-size", batch_size), ("--block", block)):
-        if count < 1:
-            raise ConfigError(flag, count, "must be at least 1")
+    check_at_least(1, {"--iterations": iterations, "--batch-size": batch_size, "--block": block})
     if norm not in ("auto", "cudnn", "torch"):
         raise ConfigError("--norm", norm, "unknown", "use auto, cudnn or torch")
-    code = run_placed(placement)
+    code = run_on_ranks(placement)
     if code is not None:
         return code
 
@@ -238,24 +240,13 @@ def ddp(
     for name in ways:
         if name not in NAMES:
             raise ConfigError("--way", name, "unknown", nearest(name, NAMES))
-    job = DdpJob(
-        model,
-        batch_size,
-        image_size,
-        classes,
-        block,
-        iterations,
-        tuple(dict.fromkeys(ways)) or NAMES,
-        norm,
-    )
+    chosen = tuple(dict.fromkeys(ways)) or NAMES
+    job = DdpJob(model, batch_size, image_size, classes, block, iterations, chosen, norm)
     with RankGroup(backend=backend, device=device, share_gpus=share_gpus) as joined:
         measuring = DdpBench(joined, job)
         rows = measuring.measure()
         measuring.close()  # after an error the group releases the CUDA graphs itself
-        report = {
-            "settings": vars(job), "link_mbit": link_mbit, "cluster": joined.describe(),
-            "rows": rows, **environment(joined.device),
-        }  # fmt: skip
+        report = _report(joined, vars(job), rows) | {"link_mbit": link_mbit}
         if joined.rank == 0:
             text = json.dumps(report, indent=1) + "\n" if as_json else _ddp_table(report)
             sys.stdout.write(text)
@@ -290,13 +281,13 @@ def _exchange_table(report: dict[str, Any]) -> str:
     return "\n".join([head, *lines, end]) + "\n"
 
 
-_HEAD = (
+_ALLREDUCE_HEAD = (
     f"{'bytes':>10}  {'algorithm':<17}{'time ms':>10}{'p10':>10}{'p90':>10}{'algbw GB/s':>12}"
     f"{'busbw GB/s':>12}{'× native':>10}{'link %':>8}\n"
 )
 
 
-def _line(row: dict[str, Any]) -> str:
+def _allreduce_line(row: dict[str, Any]) -> str:
     share = f"{100 * row['link_share']:.0f}" if "link_share" in row else "–"
     name = f"hybrid: {row['chosen']}" if "chosen" in row else row["algorithm"]
     return (
@@ -304,14 +295,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{1e3 * row['s_p90']:>10.3f}{row['algbw_gb_s']:>12.4f}{row['busbw_gb_s']:>12.4f}"
         f"{row['speed_against_native']:>10.2f}{share:>8}\n"
     )
-
-
-def _plain(job: Any) -> dict[str, Any]:
-    """The settings as JSON can hold them."""
-    return {
-        name: value.to_table() if isinstance(value, SizeTable) else value
-        for name, value in vars(job).items()
-    }
 
 
 def algorithm_names(text: str) -> tuple[str, ...]:
@@ -324,20 +307,29 @@ def algorithm_names(text: str) -> tuple[str, ...]:
 
 
 def check_settings(device: str, backend: str, group_size: int) -> None:
-    """What can be told before any rank starts, so that it is told once."""
+    """Before any rank starts, so that an error is shown once."""
     RunConfig().with_values(
         {"run.device": device, "comm.backend": backend, "comm.group_size": group_size}
     )
 
 
-def _check_counts(iterations: int, warm_up: int) -> None:
-    if iterations < 1:
-        raise ConfigError("--iterations", iterations, "must be at least 1")
-    if warm_up < 0:
-        raise ConfigError("--warm-up", warm_up, "must be 0 or more")
+def check_at_least(least: int, values: Mapping[str, int]) -> None:
+    """`values` by option."""
+    for option, value in values.items():
+        if value < least:
+            raise ConfigError(option, value, f"must be at least {least}")
 
 
-def environment(device: Any) -> dict[str, Any]:
+def _report(
+    joined: RankGroup, settings: dict[str, Any], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    described = {"settings": settings, "cluster": joined.describe(), "rows": rows}
+    return described | environment(joined.device)
+
+
+def environment(device: torch.device | str) -> dict[str, Any]:
+    import torch
+
     from paceline.train.machine import hardware, versions
 
-    return {"versions": versions(), "hardware": hardware(device)}
+    return {"versions": versions(), "hardware": hardware(torch.device(device))}

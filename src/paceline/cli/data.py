@@ -1,4 +1,4 @@
-"""`paceline pack SRC DST`: any data set as tar shards, scaled and encoded once, not in every epoch."""
+"""`paceline pack` and `paceline inspect`: tar shards from a data set, and its contents and problems."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.display import ProgressBars
+from paceline.core.cores import available_cores
 from paceline.core.errors import ConfigError
+from paceline.core.units import format_bytes, format_duration
 from paceline.core.untrusted import one_line
 
 if TYPE_CHECKING:
     from paceline.data import PackedSplit
 
-_NAMED = 10
+# More corrupt images are counted, not named.
+_MAX_NAMED = 10
 
 
 def pack_data(
     paths: list[str] = typer.Argument(
-        help="Data that --data-dir would take, and a directory that is new, empty, or a pack to go "
-        "on with. The embedded set (--source embedded) needs no SRC.",
+        help="Data that --data-dir takes, and a directory that is new, empty, or an unfinished pack. "
+        "The embedded set (--source embedded) needs no SRC.",
         metavar="[SRC] DST",
     ),
     source: str = typer.Option("auto", help="Kind of SRC, as data.source."),
     split: str = typer.Option("all", help="all, train or val."),
     short_side: int = typer.Option(0, help="Scale larger images to this short side; 0 keeps all."),
-    quality: int = typer.Option(90, help="Of JPEG and WebP images that are encoded anew."),
+    quality: int = typer.Option(90, help="Of JPEG and WebP images that are re-encoded."),
     image_format: str = typer.Option("keep", "--format", help="keep, jpeg, png or webp."),
     image_filter: str = typer.Option("bilinear", "--filter", help="bilinear, bicubic or lanczos."),
     shard_mib: int = typer.Option(128, help="A shard ends once it is this large."),
@@ -41,8 +45,6 @@ def pack_data(
     max_corrupt_share: float = typer.Option(0.01, help="Share of a split that may be left out."),
 ) -> int:
     """Pack a data set into tar shards."""
-    from paceline.cli.display import ProgressBars
-    from paceline.core.cores import available_cores
     from paceline.data import PackOptions, open_splits, pack_splits
 
     options = PackOptions(
@@ -74,56 +76,54 @@ def pack_data(
                 on_note=_echo,
             )
     except KeyboardInterrupt:
-        typer.echo("interrupted: finished shards are kept; the same command goes on", err=True)
+        typer.echo("interrupted: finished shards are kept; the same command continues", err=True)
         return 130
     finally:
         for found in sources.values():
             found.close()
     for name in sources:
-        typer.echo(_told(name, manifest.splits[name]))
-    typer.echo(f"packed into {target} in {time.monotonic() - began:.1f} s")
+        typer.echo(_describe_split(name, manifest.splits[name]))
+    typer.echo(f"packed into {target} in {format_duration(time.monotonic() - began)}")
     return 0
 
 
 def _echo(text: str) -> None:
-    """Notes on data name its files and classes."""
+    """For notes that name files and classes of the data, which are untrusted."""
     typer.echo(one_line(text))
 
 
 def _source_and_target(paths: list[str], source: str) -> tuple[str, Path]:
-    made_up = source in ("embedded", "synthetic")
-    if len(paths) != (1 if made_up else 2):
-        wanted = "DST alone" if made_up else "SRC and DST"
+    built_in = source in ("embedded", "synthetic")
+    if len(paths) != (1 if built_in else 2):
+        wanted = "DST alone" if built_in else "SRC and DST"
         raise ConfigError(
             "SRC DST",
             " ".join(paths),
             f"--source {source} takes {wanted}",
             "see paceline pack --help",
         )
-    data_dir, target = "" if made_up else paths[0], Path(paths[-1]).expanduser()
+    data_dir, target = "" if built_in else paths[0], Path(paths[-1]).expanduser()
     if data_dir and target.resolve() == Path(data_dir).expanduser().resolve():
         raise ConfigError("DST", str(target), "is the source itself", "choose a new directory")
     return data_dir, target
 
 
-def _told(name: str, split: PackedSplit) -> str:
-    """What became of a split; names the first corrupt images."""
+def _describe_split(name: str, split: PackedSplit) -> str:
     size = sum(shard.bytes for shard in split.shards)
     lines = [
-        f"{name}: {split.packed} images in {len(split.shards)} shards, {size / 2**20:,.1f} MiB; "
-        f"{split.copied} copied as they were, {split.packed - split.copied} encoded anew"
+        f"{name}: {split.packed} images in {len(split.shards)} shards, {format_bytes(size)}; "
+        f"{split.copied} copied, {split.packed - split.copied} re-encoded"
     ]
-    lines += [one_line(f"corrupt, left out: {s.name} ({s.reason})") for s in split.corrupt[:_NAMED]]
-    if len(split.corrupt) > _NAMED:
-        lines.append(f"corrupt, left out: {len(split.corrupt) - _NAMED} more, see pack.json")
+    lines += [
+        one_line(f"corrupt, left out: {s.name} ({s.reason})") for s in split.corrupt[:_MAX_NAMED]
+    ]
+    if len(split.corrupt) > _MAX_NAMED:
+        lines.append(f"corrupt, left out: {len(split.corrupt) - _MAX_NAMED} more, see pack.json")
     return "\n".join(lines)
 
 
-# `paceline inspect DIR`: what a data set holds, and whether all of it is well.
-
-
 def inspect_data(
-    directory: str = typer.Argument("", help="A directory that --data-dir would take."),
+    directory: str = typer.Argument("", help="A directory that --data-dir takes."),
     source: str = typer.Option("auto", help="Kind of data, as data.source."),
     split: str = typer.Option("all", help="all, train or val."),
     sample: int = typer.Option(256, min=0, help="Images of each split to decode."),
@@ -135,8 +135,6 @@ def inspect_data(
     workers: int | None = typer.Option(None, min=0, help="Threads. Default: a core each."),
 ) -> int:
     """Count and check a data set; exit code 1 where something is wrong with it."""
-    from paceline.cli.display import ProgressBars
-    from paceline.core.cores import available_cores
     from paceline.data import inspect_set
 
     if sheet is not None and (not sheet.name or sheet.is_dir()):
@@ -171,7 +169,7 @@ def _print_table(name: str, facts: dict[str, object]) -> None:
     table = Table(title=name, show_header=False, title_justify="left")
     for label, value in facts.items():
         if label != "corrupt":
-            # Neither markup nor escape sequences: the name of a class may hold both.
+            # The name of a class may hold markup and escape sequences.
             table.add_row(label.replace("_", " "), Text(one_line(_text(value))))
     Console().print(table)
 

@@ -1,7 +1,5 @@
-"""What a person sees during a run: a live line on a terminal, plain lines elsewhere.
-
-In: the run's events, on rank 0. Out: text on standard output. Both displays say the same.
-"""
+"""Progress of a run or of work on data: live on a terminal, plain lines elsewhere; and the final
+table."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ from paceline.core.events import (
     StepEvent,
     StopEvent,
 )
+from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line, printable
-from paceline.report.run_files import RunFiles
-from paceline.report.run_page import summary_rows, verdict
+from paceline.report import RunFiles, summary_rows, verdict
 
-# The rate shown is the median of this many steps: one slow step does not make it jump.
+# The rate is the median of this many steps, so that one slow step does not change it.
 _RATE_STEPS = 20
-# A step that stands still for its input longer than this share of its time says why.
+# A step names the cause of its input stall above this share of its time.
 _NOTABLE_STALL = 0.05
 
 
@@ -50,38 +48,8 @@ def create_display(console: Console, log_interval: int) -> Observer:
     return PlainDisplay(console, log_interval)
 
 
-def notable(event: Event) -> str | None:
-    """The text for an event that is not a step; names in it come from outside."""
-    text = _text_of(event)
-    return None if text is None else "\n".join(map(printable, text.split("\n")))
-
-
-def _text_of(event: Event) -> str | None:
-    match event:
-        case StartEvent():
-            begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
-            lines = [f"{begin} at step {event.step} of {event.total_steps}"]
-            lines += [f"  {name}: {value}" for name, value in event.chosen.items()]
-            return "\n".join(line.replace("\n", " ") for line in lines)
-        case EvalEvent():
-            return (
-                f"epoch {event.epoch:g}: top-1 {event.top1:.2f} %, top-5 {event.top5:.2f} %, "
-                f"loss {event.loss:.4f} on {event.samples} images ({event.eval_s:.1f} s)"
-            )
-        case CheckpointEvent():
-            return f"saved {event.path}{' (best so far)' if event.best else ''}"
-        case CorruptEvent():
-            fate = "left out" if event.split == "val" else "replaced by its successor"
-            return one_line(f"corrupt, {fate}: {event.name} ({event.reason})")
-        case StopEvent() if event.reason != "finished":
-            return f"stopped after step {event.step}: {event.reason}"
-        case NoteEvent():
-            return one_line(event.text)
-    return None
-
-
 class PlainDisplay:
-    """A line every `log_interval` steps, and one for everything notable."""
+    """A line every `log_interval` steps, and one for every other event."""
 
     def __init__(self, console: Console, log_interval: int) -> None:
         self._console = console
@@ -96,25 +64,21 @@ class PlainDisplay:
             self._rates.append(event.images_per_s)
             last = event.step == self._total
             if event.skipped or last or event.step % self._interval == 0:
-                self._say(f"step {event.step}/{self._total} {describe(event, self._rates)}")
-            return
-        text = notable(event)
-        if text:
-            self._say(text)
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                line = f"step {event.step}/{self._total} {describe_step(event, self._rates)}"
+                print_line(self._console, line)
+        elif text := describe_event(event):
+            print_line(self._console, text)
 
     def close(self) -> None:
-        """Plain lines leave nothing behind."""
+        """Nothing to clean up."""
 
 
 class LiveDisplay:
-    """One progress line at the bottom; notable events scroll by above it."""
+    """A progress line at the bottom; events other than steps scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            # The numbers matter more than a long bar: all of it fits into 80 columns.
+            # A short bar, so that all the numbers fit into 80 columns.
             BarColumn(bar_width=6),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -131,42 +95,56 @@ class LiveDisplay:
             self._progress.update(self._task, total=event.total_steps, completed=event.step)
         if isinstance(event, StepEvent):
             self._rates.append(event.images_per_s)
-            self._progress.update(
-                self._task, completed=event.step, numbers=describe(event, self._rates)
-            )
-            return
-        text = notable(event)
-        if text:
+            numbers = describe_step(event, self._rates)
+            self._progress.update(self._task, completed=event.step, numbers=numbers)
+        elif text := describe_event(event):
             self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-def describe(event: StepEvent, rates: deque[float]) -> str:
-    """The numbers of a step, the same on both displays."""
+def describe_event(event: Event) -> str | None:
+    """The text for an event that is not a step; names in it are untrusted."""
+    match event:
+        case StartEvent():
+            begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
+            lines = [f"{begin} at step {event.step} of {event.total_steps}"]
+            lines += [f"  {name}: {value}" for name, value in event.chosen.items()]
+            return "\n".join(printable(line.replace("\n", " ")) for line in lines)
+        case EvalEvent():
+            return (
+                f"epoch {event.epoch:g}: top-1 {format_percent(event.top1)}, "
+                f"top-5 {format_percent(event.top5)}, loss {event.loss:.4f} "
+                f"on {event.samples} images ({format_duration(event.eval_s)})"
+            )
+        case CheckpointEvent():
+            return printable(f"saved {event.path}{' (best so far)' if event.best else ''}")
+        case CorruptEvent():
+            action = "left out" if event.split == "val" else "replaced by its successor"
+            return one_line(f"corrupt, {action}: {event.name} ({event.reason})")
+        case StopEvent() if event.reason != "finished":
+            return printable(f"stopped after step {event.step}: {event.reason}")
+        case NoteEvent():
+            return one_line(event.text)
+    return None
+
+
+def describe_step(event: StepEvent, rates: deque[float]) -> str:
+    stall = ""
+    causes = event.input_stall_causes
+    if causes and event.input_stall_s > _NOTABLE_STALL * event.step_s:
+        stall = f" input: {max(causes, key=lambda cause: causes[cause])}"
     skipped = " SKIPPED (gradient not finite)" if event.skipped else ""
     return (
         f"epoch {event.epoch:.2f} loss {event.loss:.4f} lr {event.lr:.4g} "
-        f"{statistics.median(rates):,.0f} images/s{_stall(event)}{skipped}"
+        f"{statistics.median(rates):,.0f} images/s{stall}{skipped}"
     )
 
 
-def _stall(event: StepEvent) -> str:
-    """` input: decode` where the step stood still for its batch, and what making that took longest."""
-    causes = event.input_stall_causes
-    if not causes or event.input_stall_s <= _NOTABLE_STALL * event.step_s:
-        return ""
-    return f" input: {max(causes, key=lambda cause: causes[cause])}"
-
-
-# Progress bars for work on data: one for each thing that is being done.
-#
-# In: how much of what is done. Out: live bars on a terminal's standard error, nothing elsewhere.
-
-
 class ProgressBars:
-    """A bar appears when it is first told of."""
+    """Bars on standard error where it is a terminal, else nothing; `update` adds a bar for each new
+    name."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -174,17 +152,17 @@ class ProgressBars:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[remark]}"),
+            TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def update(self, what: str, done: int, total: int, remark: str = "") -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=total, remark="")
-        self._progress.update(self._tasks[what], completed=done, total=total, remark=remark)
+    def update(self, name: str, done: int, total: int, note: str = "") -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, note="")
+        self._progress.update(self._tasks[name], completed=done, total=total, note=note)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -194,18 +172,19 @@ class ProgressBars:
         self._progress.stop()
 
 
-# The table at the end of a run, and of `paceline report`.
+def print_line(console: Console, text: str) -> None:
+    """As it is: no markup, and no line breaks, which would make a path hard to copy."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_summary(console: Console, folder: Path, page: Path) -> None:
-    """Verdict, table and the path of the report."""
+    """Verdict, table and the path of the report, at the end of a run and of `paceline report`."""
     run = RunFiles.read(folder)
     table = Table(show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     for label, value in summary_rows(run):
-        table.add_row(label, Text(value))  # a name in brackets is not markup
-    console.print(verdict(run), markup=False, highlight=False, soft_wrap=True)
+        table.add_row(label, Text(value))  # not markup: names may hold brackets
+    print_line(console, verdict(run))
     console.print(table)
-    # A path must stay on one line, or nobody can copy it.
-    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"report: {page}")

@@ -1,7 +1,7 @@
-"""`paceline doctor`: is this machine ready, and if not, what to do.
+"""`paceline doctor`: whether this machine is ready for training, and if not, what to do.
 
-In: the environment. Out: a row for each thing a run needs, ok or problem with its remedy; exit code 1
-where there is a problem. Nothing is changed, but that the region decoder is built as a run would do it.
+A check needs only the packages it is about: it runs where torch, Pillow or safetensors are missing, and
+reports that. Nothing is changed, except that the region decoder is built as a run does it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -24,17 +25,28 @@ from rich.text import Text
 from paceline.core.cores import available_cores
 from paceline.core.errors import PacelineError
 from paceline.core.topology import Topology
+from paceline.core.units import format_bytes
 from paceline.core.untrusted import one_line
 from paceline.version import __version__
 
-# A ResNet-50 run with its kept checkpoints needs about this much.
+# A ResNet-50 run needs about this much for its checkpoints.
 _ENOUGH_DISK_BYTES = 2 * 2**30
-_REACH_S = 5.0
+_CONNECT_S = 5.0
+# Packages that a run needs, with the module by which each is imported.
+_PACKAGES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "pillow": "PIL",
+    "safetensors": "safetensors",
+    "tomli-w": "tomli_w",
+    "typer": "typer",
+    "rich": "rich",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row. A problem has a remedy."""
+    """One row of the table. A problem has a remedy."""
 
     what: str
     found: str
@@ -43,19 +55,19 @@ class Finding:
 
 
 def doctor(
-    data_dir: str = typer.Option("", help="Data to look at. Default: the embedded set."),
-    output: Path = typer.Option(Path("runs"), help="Where runs shall be written."),
+    data_dir: str = typer.Option("", help="Data to check. Default: the embedded set."),
+    output: Path = typer.Option(Path("runs"), help="Where runs are written."),
 ) -> int:
-    """Check versions, devices, backends, rendezvous, data and disk."""
-    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        check_versions,
-        check_devices,
-        check_decoder,
-        check_rendezvous,
-        lambda: check_data(data_dir),
-        lambda: check_disk(output),
-    )
-    findings = [finding for check in checks for finding in check()]
+    """Check versions, devices, backends, rendezvous, data and disk; exit code 1 for a problem."""
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "versions": check_versions,
+        "devices": check_devices,
+        "region decoder": check_decoder,
+        "rendezvous": check_rendezvous,
+        "data": lambda: check_data(data_dir),
+        "disk": lambda: check_disk(output),
+    }
+    findings = [finding for what, check in checks.items() for finding in _run(what, check)]
     table = Table("what", "found", "state", "remedy")
     for finding in findings:
         state = "ok" if finding.ok else "problem"
@@ -65,33 +77,43 @@ def doctor(
     return 0 if all(finding.ok for finding in findings) else 1
 
 
+def _run(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a check, and where it ends because a package cannot be imported, that."""
+    try:
+        yield from check()
+    except ImportError as error:
+        remedy = "install what is missing, or reinstall it for this machine"
+        yield Finding(what, f"not checked: {error}", False, remedy)
+
+
 def check_versions() -> Iterator[Finding]:
     yield Finding("paceline", __version__)
     yield Finding("python", platform.python_version())
-    for name in ("torch", "numpy", "pillow", "safetensors", "tomli-w", "typer", "rich"):
+    for package, module in _PACKAGES.items():
         try:
-            yield Finding(name, version(name))
-        except PackageNotFoundError:
-            yield Finding(name, "missing", False, f"pip install {name}")
+            missing = find_spec(module) is None
+        except ImportError:
+            missing = True
+        if missing:
+            yield Finding(package, "missing", False, f"pip install {package}")
+            continue
+        try:
+            yield Finding(package, version(package))
+        except PackageNotFoundError:  # installed without metadata
+            yield Finding(package, "unknown version")
 
 
 def check_devices() -> Iterator[Finding]:
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError as error:
-        yield Finding("devices", str(error), False, "install torch for this machine")
-        return
     yield Finding("cpu", f"{available_cores()} cores")
+    import torch
+    import torch.distributed as dist
+
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            memory = f"{properties.total_memory / 2**30:.0f} GiB"
+            memory = format_bytes(properties.total_memory)
             yield Finding(f"cuda:{index}", f"{properties.name}, {memory}")
-        nccl = dist.is_nccl_available()
-        yield Finding(
-            "nccl", "there" if nccl else "missing", nccl, "" if nccl else "install torch with CUDA"
-        )
+        yield _available("nccl", dist.is_nccl_available(), "install torch with CUDA")
     elif torch.version.cuda and shutil.which("nvidia-smi"):
         yield Finding(
             "cuda",
@@ -102,17 +124,19 @@ def check_devices() -> Iterator[Finding]:
     else:
         yield Finding("cuda", "none; training runs on the CPU")
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding(
-        "gloo", "there" if gloo else "missing", gloo, "" if gloo else "install torch with Gloo"
-    )
+    yield _available("gloo", gloo, "install torch with Gloo")
+
+
+def _available(what: str, there: bool, remedy: str) -> Finding:
+    return Finding(what, "available") if there else Finding(what, "missing", False, remedy)
 
 
 def check_decoder() -> Iterator[Finding]:
-    """No problem where it is missing: Pillow gives the same pixels, later."""
+    """No problem where it is missing: Pillow decodes the same pixels, more slowly."""
     from paceline.data import RegionUnavailableError, region_library
 
     try:
-        yield Finding("region decoder", f"there, {region_library().version}")
+        yield Finding("region decoder", f"available, {region_library().version}")
     except RegionUnavailableError as error:
         found = f"none, Pillow decodes: {error.cause}"
         yield Finding("region decoder", found, True, f"for speed: {error.remedy}")
@@ -136,16 +160,16 @@ def check_rendezvous() -> Iterator[Finding]:
             "rendezvous", f"{where} cannot be resolved", False, "set MASTER_ADDR to rank 0's host"
         )
         return
-    # torchrun's agent listens there already, and every rank but the first only connects.
+    # torchrun's agent listens already, and every rank but the first only connects.
     if topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        yield _port_to_host(where, str(address), topology.master_port)
+        yield _check_listening(where, str(address), topology.master_port)
     else:
-        yield _port_to_reach(where, str(address), topology.master_port)
+        yield _check_connecting(where, str(address), topology.master_port)
 
 
-def _port_to_reach(where: str, address: str, port: int) -> Finding:
+def _check_connecting(where: str, address: str, port: int) -> Finding:
     try:
-        socket.create_connection((address, port), timeout=_REACH_S).close()
+        socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except OSError as error:
         reason = error.strerror or str(error)
         return Finding(
@@ -154,8 +178,7 @@ def _port_to_reach(where: str, address: str, port: int) -> Finding:
     return Finding("rendezvous", f"{where} answers")
 
 
-def _port_to_host(where: str, address: str, port: int) -> Finding:
-    """Rank 0 must be able to listen on it."""
+def _check_listening(where: str, address: str, port: int) -> Finding:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -195,17 +218,17 @@ def check_data(data_dir: str) -> Iterator[Finding]:
 
 
 def check_disk(output: Path) -> Iterator[Finding]:
-    there = output
-    while not there.exists():
-        there = there.absolute().parent
-    if not os.access(there, os.W_OK):
-        yield Finding("disk", f"{there} cannot be written", False, "choose another --output")
+    existing = output
+    while not existing.exists():
+        existing = existing.absolute().parent
+    if not os.access(existing, os.W_OK):
+        yield Finding("disk", f"{existing} cannot be written", False, "choose another --output")
         return
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing).free
     enough = free >= _ENOUGH_DISK_BYTES
     yield Finding(
         "disk",
-        f"{free / 2**30:.1f} GiB free for {output}",
+        f"{format_bytes(free)} free for {output}",
         enough,
         "" if enough else "free space, or choose another --output",
     )

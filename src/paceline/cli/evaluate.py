@@ -1,4 +1,4 @@
-"""`paceline eval CHECKPOINT`: top-1 and top-5 of a saved model."""
+"""`paceline eval` and `paceline export`: the accuracy of a checkpoint, and its weights as safetensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from paceline.core.errors import ConfigError
+from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line
 
 
@@ -56,14 +58,10 @@ def evaluate_checkpoint(
     epochs = config.run.average_epochs
     averaged = f" (weights averaged over {epochs:g} epochs)" if epochs else ""
     typer.echo(
-        f"{path}{averaged}: top-1 {result.top1:.2f} %, top-5 {result.top5:.2f} %, "
-        f"loss {result.loss:.4f} "
-        f"on {result.samples} images in {result.eval_s:.1f} s"
+        f"{path}{averaged}: top-1 {format_percent(result.top1)}, top-5 {format_percent(result.top5)}, "
+        f"loss {result.loss:.4f} on {result.samples} images in {format_duration(result.eval_s)}"
     )
     return 0
-
-
-# `paceline export CHECKPOINT OUT`: weights for other programs.
 
 
 def export_weights(
@@ -71,7 +69,6 @@ def export_weights(
     out: Path = typer.Argument(help="The .safetensors file to write."),
 ) -> int:
     """Write a checkpoint's weights as safetensors, with torchvision's keys."""
-    from paceline.core.errors import ConfigError
     from paceline.train.checkpoint import Checkpoint, find_checkpoint
     from paceline.train.weights import checkpoint_weights, write_weights
 
@@ -80,12 +77,14 @@ def export_weights(
     path = find_checkpoint(checkpoint)
     found = Checkpoint.read(path)
     state = checkpoint_weights(found)
-    names = {"model": found.config["model"]["name"], "step": str(found.step)}
+    metadata = {"model": found.config["model"]["name"], "step": str(found.step)}
     averaged = ""
     if found.average:
         epochs = f"{found.config['run']['average_epochs']:g}"
-        names["average_epochs"], averaged = epochs, f"weights averaged over {epochs} epochs, "
-    write_weights(state, out, names)
-    words = f"{averaged}batch norm averaged over its ranks"
-    typer.echo(f"{out}: {len(state)} tensors of {path}, {words}")
+        metadata["average_epochs"] = epochs
+        averaged = f"weights averaged over {epochs} epochs, "
+    write_weights(state, out, metadata)
+    typer.echo(
+        f"{out}: {len(state)} tensors of {path}, {averaged}batch norm averaged over its ranks"
+    )
     return 0

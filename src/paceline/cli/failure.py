@@ -1,8 +1,5 @@
-"""`Failure`: how a process ended badly, and how a launcher learns of it.
-
-In: an error. Out: one line on standard error (or a traceback, for a bug of ours), and the error file
-that torchrun's agent reads, in its own format.
-"""
+"""`Failure`: the error that ends a process, on standard error and in the error file of torchrun's agent;
+and `root_cause`, which chooses among the failures of several ranks."""
 
 from __future__ import annotations
 
@@ -21,20 +18,27 @@ from paceline.core.errors import CommError, PacelineError
 from paceline.core.untrusted import one_line, printable
 
 # The process id of `paceline train --nproc-per-node`, in the environment of its children.
-CHILD_MARK = "PACELINE_LAUNCHER"
-
-
-# The connections of a process that is killed break before its children see that it has ended.
+LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
+# The connections of a killed process break before its children can see that it has ended.
 _LAUNCHER_END_S = 1.0
+# Exit codes of ranks that saved and stopped on request.
+_ASKED_TO_STOP = {
+    128 + number
+    for number in (
+        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+    )
+}  # fmt: skip
+# The agent sends SIGTERM to the other ranks when one has ended, which may interrupt their exit.
+_TERMINATED = {-signal.SIGTERM}
 
 
 def is_child_of_launcher() -> bool:
-    """False once the launcher is gone: then a rank has to speak for itself."""
-    return os.environ.get(CHILD_MARK) == str(os.getppid())
+    """False once the launcher is gone: then a rank has to report its failure itself."""
+    return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
 def _launcher_stays() -> bool:
-    """Whether the launcher is still there after a moment in which one that was killed would end."""
+    """Waits long enough for a killed launcher to end."""
     deadline = time.monotonic() + _LAUNCHER_END_S
     while is_child_of_launcher() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -43,13 +47,13 @@ def _launcher_stays() -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """`consequence`: another rank's failure is the cause, and is shown in its place."""
+    """`consequence`: another rank's failure is the cause, and is shown instead."""
 
     line: str
     exit_code: int
     trace: str = ""
     consequence: bool = False
-    # Between ranks: what broke there may have broken because the launcher, with its store, is gone.
+    # An error of communication, which may have been caused by the end of the launcher and its store.
     between_ranks: bool = False
 
     @classmethod
@@ -66,23 +70,23 @@ class Failure:
         sys.stderr.write(f"paceline: error: {one_line(self.line)}\n")
         sys.stderr.flush()
 
-    def tell(self) -> None:
-        """Shows it, or leaves that to our own launcher, which shows only the root cause."""
+    def report(self) -> None:
+        """Records it, and shows it, unless our own launcher does: it shows the root cause only."""
         self.record()
         waits = self.consequence or self.between_ranks
         if not (_launcher_stays() if waits else is_child_of_launcher()):
             self.show()
 
     def record(self) -> None:
-        """Writes the error file that torch's agent names, if it names one."""
+        """Writes the error file that torch's agent has named, if any, in its format."""
         target = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not target:
             return
-        # The agent shows the call stack in its summary, and nothing else of this.
+        # Of this the agent shows the call stack only.
         extra = {"py_callstack": self.trace or self.line, "timestamp": str(int(time.time()))}
         extra |= {"exit_code": str(self.exit_code), "consequence": str(int(self.consequence))}
         extra["trace"] = self.trace
-        with suppress(OSError):  # an error about an error helps nobody
+        with suppress(OSError):  # the first error matters more
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             Path(target).write_text(
                 json.dumps({"message": {"message": self.line, "extraInfo": extra}}),
@@ -91,7 +95,7 @@ class Failure:
 
     @classmethod
     def from_record(cls, message: object, exit_code: int) -> Failure | None:
-        """The inverse of `record`, from what the agent hands over."""
+        """The inverse of `record`; None for a message that is not ours."""
         if not isinstance(message, dict):
             return None
         extra = message.get("extraInfo", {})
@@ -103,25 +107,8 @@ class Failure:
         )
 
 
-# Which of several failed ranks tells what went wrong.
-#
-# In: the failures that torch's agent collected, in the order in which it saw them. Out: the
-# failure that is no other one's consequence, or an exit code where there is nothing to tell.
-
-
-# Ranks that were asked to stop have saved and said so.
-_ASKED_TO_STOP = {
-    128 + number
-    for number in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
-    )
-}  # fmt: skip
-# When one rank has ended, the agent asks the others to; that may cut short how they leave.
-_HURRIED = {-signal.SIGTERM}
-
-
 class ChildFailure(Protocol):
-    """What we read of torch's record of a failed process; `exitcode` is -n where signal n ended it."""
+    """The part of torch's record of a failed process that is read; `exitcode` is -n for signal n."""
 
     @property
     def message(self) -> object: ...
@@ -131,30 +118,36 @@ class ChildFailure(Protocol):
 
 
 def root_cause(failures: Mapping[int, ChildFailure]) -> Failure | int:
-    """A rank's own words first; then a rank that fell silent; then what the others made of it."""
-    told = {
+    """The failure to show, of all that the agent has collected, in the order in which it saw them; an
+    exit code where the ranks stopped on request.
+
+    A rank that reported a cause comes first, then one that ended without a report, then consequences.
+    """
+    reported = {
         rank: Failure.from_record(failure.message, failure.exitcode)
         for rank, failure in failures.items()
     }
-    causes = [failure for failure in told.values() if failure and not failure.consequence]
-    if causes:
-        return causes[0]
-    silent = [rank for rank, failure in told.items() if failure is None]
+    for failure in reported.values():
+        if failure and not failure.consequence:
+            return failure
+    silent = [rank for rank, failure in reported.items() if failure is None]
     codes = {failures[rank].exitcode for rank in silent}
-    expected = _ASKED_TO_STOP | _HURRIED
+    expected = _ASKED_TO_STOP | _TERMINATED
     if codes & _ASKED_TO_STOP and codes <= expected:
         return max(codes)
-    # Those that do not hear it are killed; the agent saw the first one's end before it did so.
+    # The agent kills ranks that do not stop, but it saw the end of the first one before.
     ended = [rank for rank in silent if failures[rank].exitcode not in expected] or silent
     if ended:
-        return Failure(_silent_end(ended[0], failures[ended[0]].exitcode), 1)
-    return next(failure for failure in told.values() if failure)
+        return Failure(_unreported_end(ended[0], failures[ended[0]].exitcode), 1)
+    return next(failure for failure in reported.values() if failure)
 
 
-def _silent_end(rank: int, exit_code: int) -> str:
-    """A child that left no word: killed, or crashed in native code."""
+def _unreported_end(rank: int, exit_code: int) -> str:
+    """For a rank that was killed, or crashed in native code."""
     if exit_code >= 0:
-        return f"rank {rank} ended with exit code {exit_code} without a word; see its output above"
+        return (
+            f"rank {rank} ended with exit code {exit_code} without a message; see its output above"
+        )
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:  # a real-time signal has a number only

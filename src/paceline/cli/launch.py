@@ -1,8 +1,7 @@
-"""Several ranks on this node, through torch's own elastic agent (the engine of torchrun).
+"""Starts several ranks on this node, with torch's elastic agent, which torchrun uses too.
 
-In: a number of processes and the arguments of `paceline train`. Out: their exit code; when one fails,
-only the root cause is shown. A signal to the launcher stops all ranks, and their save is awaited; ranks
-never outlive their launcher.
+When a rank fails, only the root cause is shown. A signal to the launcher stops all ranks and waits until
+they have saved. Ranks do not outlive their launcher.
 """
 
 from __future__ import annotations
@@ -30,10 +29,16 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from paceline.cli.failure import CHILD_MARK, Failure, root_cause
+from paceline.cli.failure import LAUNCHER_VARIABLE, root_cause
 from paceline.core.cores import available_cores
 from paceline.core.errors import LaunchError
 from paceline.core.signal_context import SignalContext
+
+ADDRESS = "127.0.0.1"
+BACKEND = "paceline-local"
+_STORE_TIMEOUT = timedelta(seconds=60)
+# The agent gives ranks 30 s to stop. A signal after that counts again, in case the first was lost.
+_REPEAT_S = 35.0
 
 
 def launch(
@@ -45,8 +50,10 @@ def launch(
     stops: Sequence[signal.Signals] = (),
     saves: Sequence[signal.Signals] = (),
 ) -> int:
-    """Runs `python -m paceline ARGUMENTS` on `processes` ranks and waits for them. `stops` and `saves`
-    are the signals that ask for that, besides SIGTERM, SIGINT and SIGHUP."""
+    """Runs `python -m paceline ARGUMENTS` on `processes` ranks and returns their exit code.
+
+    `saves` are signals that request a checkpoint, `stops` those that request a stop besides SIGTERM,
+    SIGINT and SIGHUP."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -63,13 +70,13 @@ def launch(
         local_addr=ADDRESS,
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        # The other signals are ours; Ctrl-\ stays the way out that saves nothing.
+        # `LaunchSignals` handles the others; Ctrl-\ still stops at once, without saving.
         signals_to_handle="SIGQUIT",
     )
     signals = LaunchSignals(SignalException, stops=stops, forwarded=saves)
-    # Ranks choose their own thread counts; the agent's default would be 1, and a printed warning.
+    # Ranks choose their own thread counts; the agent's default is 1, with a warning.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // processes))
-    own = {CHILD_MARK: str(os.getpid()), "OMP_NUM_THREADS": threads}
+    own = {LAUNCHER_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": threads}
     if sys.platform == "linux":
         # Gloo would listen on the address that the host's name resolves to.
         own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
@@ -77,7 +84,11 @@ def launch(
         with signals, _environment(own):
             elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
     except ChildFailedError as error:
-        return _conclude(root_cause(error.failures))
+        cause = root_cause(error.failures)
+        if isinstance(cause, int):
+            return cause
+        cause.show()
+        return cause.exit_code
     except SignalException as error:
         return 128 + int(signals.received or error.sigval)
     except (RendezvousError, OSError) as error:
@@ -89,23 +100,16 @@ def launch(
 
 
 def _silence_agent() -> None:
-    """The agent logs every child's end in paragraphs of its own; we tell the root cause instead."""
+    """The agent logs the end of every child in several paragraphs; we show the root cause instead."""
     for name in list(logging.root.manager.loggerDict):
-        # Each of its modules has a logger with a level of its own.
+        # Each of its modules has its own logger with its own level.
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _conclude(failure: Failure | int) -> int:
-    if isinstance(failure, int):
-        return failure
-    failure.show()
-    return failure.exit_code
-
-
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Children inherit these; whatever this process starts later does not."""
+    """For the children that are started within the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -119,7 +123,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what torch says, or its essence where it is known."""
+    """The first line of torch's message, or a plain sentence where the cause is known."""
     text = str(error.__cause__ or error).strip()
     if "EADDRINUSE" in text or "in use" in text.lower():
         return "the port is in use"
@@ -127,21 +131,11 @@ def _reason(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:120]
 
 
-# Signals to the launcher of `paceline train --nproc-per-node`.
-#
-# In: signals at the launcher. Out: for one that asks to stop (SIGTERM, SIGINT, SIGHUP, and
-# SIGUSR1 or SIGUSR2 where set so) one exception in the agent's loop, which hands the ranks a
-# SIGTERM and waits for them; what comes while they save changes nothing. A signal that asks for a
-# save goes on to the ranks.
-
-
-# The agent gives ranks 30 s. Should it ever have lost the first signal, one after that counts again.
-_DEAF_S = 35.0
-
-
 class LaunchSignals(SignalContext):
-    """A context in which the first signal raises `raised(text, signal)`, and the next ones nothing;
-    those of `forwarded` go to the ranks."""
+    """A context for the launcher. The first signal that requests a stop (SIGTERM, SIGINT, SIGHUP,
+    `stops`) raises `raised(text, SIGTERM)` in the agent's loop, which sends SIGTERM to the ranks and
+    waits for them; further ones are ignored while ranks save. The `forwarded` signals, which request a
+    checkpoint, go to the ranks."""
 
     def __init__(
         self,
@@ -150,35 +144,34 @@ class LaunchSignals(SignalContext):
         stops: Collection[signal.Signals] = (),
         forwarded: Collection[signal.Signals] = (),
     ) -> None:
-        """`stops`: besides SIGTERM, SIGINT and SIGHUP."""
         numbers = [signal.SIGTERM, signal.SIGINT, *stops, *forwarded]
-        # A hang-up that is ignored is nohup's will; the other two are always meant.
+        # SIGHUP stays ignored under nohup.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        super().__init__(numbers, self._hear)
+        super().__init__(numbers, self._handle)
         self.received: signal.Signals | None = None
         self._raised = raised
         self._forwarded = frozenset(forwarded)
-        self._heard_at = -_DEAF_S
+        self._handled_at = -_REPEAT_S
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self._forwarded:
-            for rank in _ranks_that_hear(number):
+            for rank in _ranks_that_handle(number):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, number)
             return
-        if time.monotonic() - self._heard_at < _DEAF_S:
+        if time.monotonic() - self._handled_at < _REPEAT_S:
             return
-        self._heard_at = time.monotonic()
+        self._handled_at = time.monotonic()
         self.received = signal.Signals(number)
-        # Whatever it was, ranks get SIGTERM: it makes them save, also where a terminal was lost, and it
-        # ends a Python that is still starting without the traceback that SIGINT leaves.
+        # Ranks always get SIGTERM: it makes them save, and ends an interpreter that is still starting
+        # without the traceback of SIGINT.
         raise self._raised(f"the launcher got {self.received.name}", signal.SIGTERM)
 
 
-def _ranks_that_hear(number: int) -> list[int]:
-    """Child processes that have set up what this signal does to them. One that is still starting would be
-    ended by it, and has nothing to save."""
+def _ranks_that_handle(number: int) -> list[int]:
+    """Child processes that handle or ignore this signal. It would end one that is still starting, which
+    has nothing to save."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -192,25 +185,16 @@ def _ranks_that_hear(number: int) -> list[int]:
     return found
 
 
-# `LocalRendezvous`: the agent's store for ranks on this host alone, on the loopback address.
-#
-# In: a port, or 0 for a free one. Out: a rendezvous handler for torch's elastic agent. Torch's
-# own handlers listen on every address of the host, and the default one (c10d) unpickles what it
-# finds in its store: whoever reaches the port could run code as this user. One node has nobody to
-# negotiate with, so this handler stores nothing of its own and keeps its port closed to the
-# network.
-
-
-ADDRESS = "127.0.0.1"
-BACKEND = "paceline-local"
-_TIMEOUT = timedelta(seconds=60)
-
-
 class LocalRendezvous(RendezvousHandler):
-    """The same store serves every restart of the ranks, as the agent expects."""
+    """The agent's store for ranks on this host alone; one store serves all restarts.
+
+    Torch's own handlers listen on every address of the host, and the default one (c10d) unpickles what it
+    finds in its store, so that whoever reaches the port could run code as this user. This handler
+    listens on the loopback address and stores nothing itself: a single node has nothing to negotiate.
+    """
 
     def __init__(self, port: int, run_id: str) -> None:
-        """Raises OSError where the port cannot be had."""
+        """Port 0 takes a free one. Raises OSError where the port cannot be used."""
         listener = socket.create_server((ADDRESS, port), backlog=1024)
         self.port: int = listener.getsockname()[1]
         self._run_id = run_id
@@ -219,9 +203,9 @@ class LocalRendezvous(RendezvousHandler):
             self.port,
             is_master=True,
             wait_for_workers=False,
-            timeout=_TIMEOUT,
+            timeout=_STORE_TIMEOUT,
             multi_tenant=True,
-            # The store takes the socket over, and with it its address.
+            # The store takes over the socket, and with it its address.
             master_listen_fd=listener.detach(),
         )
 
@@ -240,7 +224,7 @@ class LocalRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could still come."""
+        """No other node can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -252,12 +236,12 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """For torch's registry of handlers; the port is the endpoint's."""
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     return LocalRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
 
 
 def register() -> str:
-    """Makes the handler known to the agent; returns the name by which a `LaunchConfig` asks for it."""
-    rendezvous_handler_registry.register(BACKEND, create)
+    """Registers the handler with torch; returns the name by which a `LaunchConfig` asks for it."""
+    # The same function each time: torch refuses another one under the same name.
+    rendezvous_handler_registry.register(BACKEND, _create)
     return BACKEND

@@ -1,18 +1,17 @@
-"""`paceline train`: from a recipe and flags to a trained model.
-
-In: flags with the names that users of timm and torchvision know. Out: a run folder, a table, and the
-path of the report.
-"""
+"""`paceline train`: trains a model from a recipe and flags, whose names are those of timm and
+torchvision."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import typer
 from rich.console import Console
 
+from paceline.cli.display import create_display, print_line, print_summary
 from paceline.cli.failure import Failure
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
@@ -22,6 +21,8 @@ from paceline.train.stop_signals import (
     user_signals,
     without_save_requests,
 )
+
+_LAUNCHER_OPTIONS = ("--nproc-per-node", "--master-port", "--max-restarts")
 
 
 def train(
@@ -84,10 +85,10 @@ def train(
 
 
 def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig:
-    """Defaults < recipe < flags; `--set` is a flag like any other."""
+    """Defaults < recipe < flags, `--set` included."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if "data.dir" in overrides:
-        # Data of one's own takes the place of a recipe's embedded set.
+        # The user's data replaces the embedded set of a recipe.
         overrides.setdefault("data.source", "auto")
     elif recipe is None and "data.source" not in overrides:
         recipe = "quickstart"
@@ -95,7 +96,7 @@ def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
 
 
 def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
-    """Checks what can be checked before any rank starts, then starts them."""
+    """Checks what can be checked once, before the ranks start."""
     _refuse_to_nest(processes)
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
@@ -104,17 +105,18 @@ def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> 
 
     resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, processes)
     return launch(
-        processes, child_arguments(sys.argv[1:]), port=port, max_restarts=max_restarts,
+        processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
+        max_restarts=max_restarts,
         stops=user_signals(config.checkpoint, "stop"),
         saves=user_signals(config.checkpoint, "save"),
     )  # fmt: skip
 
 
 def _refuse_to_nest(processes: int) -> None:
-    """A rank that started ranks would multiply them, or clash with its neighbours."""
-    marks = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    found = next((mark for mark in marks if mark in os.environ), None)
-    # One srun task that starts the node's ranks is fine; several tasks are ranks themselves.
+    """A rank that starts ranks would multiply them, or conflict with its neighbours."""
+    variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    found = next((name for name in variables if name in os.environ), None)
+    # One srun task may start the ranks of a node; several tasks are ranks themselves.
     if found is None and Topology.from_env(os.environ).world_size > 1:
         found = "SLURM_PROCID"
     if found is not None:
@@ -125,14 +127,13 @@ def _refuse_to_nest(processes: int) -> None:
         )  # fmt: skip
 
 
-def child_arguments(arguments: list[str]) -> list[str]:
-    """The same command line without the launcher's own flags."""
+def without_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
+    """The command line for a rank: without the options that start ranks, and their values."""
     kept, skip = [], False
     for argument in arguments:
-        name = argument.partition("=")[0]
         if skip:
             skip = False
-        elif name in ("--nproc-per-node", "--master-port", "--max-restarts"):
+        elif argument.partition("=")[0] in options:
             skip = "=" not in argument
         else:
             kept.append(argument)
@@ -140,24 +141,24 @@ def child_arguments(arguments: list[str]) -> list[str]:
 
 
 def _train_here(config: RunConfig) -> int:
-    from paceline.cli.display import create_display, print_summary
     from paceline.train.run import run_training
 
-    # mpirun gives its ranks terminals of their own, wherever its output goes.
+    # mpirun gives its ranks terminals, wherever its own output goes.
     console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
     outcome = run_training(
         config,
         lambda: create_display(console, config.run.log_interval),
-        lambda error: Failure.of(error).tell(),
+        lambda error: Failure.of(error).report(),
     )
-    if outcome.result.stop_signal is not None:
-        if outcome.rank == 0:
-            hint = f"continue with the same command and --resume auto --output {outcome.folder}"
-            console.print(hint, markup=False, highlight=False, soft_wrap=True)
-        return 128 + int(outcome.result.stop_signal)
-    if outcome.already_finished and outcome.rank == 0:
+    stop_signal = outcome.result.stop_signal
+    if outcome.rank == 0 and stop_signal is not None:
+        hint = f"continue with the same command and --resume auto --output {outcome.folder}"
+        print_line(console, hint)
+    elif outcome.rank == 0 and outcome.already_finished:
         line = f"{outcome.folder} is already finished; nothing was trained or written"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
+    if stop_signal is not None:
+        return 128 + int(stop_signal)
     if outcome.report is not None:
         print_summary(console, outcome.folder, outcome.report)
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from paceline.bench.placement import Placement, parse_bytes, show_bytes
+from paceline.bench.placement import Placement
 from paceline.cli.bench_ranks import (
     BACKEND,
     DEVICE,
@@ -22,12 +22,13 @@ from paceline.cli.bench_ranks import (
     SHARE_GPUS,
     algorithm_names,
     check_settings,
-    run_placed,
+    run_on_ranks,
 )
 from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.comm.tuning_choice import MARGIN, MeasuredSize, check_noise
 from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
 from paceline.core.errors import ConfigError
+from paceline.core.units import format_bytes, parse_bytes
 
 # All but the parameter server, which is there to be compared with.
 _WORTH_TRYING = tuple(name for name in ALGORITHMS if name != "central")
@@ -74,10 +75,10 @@ def tune(
     launched = placement.is_launched()
     if not launched:
         check_output(output, force)
-        code = run_placed(placement)
+        code = run_on_ranks(placement)
         assert code is not None
         return code
-    run_placed(placement)
+    run_on_ranks(placement)
 
     from paceline.bench.allreduce import choose_sizes
     from paceline.bench.ranks import RankGroup
@@ -140,18 +141,18 @@ def _hidden_line(cluster: ClusterShape) -> str:
 def _size_line(row: MeasuredSize) -> str:
     ordered = sorted(row.medians_s.items(), key=lambda item: item[1])
     words = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in ordered)
-    return f"{show_bytes(row.size_bytes):>9}: {words} ms\n"
+    return f"{format_bytes(row.size_bytes):>9}: {words} ms\n"
 
 
 def _conclusion(found: TuningFile, output: Path, wanted: int) -> str:
     lines = []
     for row in found.table.rows:
-        limit = "larger" if row.up_to_bytes is None else f"up to {show_bytes(row.up_to_bytes)}"
+        limit = "larger" if row.up_to_bytes is None else f"up to {format_bytes(row.up_to_bytes)}"
         lines.append(f"{limit}: {row.algorithm}")
     if len(found.table.rows) == 1:
         lines = [f"every size: {found.table.rows[0].algorithm}"]
     if len(found.measured) < wanted:
-        last = show_bytes(found.measured[-1].size_bytes)
+        last = format_bytes(found.measured[-1].size_bytes)
         lines.append(f"sizes above {last} were not measured: no time left (--limit-s)")
     lines.append(f"written to {output}; use it with --set comm.algorithm=hybrid "
                  f"--set comm.sizes={output}")  # fmt: skip

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 from paceline.comm.job import RankHost, RankHosts, format_ranks
 from paceline.core.errors import CommError
+from paceline.core.units import format_bytes
 
 _NAMED_TENSORS = 3
 _NAMED_RANKS = 8
@@ -239,13 +240,6 @@ def unreachable_error(
         cause += ", nor does any other host answer"
         cut = f"this host {hosts.of(rank)} is cut off the network"
     return CommError(cause, f"{cut}; go on with --resume auto")
-
-
-def format_bytes(amount: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if amount >= scale:
-            return f"{amount / scale:.3g} {unit}"
-    return f"{amount} bytes"
 
 
 def _bucket(index: int, buckets: Sequence[BucketInfo]) -> str:

@@ -1,6 +1,41 @@
-"""Reads a run's event files; makes tables, charts and one HTML page. Standard library only."""
+"""Run folders as tables, charts and HTML pages; comparisons; traces. Starts without torch."""
 
+from paceline.report.bottleneck import bound_by
+from paceline.report.compare_page import (
+    compare_caption,
+    compare_json,
+    compare_markdown,
+    compare_table,
+    render_comparison,
+)
+from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
+from paceline.report.comparison import Comparison
+from paceline.report.outcome import Outcome, verdict
 from paceline.report.run_files import RunFiles
-from paceline.report.run_page import render, summary_rows, verdict, write_report
+from paceline.report.run_page import render_run, summary_rows, write_page, write_report
+from paceline.report.tables import Table
+from paceline.report.trace_file import TracedRank, TracedSpan, trace_document
 
-__all__ = ["RunFiles", "render", "summary_rows", "verdict", "write_report"]
+__all__ = [
+    "CompareError",
+    "ComparedRun",
+    "Comparison",
+    "Outcome",
+    "RunFiles",
+    "Table",
+    "TracedRank",
+    "TracedSpan",
+    "bound_by",
+    "compare_caption",
+    "compare_json",
+    "compare_markdown",
+    "compare_table",
+    "read_runs",
+    "render_comparison",
+    "render_run",
+    "summary_rows",
+    "trace_document",
+    "verdict",
+    "write_page",
+    "write_report",
+]

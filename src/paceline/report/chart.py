@@ -1,21 +1,23 @@
-"""A line chart as inline SVG: axes, grid, lines, dots, markers, legend, and values on hover.
+"""Line charts as inline SVG: axes, grid, lines, dots, markers, legend, and values on hover.
 
-In: a `Chart`. Out: one `<svg>` element. Colours come from the page's CSS variables, so the chart
-follows light and dark; it needs no script and loads nothing.
+Colours come from the page's style sheet, so a chart follows light and dark mode. It needs no script.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from paceline.report.quantities import markup, number, shown
+from paceline.report.quantities import markup, number, text_of
 
 WIDTH, HEIGHT = 520, 290
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 34, 42
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-# A line of fewer points gets a dot on each; a denser one is read through the hover strips.
+FOOT = TOP + PLOT_HEIGHT
+# The series colours of style.css.
+SERIES_COLOURS = 8
+# A line of more points has no dots: its values show when the pointer is over one of the hover strips.
 _MAX_DOTS = 60
 _STRIPS = 75
 
@@ -24,9 +26,9 @@ XY = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """One series. `colour` counts the page's series colours from 1; `faint` lies in the back.
+    """One series. `colour` is the number of a series colour, from 1; a `faint` line is in the background.
 
-    One without a name is drawn, and told of neither in the legend nor on hover.
+    A line without a name has neither a legend nor values on hover.
     """
 
     name: str
@@ -36,15 +38,13 @@ class Line:
     dashed: bool = False
 
     @property
-    def look(self) -> str:
-        """Its classes in the page's style."""
-        shades = " faint" * self.faint + " dashed" * self.dashed
-        return f"line c{self.colour}{shades}"
+    def css_class(self) -> str:
+        return f"line c{self.colour}" + " faint" * self.faint + " dashed" * self.dashed
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A moment on the x axis: `resume` as a dashed rule, `skip` as a notch at the foot."""
+    """An event on the x axis: `resume` is a dashed vertical line, `skip` a notch on the axis."""
 
     x: float
     text: str
@@ -53,10 +53,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw. `x_range` keeps charts of one run aligned with one another.
-
-    `legend` off: the page names the lines elsewhere.
-    """
+    """`x_range` aligns the charts of one run. Without a `legend` the page names the lines elsewhere."""
 
     title: str
     x_label: str
@@ -65,47 +62,48 @@ class Chart:
     log: bool = False
     from_zero: bool = False
     markers: Sequence[Marker] = ()
-    show_value: Callable[[float], str] = field(default=number)
+    show_value: Callable[[float], str] = number
     note: str = ""
     legend: bool = True
 
 
 def line_chart(chart: Chart) -> str:
-    """The chart as SVG; without any point, a frame that says so."""
+    """One `<svg>` element; without any point, an empty frame that says so."""
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
     x_axis = Axis.fit(chart.x_range or xs, tight=True, target_ticks=6)
     y_axis = Axis.fit(ys, log=chart.log, from_zero=chart.from_zero, target_ticks=4)
-    body = []
     if ys:
-        body += _frame(chart, x_axis, y_axis)
-        body += _strips(chart, x_axis)
-        body += _markers(chart, x_axis)
+        body = [*_frame(chart, x_axis, y_axis), *_strips(chart, x_axis), *_markers(chart, x_axis)]
         for line in sorted(chart.lines, key=lambda line: not line.faint):
             body += _line(chart, line, x_axis, y_axis)
         if chart.legend:
             body += _legend(chart)
     else:
-        body.append(
-            f'<path class="axis" d="M{LEFT} {TOP + PLOT_HEIGHT}h{PLOT_WIDTH}"/>'
+        body = [
+            f'<path class="axis" d="M{LEFT} {FOOT}h{PLOT_WIDTH}"/>'
             f'<text class="empty" x="{LEFT + PLOT_WIDTH / 2:g}" y="{TOP + PLOT_HEIGHT / 2:g}" '
             'text-anchor="middle">nothing recorded</text>'
-        )
+        ]
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{markup(_spoken(chart))}">' + "".join(body) + "</svg>"
+        f'aria-label="{markup(_aria_label(chart))}">' + "".join(body) + "</svg>"
     )
 
 
-def place(x: float, y: float, x_axis: Axis, y_axis: Axis) -> XY:
-    """The position of a value in the SVG's own units, y downwards."""
-    return LEFT + x_axis.share(x) * PLOT_WIDTH, TOP + (1 - y_axis.share(y)) * PLOT_HEIGHT
+def _x(axis: Axis, value: float) -> float:
+    return LEFT + axis.share(value) * PLOT_WIDTH
 
 
-def _spoken(chart: Chart) -> str:
-    """The chart in words: each line's first and last value."""
+def _y(axis: Axis, value: float) -> float:
+    """SVG counts downwards."""
+    return FOOT - axis.share(value) * PLOT_HEIGHT
+
+
+def _aria_label(chart: Chart) -> str:
+    """For screen readers: each line's first and last value."""
     parts = [
-        f"{shown(line.name)} from {chart.show_value(line.points[0][1])} "
+        f"{text_of(line.name)} from {chart.show_value(line.points[0][1])} "
         f"to {chart.show_value(line.points[-1][1])}"
         for line in chart.lines
         if line.points and not line.faint
@@ -114,31 +112,30 @@ def _spoken(chart: Chart) -> str:
 
 
 def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
-    right, foot = LEFT + PLOT_WIDTH, TOP + PLOT_HEIGHT
+    right = LEFT + PLOT_WIDTH
     parts = []
     for tick, label in zip(y_axis.ticks, y_axis.labels(), strict=True):
-        y = TOP + (1 - y_axis.share(tick)) * PLOT_HEIGHT
+        y = _y(y_axis, tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for tick, label in zip(x_axis.ticks, x_axis.labels(), strict=True):
-        x = LEFT + x_axis.share(tick) * PLOT_WIDTH
-        parts.append(f'<path class="axis" d="M{x:.1f} {foot}v4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{foot + 17}" text-anchor="middle">{label}</text>')
-    parts.append(f'<path class="axis" d="M{LEFT} {foot}H{right}"/>')
+        x = _x(x_axis, tick)
+        parts.append(f'<path class="axis" d="M{x:.1f} {FOOT}v4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{FOOT + 17}" text-anchor="middle">{label}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT} {FOOT}H{right}"/>')
     parts.append(
-        f'<text x="{right}" y="{foot + 35}" text-anchor="end">{markup(chart.x_label)}</text>'
+        f'<text x="{right}" y="{FOOT + 35}" text-anchor="end">{markup(chart.x_label)}</text>'
     )
     return parts
 
 
 def _markers(chart: Chart, x_axis: Axis) -> list[str]:
-    foot = TOP + PLOT_HEIGHT
     parts = []
     for marker in chart.markers:
-        x = LEFT + x_axis.share(marker.x) * PLOT_WIDTH
-        path = f"M{x:.1f} {TOP}V{foot}" if marker.kind == "resume" else f"M{x:.1f} {foot}v-9"
+        x = _x(x_axis, marker.x)
+        path = f"M{x:.1f} {TOP}V{FOOT}" if marker.kind == "resume" else f"M{x:.1f} {FOOT}v-9"
         parts.append(
-            f'<path class="{marker.kind}" d="{path}"><title>{markup(shown(marker.text))}</title>'
+            f'<path class="{marker.kind}" d="{path}"><title>{markup(text_of(marker.text))}</title>'
             "</path>"
         )
     return parts
@@ -147,9 +144,9 @@ def _markers(chart: Chart, x_axis: Axis) -> list[str]:
 def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
     if not line.points:
         return []
-    places = [place(x, y, x_axis, y_axis) for x, y in line.points]
+    places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    parts = [f'<polyline class="{line.look}" points="{path}"/>']
+    parts = [f'<polyline class="{line.css_class}" points="{path}"/>']
     if line.faint or len(places) > _MAX_DOTS:
         return parts
     for (x, y), (x_value, y_value) in zip(places, line.points, strict=True):
@@ -162,7 +159,7 @@ def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
 
 
 def _strips(chart: Chart, x_axis: Axis) -> list[str]:
-    """Invisible columns over the plot, each with the values that lie in it as its title."""
+    """Invisible columns over the plot; the title of each, shown on hover, lists the values in it."""
     found: dict[int, tuple[float, dict[str, str]]] = {}
     for line in filter(lambda line: line.name, chart.lines):
         for x, y in line.points:
@@ -189,31 +186,24 @@ def _legend(chart: Chart) -> list[str]:
         if not line.points or not line.name:
             continue
         last = "" if line.faint else f" {chart.show_value(line.points[-1][1])}"
-        parts.append(f'<path class="{line.look}" d="M{x:.1f} 14h14"/>')
+        parts.append(f'<path class="{line.css_class}" d="M{x:.1f} 14h14"/>')
         parts.append(
             f'<text class="legend" x="{x + 19:.1f}" y="18">{markup(line.name)}'
             f'<tspan class="last">{markup(last)}</tspan></text>'
         )
-        # No text can be measured here: 6.6 units a letter is on the wide side of the font used.
+        # Text cannot be measured here: 6.6 units per letter is a generous estimate for the font.
         x += 19 + 6.6 * (len(line.name) + len(last)) + 16
     return parts
 
 
-# `Axis`: where a value lies between the ends of a chart, and which values are marked.
-#
-# In: the values to show. Out: ends, ticks at round values with their labels, and each value's
-# share of the way from one end to the other.
-
-
-_MULTIPLES = (1.0, 2.0, 5.0, 10.0)
-# Values nearer than this to one another, by their size, or to nought, would need endless labels.
+# Values closer to each other (relative), or to zero, than this would need very long labels.
 _SAME = 1e-4
-_NOUGHT = 1e-100
+_ZERO = 1e-100
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale from `low` to `high`, linear or logarithmic."""
+    """A linear or logarithmic scale from `low` to `high`, with ticks at round values."""
 
     low: float
     high: float
@@ -230,7 +220,7 @@ class Axis:
         log: bool = False,
         target_ticks: int = 5,
     ) -> Axis:
-        """The axis that holds `values`; it ends on ticks, or where the values do if `tight`."""
+        """An axis for `values` that ends on ticks or, if `tight`, at the smallest and largest value."""
         known = list(values) or [0.0, 1.0]
         low, high = min(known), max(known)
         if log and low > 0:
@@ -238,9 +228,9 @@ class Axis:
         if from_zero:
             low, high = min(0.0, low), max(0.0, high)
         size = max(abs(low), abs(high))
-        if high - low <= size * _SAME or size < _NOUGHT:
-            room = 0.1 * size if size >= _NOUGHT else 1.0
-            low, high = (low - room if size >= _NOUGHT else low), high + room
+        if high - low <= size * _SAME or size < _ZERO:
+            margin = 0.1 * size if size >= _ZERO else 1.0
+            low, high = (low - margin if size >= _ZERO else low), high + margin
         spacing = nice_spacing(low, high, target_ticks)
         if not tight:
             low = math.floor(low / spacing + 1e-9) * spacing
@@ -270,19 +260,21 @@ class Axis:
 
 
 def nice_spacing(low: float, high: float, target_ticks: int = 5) -> float:
-    """The distance of 1, 2 or 5 times a power of ten nearest to `target_ticks` intervals."""
+    """1, 2 or 5 times a power of ten, for about `target_ticks` intervals."""
     rough = (high - low) / target_ticks
     scale = 10.0 ** math.floor(math.log10(rough))
-    return min((scale * factor for factor in _MULTIPLES), key=lambda s: abs(math.log(s / rough)))
+    return min(
+        (scale * factor for factor in (1.0, 2.0, 5.0, 10.0)), key=lambda s: abs(math.log(s / rough))
+    )
 
 
 def multiples(low: float, high: float, spacing: float) -> list[float]:
-    """Multiples of `spacing` from `low` to `high`, without the dust of repeated addition."""
+    """Multiples of `spacing` from `low` to `high`, without rounding errors in the last digits."""
     decimals = max(0, 2 - math.floor(math.log10(spacing)))
     first = math.ceil(low / spacing - 1e-9)
     last = math.floor(high / spacing + 1e-9)
-    # `+ 0.0` turns a negative nought into a plain one.
-    return [round(place * spacing, decimals) + 0.0 for place in range(first, last + 1)]
+    # `+ 0.0` turns -0.0 into 0.0.
+    return [round(n * spacing, decimals) + 0.0 for n in range(first, last + 1)]
 
 
 def tick_labels(ticks: Iterable[float]) -> list[str]:

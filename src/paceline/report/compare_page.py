@@ -1,135 +1,40 @@
-"""The page of a comparison: the table, two charts, the settings that differ, the runs.
+"""A comparison as tables, Markdown, JSON, charts and one HTML page.
 
-In: a `Comparison`. Out: one HTML page in the style of a run's report, which needs nothing beside it.
+What is equal in all rows is in the caption instead of a column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from paceline.report.chart import XY, Chart, Line
-from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun, value_text
-from paceline.report.comparison import CompareRow, Comparison
-from paceline.report.html import SERIES_COLOURS, document, figures, remarks, section
-from paceline.report.quantities import (
-    UNKNOWN,
-    count,
-    duration,
-    loss,
-    many,
-    markup,
-    number,
-    percent,
-    rate,
-    shown,
-)
-from paceline.report.run_charts import spans_decades
-from paceline.report.run_files import MAX_POINTS, eval_points, median, step_points
+from paceline.core.units import UNKNOWN, format_duration, format_percent
+from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line
+from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
+from paceline.report.comparison import CompareRow, Comparison, value_text
+from paceline.report.html import document, figures, list_section, section
+from paceline.report.quantities import count, loss, markup, number, plural, rate, text_of
+from paceline.report.run_charts import MAX_POINTS, spans_decades
 from paceline.report.tables import Table
 
-# The table of a comparison, its caption, and both as Markdown.
-#
-# In: a `Comparison`. Out: a `Table` of plain text cells for terminal, page and record alike. What
-# is the same in all rows stands in the caption instead of a column.
-
-
-ROW = "row"
-INCOMPLETE = " *"
+# Curves of a shorter run are cut into this many parts instead of epochs.
+_MIN_PARTS = 20
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column; with `in_caption` it moves there where all rows agree.
-
-    `setting`: where the rows' names show that setting, the column would only repeat it.
-    """
+    """A column moves to the caption, as `in_caption` writes it, where all rows agree. It is left out
+    where the labels of the rows show `setting`."""
 
     name: str
     cell: Callable[[CompareRow], str]
     in_caption: Callable[[CompareRow], str] | None = None
     setting: str = ""
 
-
-def compare_table(comparison: Comparison) -> Table:
-    """One row for each group of seeds, and one for each incomplete run."""
-    rows = comparison.rows
-    columns = [
-        column
-        for column in _columns(comparison)
-        if not _is_common(column, comparison)
-        and not _is_named(column, comparison)
-        and any(column.cell(row) for row in rows)
-    ]
-    cells = [tuple(column.cell(row) for column in columns) for row in rows]
-    return Table.of("Comparison", tuple(column.name for column in columns), cells, {0})
-
-
-def caption(comparison: Comparison) -> str:
-    """`all: model resnet18, 90 epochs, …`: what the rows have in common."""
-    first = comparison.rows[0]
-    common = [
-        f"{what} {value_text(first.settings, name)}"
-        for what, name in (("model", "model.name"), ("optimizer", "optim.name"))
-        if name in first.settings and name not in comparison.differing
-    ]
-    common += [
-        column.in_caption(first)
-        for column in _columns(comparison)
-        if column.in_caption is not None and _is_common(column, comparison)
-    ]
-    return "all: " + ", ".join(common) if common else ""
-
-
-def differing_table(comparison: Comparison) -> Table:
-    """The settings in which rows differ, with their value in every row."""
-    names = comparison.differing
-    rows = [
-        (row.label, *(value_text(row.settings, name) for name in names)) for row in comparison.rows
-    ]
-    return Table.of("Settings that differ", (ROW, *names), rows if names else [], {0})
-
-
-def runs_table(comparison: Comparison) -> Table:
-    """Each run by itself, under the name of its row."""
-    rows = [
-        (
-            row.label,
-            shown(run.path),
-            UNKNOWN if run.seed is None else str(run.seed),
-            f"{run.top1:.2f}",
-            loss(run.val_loss),
-            rate(run.outcome.images_per_s),
-            duration(run.outcome.train_s),
-            run.outcome.state,
-        )
-        for row in comparison.rows
-        for run in row.runs
-    ]
-    columns = (ROW, "run", "seed", "top-1 %", "val loss", "images/s", "train time", "state")
-    return Table.of("Runs", columns, rows, {0, 1, 7})
-
-
-def markdown(comparison: Comparison) -> str:
-    """Caption, table and notes for a record on GitHub."""
-    table = compare_table(comparison)
-    rules = ("---" if i in table.text_columns else "--:" for i in range(len(table.columns)))
-    lines = [table.columns, tuple(rules), *(tuple(map(_escaped, row)) for row in table.rows)]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    parts = [_escaped(caption(comparison)), body, *map(_escaped, comparison.notes)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def epochs_text(row: CompareRow) -> str:
-    """`90`; where not all of them were done, `12 of 90`, or `38–41 of 90`."""
-    low, high = row.epochs_done
-    done = number(low) if number(low) == number(high) else f"{number(low)}–{number(high)}"
-    planned = number(row.epochs_planned)
-    if row.complete and planned in (done, UNKNOWN):
-        return done
-    return f"{done} of {planned}"
+    def is_common(self, rows: Sequence[CompareRow]) -> bool:
+        return self.in_caption is not None and len({self.cell(row) for row in rows}) == 1
 
 
 def _columns(comparison: Comparison) -> list[_Column]:
@@ -137,15 +42,15 @@ def _columns(comparison: Comparison) -> list[_Column]:
         return "baseline" if row is comparison.baseline else _difference(row)
 
     return [
-        _Column(ROW, lambda row: row.label + ("" if row.complete else INCOMPLETE)),
+        _Column("row", lambda row: row.label + ("" if row.complete else " *")),
         _Column("n", lambda row: count(row.top1.n), lambda row: f"n = {count(row.top1.n)}"),
         _Column("top-1 %", _top1),
         _Column("min–max", _range),
         _Column("Δ points", difference),
         _Column("val loss", lambda row: loss(row.val_loss)),
         _Column("images/s", lambda row: rate(row.images_per_s)),
-        _Column("train time", lambda row: duration(row.train_s)),
-        _Column("epochs", epochs_text, lambda row: f"{epochs_text(row)} epochs"),
+        _Column("train time", lambda row: format_duration(row.train_s)),
+        _Column("epochs", _epochs, lambda row: f"{_epochs(row)} epochs"),
         _Column(
             "batch",
             lambda row: count(row.global_batch_size),
@@ -155,23 +60,11 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column(
             "ranks",
             lambda row: count(row.world_size),
-            lambda row: many(row.world_size or 0, "rank"),
+            lambda row: plural(row.world_size or 0, "rank"),
             RANKS,
         ),
         _Column("skipped", lambda row: count(row.skipped_steps), _skipped),
     ]
-
-
-def _is_common(column: _Column, comparison: Comparison) -> bool:
-    if column.in_caption is None:
-        return False
-    return len({column.cell(row) for row in comparison.rows}) == 1
-
-
-def _is_named(column: _Column, comparison: Comparison) -> bool:
-    return column.setting in comparison.naming and all(
-        row.label == row.auto_label for row in comparison.rows
-    )
 
 
 def _top1(row: CompareRow) -> str:
@@ -190,8 +83,86 @@ def _difference(row: CompareRow) -> str:
     return f"{row.difference.points:+.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
+def _epochs(row: CompareRow) -> str:
+    """`90`; where not all of them were done, `12 of 90` or `38–41 of 90`."""
+    low, high = map(number, row.epochs_done)
+    done = low if low == high else f"{low}–{high}"
+    planned = number(row.epochs_planned)
+    return done if row.complete and planned in (done, UNKNOWN) else f"{done} of {planned}"
+
+
 def _skipped(row: CompareRow) -> str:
-    return f"{many(row.skipped_steps, 'skipped step')}" if row.skipped_steps else "no skipped steps"
+    return plural(row.skipped_steps, "skipped step") if row.skipped_steps else "no skipped steps"
+
+
+def compare_table(comparison: Comparison) -> Table:
+    """A row for each group of seeds, and one for each incomplete run."""
+    rows = comparison.rows
+    auto_labels = all(row.label == row.auto_label for row in rows)
+    columns = [
+        column
+        for column in _columns(comparison)
+        if not column.is_common(rows)
+        and not (auto_labels and column.setting in comparison.naming)
+        and any(map(column.cell, rows))
+    ]
+    cells = [tuple(column.cell(row) for column in columns) for row in rows]
+    return Table.of("Comparison", tuple(column.name for column in columns), cells, {0})
+
+
+def compare_caption(comparison: Comparison) -> str:
+    """`all: model resnet18, 90 epochs, …`: what the rows have in common."""
+    first = comparison.rows[0]
+    common = [
+        f"{what} {value_text(first.settings, name)}"
+        for what, name in (("model", "model.name"), ("optimizer", "optim.name"))
+        if name in first.settings and name not in comparison.differing
+    ]
+    common += [
+        column.in_caption(first)
+        for column in _columns(comparison)
+        if column.in_caption is not None and column.is_common(comparison.rows)
+    ]
+    return "all: " + ", ".join(common) if common else ""
+
+
+def differing_table(comparison: Comparison) -> Table:
+    """The settings in which rows differ, with their value in every row."""
+    names = comparison.differing
+    rows = [
+        (row.label, *(value_text(row.settings, name) for name in names)) for row in comparison.rows
+    ]
+    return Table.of("Settings that differ", ("row", *names), rows if names else [], {0})
+
+
+def runs_table(comparison: Comparison) -> Table:
+    """Each run on its own, with the label of its row."""
+    rows = [
+        (
+            row.label,
+            text_of(run.path),
+            text_of(run.seed),
+            f"{run.top1:.2f}",
+            loss(run.val_loss),
+            rate(run.outcome.images_per_s),
+            format_duration(run.outcome.train_s),
+            run.outcome.state,
+        )
+        for row in comparison.rows
+        for run in row.runs
+    ]
+    columns = ("row", "run", "seed", "top-1 %", "val loss", "images/s", "train time", "state")
+    return Table.of("Runs", columns, rows, {0, 1, 7})
+
+
+def compare_markdown(comparison: Comparison) -> str:
+    """Caption, table and notes."""
+    table = compare_table(comparison)
+    rules = ("---" if i in table.text_columns else "--:" for i in range(len(table.columns)))
+    lines = [table.columns, tuple(rules), *(tuple(map(_escaped, row)) for row in table.rows)]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    parts = [_escaped(compare_caption(comparison)), body, *map(_escaped, comparison.notes)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _escaped(text: str) -> str:
@@ -200,24 +171,19 @@ def _escaped(text: str) -> str:
     return text
 
 
-# A comparison as one JSON object, for scripts and records.
-#
-# In: a `Comparison`. Out: plain tables: the caption, each row with all its numbers unrounded, and
-# the runs of each row. What is not known is null.
-
-
-def json_object(comparison: Comparison) -> dict[str, Any]:
-    """The whole comparison; accuracies in percent, differences in points, times in seconds."""
+def compare_json(comparison: Comparison) -> dict[str, Any]:
+    """All numbers unrounded: accuracies in percent, differences in points, times in seconds. What is
+    unknown is null."""
     return {
-        "caption": caption(comparison),
+        "caption": compare_caption(comparison),
         "baseline": comparison.baseline.label,
         "differing": list(comparison.differing),
-        "rows": [_row(row, comparison.differing) for row in comparison.rows],
+        "rows": [_row_json(row, comparison.differing) for row in comparison.rows],
         "notes": comparison.notes,
     }
 
 
-def _row(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
+def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
     low, high = row.epochs_done
     return {
         "label": row.label,
@@ -240,120 +206,35 @@ def _row(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "global_batch_size": row.global_batch_size,
         "world_size": row.world_size,
         "skipped_steps": row.skipped_steps,
-        "runs": [_run(run) for run in row.runs],
+        "runs": [
+            {
+                "path": str(run.path),
+                "seed": run.seed,
+                "state": run.outcome.state,
+                "top1": run.top1,
+                "val_loss": run.val_loss,
+                "images_per_s": run.outcome.images_per_s,
+                "train_s": run.outcome.train_s,
+                "epochs": run.outcome.epochs,
+                "skipped_steps": run.outcome.skipped_steps,
+            }
+            for run in row.runs
+        ],
     }
 
 
-def _run(run: ComparedRun) -> dict[str, Any]:
-    outcome = run.outcome
-    return {
-        "path": str(run.path),
-        "seed": run.seed,
-        "state": outcome.state,
-        "top1": run.top1,
-        "val_loss": run.val_loss,
-        "images_per_s": outcome.images_per_s,
-        "train_s": outcome.train_s,
-        "epochs": outcome.epochs,
-        "skipped_steps": outcome.skipped_steps,
-    }
-
-
-# The two charts of a comparison: validation top-1 and training loss over epochs.
-#
-# In: a `Comparison`. Out: `Chart`s with one line a row, the mean over its seeds, and thin lines
-# behind it for the seeds themselves.
-
-
-# A run of fewer epochs than this is cut finer than by the epoch.
-_MIN_BUCKETS = 20
-
-Curve = Callable[[ComparedRun], dict[float, float]]
-
-
-def compare_charts(comparison: Comparison) -> list[Chart]:
-    """Accuracy and loss, on one x axis."""
-    runs = [run for row in comparison.rows for run in row.runs]
-    last = max((run.outcome.epochs or 0.0 for run in runs), default=0.0) or 1.0
-    width = _bucket_epochs(last)
-
-    def losses(run: ComparedRun) -> dict[float, float]:
-        points = ((point.epoch, point.value) for point in step_points(run.files, "loss"))
-        return _bucketed(points, width)
-
-    accuracy, training = _lines(comparison.rows, _top1_chart), _lines(comparison.rows, losses)
-    thin = "mean, seeds thin" if any(len(row.runs) > 1 for row in comparison.rows) else ""
-    span = "an epoch" if width == 1 else f"{number(width)} epochs"
-    return [
-        Chart(
-            "Validation top-1 (%)", "epoch", accuracy, (0.0, last),
-            show_value=percent, note=thin, legend=False,
-        ),
-        Chart(
-            "Training loss", "epoch", training, (0.0, last),
-            log=spans_decades(training), show_value=loss, note=f"median of {span}", legend=False,
-        ),
-    ]  # fmt: skip
-
-
-def series_look(place: int) -> tuple[int, bool]:
-    """Colour of the row at `place`, and whether it is dashed, as those past the last colour are."""
-    return place % SERIES_COLOURS + 1, place // SERIES_COLOURS % 2 == 1
-
-
-def _lines(rows: Sequence[CompareRow], curve: Curve) -> list[Line]:
-    lines = []
-    for place, row in enumerate(rows):
-        colour, dashed = series_look(place)
-        curves = [curve(run) for run in row.runs]
-        if len(curves) > 1:
-            lines += [Line("", sorted(of_seed.items()), colour, faint=True) for of_seed in curves]
-        lines.append(Line(row.label, _mean(curves), colour, dashed=dashed))
-    return lines
-
-
-def _mean(curves: Sequence[dict[float, float]]) -> list[XY]:
-    """Only where every seed has a value: else the line would jump where one begins or ends."""
-    shared = set(curves[0]).intersection(*curves[1:])
-    return [(x, fmean(curve[x] for curve in curves)) for x in sorted(shared)]
-
-
-def _top1_chart(run: ComparedRun) -> dict[float, float]:
-    # Rounded, because seeds are matched by their epoch and a float's last digit is not one.
-    return {round(point.epoch, 4): point.value for point in eval_points(run.files, "top1")}
-
-
-def _bucket_epochs(last: float) -> float:
-    """Width of a bucket: whole epochs, or a twentieth of a run that has few."""
-    if last < _MIN_BUCKETS:
-        return last / _MIN_BUCKETS
-    return float(-(-last // MAX_POINTS))
-
-
-def _bucketed(points: Iterable[XY], width: float) -> dict[float, float]:
-    """The median of the values up to each multiple of `width`: one spike must not bend the curve."""
-    buckets: dict[int, list[float]] = {}
-    for x, value in points:
-        # A step that ends an epoch belongs to it, whatever the float's last digit says.
-        buckets.setdefault(int(-(-round(x / width, 6) // 1)), []).append(value)
-    return {round(place * width, 4): median(values) for place, values in buckets.items()}
-
-
-PAGE_NAME = "compare.html"
-
-
-def compare_page(comparison: Comparison) -> str:
-    """The whole page."""
+def render_comparison(comparison: Comparison) -> str:
+    """Table, charts, settings and runs as one HTML page."""
     runs = sum(len(row.runs) for row in comparison.rows)
-    title = f"Comparison of {many(runs, 'run')} in {many(len(comparison.rows), 'row')}"
+    title = f"Comparison of {plural(runs, 'run')} in {plural(len(comparison.rows), 'row')}"
     return document(
         title,
         [
-            f"<header><p>{markup(caption(comparison))}</p>\n<h1>{markup(title)}</h1></header>",
+            f"<header><p>{markup(compare_caption(comparison))}</p>\n<h1>{markup(title)}</h1></header>",
             section("Result", [compare_table(comparison)]),
-            _key(comparison),
+            _legend(comparison),
             figures(compare_charts(comparison)),
-            remarks("Remarks", comparison.notes),
+            list_section("Notes", comparison.notes),
             section("Settings that differ", [differing_table(comparison)]),
             section("Runs", [runs_table(comparison)]),
             "<footer>Paceline comparison</footer>",
@@ -361,11 +242,70 @@ def compare_page(comparison: Comparison) -> str:
     )
 
 
-def _key(comparison: Comparison) -> str:
-    """Which colour is which row: their names are too long for a legend in a chart."""
+def _legend(comparison: Comparison) -> str:
+    """One for all charts: the labels of rows are too long for a legend in each."""
     items = []
-    for place, row in enumerate(comparison.rows):
-        colour, dashed = series_look(place)
-        look = f"c{colour}" + (" dashed" if dashed else "")
-        items.append(f'<li class="{look}">{markup(row.label)}</li>')
+    for i, row in enumerate(comparison.rows):
+        colour, dashed = series_look(i)
+        items.append(f'<li class="c{colour}{" dashed" * dashed}">{markup(row.label)}</li>')
     return f'<ul class="key">{"".join(items)}</ul>'
+
+
+def series_look(row: int) -> tuple[int, bool]:
+    """The colour of a row, and whether it is dashed, as every second round of colours is."""
+    return row % SERIES_COLOURS + 1, row // SERIES_COLOURS % 2 == 1
+
+
+def compare_charts(comparison: Comparison) -> list[Chart]:
+    """Validation top-1 and training loss by epoch: a line per row, the mean over its seeds, and thin
+    lines behind it for the seeds."""
+    runs = [run for row in comparison.rows for run in row.runs]
+    last = max((run.outcome.epochs or 0.0 for run in runs), default=0.0) or 1.0
+    width = last / _MIN_PARTS if last < _MIN_PARTS else float(-(-last // MAX_POINTS))
+
+    def top1(run: ComparedRun) -> dict[float, float]:
+        # Rounded: the curves of seeds are matched by epoch, which may differ in the last digit.
+        return {round(point.epoch, 4): point.value for point in run.files.points("eval", "top1")}
+
+    def losses(run: ComparedRun) -> dict[float, float]:
+        points = ((point.epoch, point.value) for point in run.files.points("step", "loss"))
+        return _medians(points, width)
+
+    accuracy, training = _lines(comparison.rows, top1), _lines(comparison.rows, losses)
+    several = any(len(row.runs) > 1 for row in comparison.rows)
+    span = "an epoch" if width == 1 else f"{number(width)} epochs"
+    return [
+        Chart(
+            "Validation top-1 (%)", "epoch", accuracy, (0.0, last), show_value=format_percent,
+            note="mean, seeds thin" if several else "", legend=False,
+        ),
+        Chart(
+            "Training loss", "epoch", training, (0.0, last), log=spans_decades(training),
+            show_value=loss, note=f"median of {span}", legend=False,
+        ),
+    ]  # fmt: skip
+
+
+def _lines(
+    rows: Sequence[CompareRow], curve_of: Callable[[ComparedRun], dict[float, float]]
+) -> list[Line]:
+    lines = []
+    for i, row in enumerate(rows):
+        colour, dashed = series_look(i)
+        curves = [curve_of(run) for run in row.runs]
+        if len(curves) > 1:
+            lines += [Line("", sorted(curve.items()), colour, faint=True) for curve in curves]
+        # The mean only where every seed has a value: else it would jump where one begins or ends.
+        shared = sorted(set(curves[0]).intersection(*curves[1:]))
+        mean = [(x, fmean(curve[x] for curve in curves)) for x in shared]
+        lines.append(Line(row.label, mean, colour, dashed=dashed))
+    return lines
+
+
+def _medians(points: Iterable[XY], width: float) -> dict[float, float]:
+    """The median of the values up to each multiple of `width`: a spike does not bend the curve."""
+    parts: dict[int, list[float]] = {}
+    for x, value in points:
+        # Rounded, so that the last step of an epoch belongs to it.
+        parts.setdefault(int(-(-round(x / width, 6) // 1)), []).append(value)
+    return {round(part * width, 4): median(values) for part, values in parts.items()}

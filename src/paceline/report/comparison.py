@@ -1,42 +1,37 @@
-"""`Comparison`: several runs side by side, as rows with a name each and one of them the baseline.
+"""`Comparison`: runs grouped into rows by their settings, with names and differences to a baseline.
 
-In: runs, names for rows, and which row is the baseline. Out: the rows with their differences, what
-all of them have in common, and notes on what a reader might take for more than it is.
+The runs of a row differ in their seed alone. A row is named by the settings in which rows differ, as
+few as distinguish them.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.report.compare_runs import (
-    ComparedRun,
-    differing,
-    identity,
-    label,
-    naming,
-    repeated_seeds,
-    short_names,
-)
-from paceline.report.quantities import shown
-from paceline.report.run_files import median
+from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
+from paceline.report.quantities import plural, text_of
 
-# `CompareRow`: the runs of one setting, and what they came to together.
-#
-# In: runs that differ in their seed alone. Out: their number, mean, spread and range. A run that
-# has not done what it was asked to is a row of its own: the mean of a half and a whole run means
-# nothing.
+Settings = Mapping[str, Any]
+_UNSET = "unset"
+# The settings that best describe a row, first to last, and those that follow from others or matter for
+# speed alone. The rest comes between them, by section.
+_DESCRIPTIVE = ("optim.name", "model.name", GLOBAL_BATCH, "run.epochs")
+_SECTIONS = ("optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint")
+_MINOR = ("run.batch_size", "run.threads", "data.workers", "data.prefetch_batches")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean, sample standard deviation (None of a single value) and range."""
+    """Mean, sample standard deviation (None for a single value) and range."""
 
     n: int
     mean: float
@@ -67,12 +62,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """One row of a comparison. Times and speeds are medians over its runs, steps skipped their sum."""
+    """Times and speeds are medians over the runs, skipped steps their sum."""
 
     label: str
     runs: tuple[ComparedRun, ...]
     auto_label: str = ""
-    difference: Difference | None = field(default=None)
+    difference: Difference | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,7 +83,8 @@ class CompareRow:
 
     @property
     def val_loss(self) -> float | None:
-        """The mean; None where one of the runs has none, as a mean of the others would flatter."""
+        """The mean; None where one run has no finite loss, because the mean of the others would
+        mislead."""
         known = [run.val_loss for run in self.runs if run.val_loss is not None]
         return fmean(known) if len(known) == len(self.runs) else None
 
@@ -106,7 +102,7 @@ class CompareRow:
 
     @property
     def epochs_done(self) -> tuple[float, float]:
-        """Of the run that did fewest, and of the one that did most: a target may end one early."""
+        """The fewest and the most of any run: one that reaches its target ends early."""
         done = [run.outcome.epochs or 0.0 for run in self.runs]
         return min(done), max(done)
 
@@ -122,9 +118,16 @@ class CompareRow:
     def world_size(self) -> int | None:
         return self.runs[0].outcome.world_size
 
+    @property
+    def repeated_seeds(self) -> str:
+        """`seed 0 in 2 runs`: repeats of a seed do not show how much the seed matters."""
+        seeds = Counter(run.seed for run in self.runs)
+        return ", ".join(f"seed {seed} in {plural(n, 'run')}" for seed, n in seeds.items() if n > 1)
 
-def grouped(runs: Iterable[ComparedRun]) -> list[CompareRow]:
-    """Rows in the order of their first run, without names yet; an incomplete run stays alone."""
+
+def group_runs(runs: Iterable[ComparedRun]) -> list[CompareRow]:
+    """Rows in the order of their first run, without labels. An incomplete run is a row of its own,
+    because averages of complete and incomplete runs mean nothing."""
     groups: dict[object, list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(identity(run.settings) if run.complete else run.path, []).append(run)
@@ -138,7 +141,8 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`differing` are all settings in which rows differ; `naming` the few that their names show."""
+    """`differing` has all settings in which rows differ, `naming` those in the labels. `left_out` has a
+    note for each run that is not in the table."""
 
     rows: tuple[CompareRow, ...]
     baseline: CompareRow
@@ -154,99 +158,157 @@ class Comparison:
         baseline: str | None = None,
         left_out: Sequence[str] = (),
     ) -> Comparison:
-        """`labels` are of the form RUN=NAME; without a `baseline` it is the first complete row.
-        `left_out` has a line for each run that is not in the table."""
-        rows = grouped(runs)
+        """`labels` have the form RUN=NAME; the default baseline is the first complete row."""
+        rows = group_runs(runs)
         settings = [row.settings for row in rows]
-        different = differing(settings)
-        names = naming(settings, different)
+        different = differing_settings(settings)
+        names = naming_settings(settings, different)
         rows = _relabelled(_labelled(rows, names), labels)
         if baseline is not None:
             chosen = rows[_find(rows, baseline, "--baseline", baseline)]
         else:
             chosen = next((row for row in rows if row.complete), rows[0])
-        compared = tuple(replace(row, difference=_difference(row, chosen)) for row in rows)
-        first = compared[rows.index(chosen)]
-        return cls(compared, first, tuple(different), tuple(names), tuple(left_out))
+        compared = tuple(
+            replace(row, difference=Difference.between(row.top1, chosen.top1))
+            if row is not chosen and row.complete and chosen.complete
+            else row
+            for row in rows
+        )
+        return cls(compared, chosen, tuple(different), tuple(names), tuple(left_out))
 
     @property
     def notes(self) -> list[str]:
-        """What the table alone would not say."""
+        """What the table alone does not say."""
         notes = []
         if any(not row.complete for row in self.rows):
-            notes.append("* not complete: the last evaluation so far, compared with nothing")
+            notes.append("* not complete: the last evaluation so far, without a difference")
         if not self.baseline.complete:
             notes.append(f"no differences: the baseline {self.baseline.label} is not complete")
         unnamed = [name for name in self.differing if name not in self.naming]
         if unnamed:
-            notes.append(f"the rows differ in {', '.join(unnamed)} too")
-        for row in self.rows:
-            if repeats := repeated_seeds(row.runs):
-                notes.append(f"{row.label}: {repeats}, so the spread is not that of seeds alone")
+            notes.append(f"the rows also differ in {', '.join(unnamed)}")
+        notes += [
+            f"{row.label}: {row.repeated_seeds}, so the spread is not that of seeds alone"
+            for row in self.rows
+            if row.repeated_seeds
+        ]
         return [*notes, *self.left_out]
 
 
-def _difference(row: CompareRow, baseline: CompareRow) -> Difference | None:
-    if row is baseline or not row.complete or not baseline.complete:
-        return None
-    return Difference.between(row.top1, baseline.top1)
-
-
 def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareRow]:
-    """Rows with names of their own; incomplete ones of equal settings go by seed, else by folder."""
-    # `name` alone says little, and each section has one.
-    known = dict.fromkeys([*(name for row in rows for name in row.settings), "run.name"])
-    short = short_names(known)
-    plain = [label(row.settings, names, short) or row.runs[0].outcome.name for row in rows]
+    """Incomplete rows of equal settings are told apart by seed, else by folder."""
+    # `run.name` is no setting of a row, but makes a plain `name` ambiguous.
+    short = short_names([*(name for row in rows for name in row.settings), "run.name"])
+    plain = [
+        " ".join(f"{short[name]}={value_text(row.settings, name)}" for name in names)
+        or row.runs[0].outcome.name
+        for row in rows
+    ]
     by_seed = [
         text if row.complete else f"{text} seed={row.runs[0].seed}"
         for text, row in zip(plain, rows, strict=True)
     ]
     labelled = []
-    for place, row in enumerate(rows):
-        text = plain[place]
+    for row, text, seeded in zip(rows, plain, by_seed, strict=True):
+        label = text
         if not row.complete and plain.count(text) > 1:
-            alone = by_seed.count(by_seed[place]) == 1
-            text = by_seed[place] if alone else f"{text} run={shown(row.runs[0].path)}"
-        labelled.append(replace(row, label=text, auto_label=text))
+            unique = by_seed.count(seeded) == 1
+            label = seeded if unique else f"{text} run={text_of(row.runs[0].path)}"
+        labelled.append(replace(row, label=label, auto_label=label))
     return labelled
 
 
 def _relabelled(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareRow]:
     named = list(rows)
     for text in labels:
-        # A row's own name holds `=` too, so the last one is where the new name begins.
+        # An automatic label holds `=` too, so the last one separates the new name.
         key, equals, name = text.rpartition("=")
         if not equals or not key.strip() or not name.strip():
             raise ConfigError("--label", text, "is not of the form RUN=NAME")
-        place = _find(rows, key, "--label", text)
-        named[place] = replace(named[place], label=shown(name))
-        if sum(row.label == named[place].label for row in named) > 1:
+        i = _find(rows, key, "--label", text)
+        named[i] = replace(named[i], label=text_of(name))
+        if sum(row.label == named[i].label for row in named) > 1:
             raise ConfigError("--label", text, "is the name of another row", "choose another name")
     return named
 
 
 def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
-    """The row called `key`, or that of the run with that path or that folder name."""
-    for place, row in enumerate(rows):
+    """The row with the label `key`, or of the run with that path or folder name."""
+    for i, row in enumerate(rows):
         if key in (row.label, row.auto_label):
-            return place
-    path = Path(key)
-    for same in (_is_path, _is_name):
-        found = [
-            place for place, row in enumerate(rows) if any(same(run, path) for run in row.runs)
-        ]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ConfigError(option, given, "is a run of several rows", "give the path of the run")
-    known = [row.label for row in rows] + [run.path.name for row in rows for run in row.runs]
-    raise ConfigError(option, given, "names no row and no run", nearest(key, known))
+            return i
+    path = Path(key).resolve()
+    by_path = [i for i, row in enumerate(rows) for run in row.runs if run.path.resolve() == path]
+    by_name = [i for i, row in enumerate(rows) for run in row.runs if run.path.name == key]
+    found = set(by_path or by_name)
+    if len(found) > 1:
+        raise ConfigError(option, given, "is a run of several rows", "give the path of the run")
+    if not found:
+        known = [row.label for row in rows] + [run.path.name for row in rows for run in row.runs]
+        raise ConfigError(option, given, "names no row and no run", nearest(key, known))
+    return found.pop()
 
 
-def _is_path(run: ComparedRun, path: Path) -> bool:
-    return run.path == path or run.path.resolve() == path.resolve()
+def identity(settings: Settings) -> str:
+    """Equal for equal settings, whatever their order; 1 and 1.0 are equal."""
+    return json.dumps({key: _plain(value) for key, value in settings.items()}, sort_keys=True)
 
 
-def _is_name(run: ComparedRun, path: Path) -> bool:
-    return run.path.name == str(path)
+def differing_settings(rows: Sequence[Settings]) -> list[str]:
+    """The settings that are not equal in all rows, the most descriptive first."""
+    names = {name: None for settings in rows for name in settings}
+    return sorted((name for name in names if _distinct(rows, [name]) > 1), key=_priority)
+
+
+def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[str]:
+    """As few of `different` as distinguish the rows as well as all of them."""
+    chosen = list(different)
+    for name in reversed(different):
+        fewer = [other for other in chosen if other != name]
+        if _distinct(rows, fewer) == _distinct(rows, different):
+            chosen = fewer
+    return chosen
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """`optim.momentum` → `momentum`, unless another section has a setting of that name."""
+    known = list(dict.fromkeys(names))
+    sections = Counter(name.rpartition(".")[2] for name in known)
+    return {name: key if sections[key := name.rpartition(".")[2]] == 1 else name for name in known}
+
+
+def value_text(settings: Settings, name: str) -> str:
+    """A value without spaces; TOML leaves out what is unset."""
+    if name not in settings:
+        return _UNSET
+    value = settings[name]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(text_of(item) for item in value)}]"
+    if isinstance(value, float):  # in full: two rows that differ must not look equal
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return '""' if value == "" else text_of(value)
+
+
+def _distinct(rows: Sequence[Settings], names: Sequence[str]) -> int:
+    def value(settings: Settings, name: str) -> str:
+        return json.dumps(_plain(settings[name])) if name in settings else _UNSET
+
+    return len({tuple(value(settings, name) for name in names) for settings in rows})
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold: dates of TOML as text, whole numbers as floats."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    return float(value) if isinstance(value, int | float) else str(value)
+
+
+def _priority(name: str) -> tuple[int, int, str]:
+    if name in _DESCRIPTIVE:
+        return 0, _DESCRIPTIVE.index(name), name
+    if name in _MINOR:
+        return 2, _MINOR.index(name), name
+    section = name.partition(".")[0]
+    return 1, _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), name

@@ -1,7 +1,5 @@
-"""The page of `paceline plan`: the answer, a curve of efficiency and one of speed, the buffers' times.
-
-In: an `Answer`. Out: one HTML page that needs nothing beside it.
-"""
+"""The page of `paceline plan`: the prediction, charts of efficiency and speed, and the times of the
+buckets."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ def plan_page(answer: Answer) -> str:
         [
             f"<header><p>Paceline plan</p>\n<h1>{markup(title)}</h1></header>",
             section("Answer", [_table("", ("", ""), fact_rows(answer), {0, 1})]),
-            figures([_efficiency(answer), _speed(answer), _buffers(answer)]),
+            figures([_efficiency(answer), _speed(answer), _buckets(answer)]),
             section("What would help", [_table("", ("change", "images/s"), advice_rows(answer))]),
             section("Scaling", [_table("", ("ranks", "images/s", "efficiency", "exposed ms"),
                                        curve_rows(answer), set())]),
-            section("Buffers", [_table(
-                "", ("buffer", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
+            section("Buckets", [_table(
+                "", ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
                 buffer_rows(answer), {3})]),
             "<footer>Paceline plan</footer>",
         ],
@@ -61,7 +59,7 @@ def _speed(answer: Answer) -> Chart:
     )  # fmt: skip
 
 
-def _buffers(answer: Answer) -> Chart:
+def _buckets(answer: Answer) -> Chart:
     made = answer.now.exchanges
     number = [float(n) for n in range(1, len(made) + 1)]
     lines = [
@@ -70,4 +68,4 @@ def _buffers(answer: Answer) -> Chart:
             (("ready, ms", "ready_s"), ("starts, ms", "start_s"), ("ends, ms", "end_s")), 1
         )
     ]
-    return Chart("Buffers, from the start of backward", "buffer", lines, from_zero=True)
+    return Chart("Buckets, from the start of backward", "bucket", lines, from_zero=True)

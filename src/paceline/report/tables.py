@@ -1,120 +1,27 @@
-"""Tables of a run: result, evaluations, configuration, environment.
+"""`Table`, and the tables of a run: result, evaluations, incidents, configuration, environment.
 
-In: a `RunFiles`. Out: `Table`s of plain text cells, or rows of (label, value), for the terminal and
-the page alike. A table that would be endless shows its first rows and says how many it left out.
+Cells are plain text, for the terminal and the page alike. A long table shows its first rows and the
+number of the others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from paceline.report.outcome import Outcome
-from paceline.report.quantities import (
-    UNKNOWN,
-    count,
-    duration,
-    loss,
-    number,
-    percent,
-    rate,
-    shown,
+from paceline.core.units import UNKNOWN, format_duration, format_percent
+from paceline.report.bottleneck import (
+    ExposedWaits,
+    InputStall,
+    MeasuredStep,
+    expected_step,
+    traced_buckets,
 )
-from paceline.report.run_files import Record, RunFiles, finite, median
-
-# Exposed communication, and the rank that the others wait for.
-#
-# In: for each step how long each rank waited for the exchange after its own backward pass
-# (`exposed_comm_s` of its records). Out: what the exchange itself costs a step, and the
-# straggler, if there is one. The rank that arrives last waits for nobody: its wait is the
-# exchange alone, and what the others wait longer, they wait for it.
-
-
-# Ranks of equal speed take turns in being last, and the clock's noise makes somebody lose a little.
-_SHARE_LAST = 2 / 3
-_SHARE_OF_STEP = 0.05
-_FEWEST_STEPS = 5
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """`lost_s`: the median of what the other ranks wait for it in a step."""
-
-    rank: int
-    share_last: float
-    lost_s: float
-
-    def describe(self) -> str:
-        last = percent(100 * self.share_last, 0)
-        return f"rank {self.rank}: last in {last} of the steps, others wait {milliseconds(self.lost_s)}"
-
-
-@dataclass(frozen=True)
-class ExposedWaits:
-    """Seconds by step (as the records count it) and rank."""
-
-    by_step: dict[int, dict[int, float]]
-    step_s: float
-
-    @classmethod
-    def of(cls, run: RunFiles) -> ExposedWaits:
-        """Empty for a run of one rank, and for records from before the field existed."""
-        waits: dict[int, dict[int, float]] = {}
-        starts = run.of_kind("start")
-        if starts and (finite(starts[-1], "world_size") or 1) > 1:
-            for rank in run.ranks:
-                for record in run.of_kind("step", rank):
-                    wait_s = finite(record, "exposed_comm_s")
-                    if wait_s is not None:
-                        waits.setdefault(record["step"], {})[rank] = wait_s
-        lengths = [s for r in run.of_kind("step") if (s := finite(r, "step_s")) is not None]
-        return cls(waits, median(lengths) if lengths else 0.0)
-
-    @property
-    def exposed_s(self) -> float | None:
-        """The median over steps of the wait of the rank that arrived last; None where nobody waited."""
-        least = [min(by_rank.values()) for by_rank in self.by_step.values()]
-        return median(least) if any(least) else None
-
-    def describe(self) -> str:
-        """`12.3 ms a step (8 %)`."""
-        exposed_s = self.exposed_s
-        if exposed_s is None:
-            return ""
-        share = f" ({percent(100 * exposed_s / self.step_s, 0)})" if self.step_s > 0 else ""
-        return f"{milliseconds(exposed_s)} a step{share}"
-
-    def last_ranks(self) -> dict[int, int]:
-        """Who arrived last, by step, where every rank has told."""
-        ranks = max((len(by_rank) for by_rank in self.by_step.values()), default=0)
-        return {
-            step: min(by_rank, key=lambda rank: by_rank[rank])
-            for step, by_rank in self.by_step.items()
-            if len(by_rank) == ranks > 1
-        }
-
-    def straggler(self) -> Straggler | None:
-        """The rank that is last nearly always, and late enough to matter."""
-        last = self.last_ranks()
-        if len(last) < _FEWEST_STEPS:
-            return None
-        rank, times = Counter(last.values()).most_common(1)[0]
-        lost = []
-        for step in last:
-            waits = self.by_step[step]
-            others = [wait_s for other, wait_s in waits.items() if other != rank]
-            lost.append(median(others) - waits[rank])
-        share, lost_s = times / len(last), median(lost)
-        if share < _SHARE_LAST or lost_s < _SHARE_OF_STEP * self.step_s:
-            return None
-        return Straggler(rank, share, lost_s)
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
+from paceline.report.outcome import Outcome
+from paceline.report.quantities import count, date, loss, number, plural, rate, text_of
+from paceline.report.run_files import Record, RunFiles, finite, finite_values
 
 Row = tuple[str, ...]
 MAX_ROWS = 200
@@ -122,7 +29,7 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a title. `text_columns` are set to the left, the others to the right."""
+    """`text_columns` are aligned to the left, the others to the right."""
 
     title: str
     columns: Row
@@ -139,129 +46,221 @@ class Table:
         text_columns: set[int],
         max_rows: int = MAX_ROWS,
     ) -> Table:
-        """A table of at most `max_rows` rows."""
         left_out = len(rows) - max_rows
         note = f"{count(left_out)} more not shown" if left_out > 0 else ""
         return cls(title, columns, tuple(rows[:max_rows]), frozenset(text_columns), note)
 
+    @classmethod
+    def of_pairs(cls, title: str, values: Record) -> Table:
+        """Two columns without headings, nested tables as dotted keys."""
+        rows = tuple((key, text_of(value)) for key, value in flat(values))
+        return cls(title, ("", ""), rows, frozenset({0, 1}))
+
 
 def result_rows(run: RunFiles) -> list[tuple[str, str]]:
-    """The figures of the run; what does not apply is left out."""
-    outcome = Outcome.of(run)
+    """The figures of the run; those that do not apply are left out."""
+    outcome, waits = Outcome.of(run), ExposedWaits.of(run)
+    rows = [("top-1", format_percent(outcome.top1))]
+    if outcome.best_top1 is not None and outcome.best_top1 > (outcome.top1 or 0.0) + 0.005:
+        rows.append(("best top-1", format_percent(outcome.best_top1)))
+    rows += [
+        ("top-5", format_percent(outcome.top5)),
+        ("images/s", rate(outcome.images_per_s)),
+        ("training time", format_duration(outcome.train_s)),
+    ]
+    if outcome.time_to_target_s is not None:
+        rows.append(("time to target", format_duration(outcome.time_to_target_s)))
     steps = count(outcome.steps)
     if outcome.total_steps and outcome.total_steps != outcome.steps:
         steps += f" of {count(outcome.total_steps)}"
-    rows = [
-        ("top-1", percent(outcome.top1)),
-        ("top-5", percent(outcome.top5)),
-        ("images/s", rate(outcome.images_per_s)),
-        ("training time", duration(outcome.train_s)),
+    rows += [
         ("epochs", number(outcome.epochs)),
         ("steps", steps),
         ("global batch", count(outcome.global_batch_size)),
         ("ranks", count(outcome.world_size)),
-        ("stopped by", outcome.stopped_by or ("not ended" if run.summary is None else UNKNOWN)),
     ]
-    if outcome.best_top1 is not None and outcome.best_top1 > (outcome.top1 or 0.0) + 0.005:
-        rows.insert(1, ("best top-1", percent(outcome.best_top1)))
-    if outcome.time_to_target_s is not None:
-        rows.insert(4, ("time to target", duration(outcome.time_to_target_s)))
-    waits = ExposedWaits.of(run)
-    straggler = waits.straggler()
     if waits.exposed_s is not None:
-        rows.insert(-1, ("exposed communication", waits.describe()))
-    if straggler is not None:
-        rows.insert(-1, ("straggler", straggler.describe()))
-    for label, amount in (
-        ("corrupt training images", outcome.corrupt_samples),
-        ("corrupt validation images", outcome.corrupt_val_samples),
-        ("skipped steps", outcome.skipped_steps),
-        ("steps without a finite loss", outcome.steps_without_loss),
-        ("resumes", outcome.resumes),
-        ("reads that were repeated", outcome.read_retries),
-        ("damaged samples in the cache", outcome.damaged_cache_entries),
-    ):
-        if amount:
-            rows.append((label, count(amount)))
-    return rows
+        rows.append(("exposed communication", waits.describe()))
+    if straggler := waits.straggler():
+        rows.append(("straggler", straggler.describe()))
+    not_ended = "not ended" if run.summary is None else UNKNOWN
+    rows.append(("stopped by", outcome.stopped_by or not_ended))
+    incidents = {
+        "corrupt training images": outcome.corrupt_samples,
+        "corrupt validation images": outcome.corrupt_val_samples,
+        "skipped steps": outcome.skipped_steps,
+        "steps without a finite loss": outcome.steps_without_loss,
+        "resumes": outcome.resumes,
+        "repeated reads": outcome.read_retries,
+        "damaged cache entries": outcome.damaged_cache_entries,
+    }
+    return rows + [(label, count(amount)) for label, amount in incidents.items() if amount]
+
+
+def expectation_table(run: RunFiles) -> Table:
+    """Predicted and measured times; without rows where the plan holds no prediction."""
+    expected, measured = expected_step(run), MeasuredStep.of(run)
+    rows: list[Row] = []
+    if expected is not None and measured is not None:
+        parts = [
+            ("step", expected.step_s, measured.step_s),
+            ("compute", expected.compute_s, measured.compute_s),
+            ("exposed communication", expected.exposed_comm_s, measured.exposed_s),
+            ("input", expected.input_stall_s, measured.input_s),
+        ]
+        traced = traced_buckets(run.path / "trace.json")
+        for bucket, seconds in enumerate(expected.buffers_s):
+            if bucket in traced:
+                parts.append((f"bucket {bucket + 1}", seconds, traced[bucket]))
+        for name, predicted, found in parts:
+            apart = f"{predicted / found - 1:+.0%}" if found > 0 and predicted > 0 else UNKNOWN
+            rows.append((name, f"{1e3 * predicted:.2f}", f"{1e3 * found:.2f}", apart))
+    columns = ("part", "predicted ms", "measured ms", "difference")
+    return Table.of("Predicted and measured", columns, rows, {0})
+
+
+def stall_table(run: RunFiles) -> Table:
+    """A row per rank and cause; without rows where no step waited for its input."""
+    rows = []
+    for rank in run.ranks:
+        stall = InputStall.of(run, rank)
+        for cause, seconds in stall.causes.items():
+            share = format_percent(100 * seconds / stall.step_s, 1)
+            rows.append((str(rank), cause, format_duration(seconds / stall.steps), share))
+    columns = ("rank", "cause", "a step", "of the steps' time")
+    return Table.of("Waiting for the input", columns, rows, {1})
 
 
 def epoch_table(run: RunFiles) -> Table:
-    """One row an evaluation, with the training since the one before it."""
-    rows, steps, place = [], sorted(run.of_kind("step"), key=lambda record: record["step"]), 0
+    """A row per evaluation, latest first, with the training since the previous one."""
+    rows, done = [], 0
+    steps = sorted(run.of_kind("step"), key=lambda record: record["step"])
     for record in sorted(run.of_kind("eval"), key=lambda record: record["step"]):
-        first = place
-        while place < len(steps) and steps[place]["step"] <= record["step"]:
-            place += 1
-        since = steps[first:place]
+        first = done
+        while done < len(steps) and steps[done]["step"] <= record["step"]:
+            done += 1
+        since = steps[first:done]
         rows.append(
             (
                 number(finite(record, "epoch")),
                 count(record["step"]),
-                percent(finite(record, "top1")),
-                percent(finite(record, "top5")),
+                format_percent(finite(record, "top1")),
+                format_percent(finite(record, "top5")),
                 loss(finite(record, "loss")),
-                loss(median_of(since, "loss")),
+                loss(_median(since, "loss")),
                 number(finite(since[-1], "lr") if since else None),
-                rate(median_of(since, "images_per_s")),
-                duration(finite(record, "eval_s")),
+                rate(_median(since, "images_per_s")),
+                format_duration(finite(record, "eval_s")),
             )
         )
-    # The latest first: that is what a reader looks for, and what must not be left out.
-    rows.reverse()
     columns = (
-        "epoch",
-        "step",
-        "top-1",
-        "top-5",
-        "validation loss",
-        "training loss",
-        "learning rate",
-        "images/s",
-        "evaluated in",
-    )
-    return Table.of("Evaluations", columns, rows, set())
+        "epoch", "step", "top-1", "top-5", "validation loss", "training loss", "learning rate",
+        "images/s", "evaluated in",
+    )  # fmt: skip
+    return Table.of("Evaluations", columns, rows[::-1], set())
+
+
+def corrupt_table(run: RunFiles) -> Table:
+    """Samples that could not be decoded, each once, with the step that met it first."""
+    found: dict[str, tuple[int, int, str]] = {}
+    for rank in run.ranks:
+        for record in run.of_kind("corrupt", rank):
+            name = text_of(record.get("name"))
+            met = (record["step"], rank, text_of(record.get("reason")))
+            found[name] = min(met, found.get(name, met))
+    rows = [
+        (name, reason, count(step), str(rank))
+        for name, (step, rank, reason) in sorted(found.items(), key=lambda item: item[1])
+    ]
+    columns = ("sample", "reason", "first at step", "on rank")
+    return Table.of("Corrupt samples", columns, rows, {0, 1})
+
+
+def checkpoint_table(run: RunFiles) -> Table:
+    """The latest first."""
+    rows = [
+        (
+            text_of(record.get("path")),
+            count(record["step"]),
+            format_duration(finite(record, "save_s")),
+            "best so far" if record.get("best") is True else "",
+        )
+        for record in reversed(run.of_kind("checkpoint"))
+    ]
+    return Table.of("Checkpoints", ("file", "step", "saved in", ""), rows, {0, 3}, max_rows=12)
+
+
+def skipped_table(run: RunFiles) -> Table:
+    """Steps that all ranks skipped, because a gradient was not finite on one of them."""
+    rows = [
+        (count(record["step"]), number(finite(record, "epoch")), loss(finite(record, "loss")))
+        for record in run.of_kind("step")
+        if record.get("skipped") is True
+    ]
+    return Table.of("Skipped steps", ("step", "epoch", "loss"), rows, set())
+
+
+def resume_table(run: RunFiles) -> Table:
+    rows = [
+        (
+            date(finite(record, "time")),
+            count(record["step"]),
+            text_of(record.get("resumed_from")),
+            plural(int(finite(record, "world_size") or 0), "rank"),
+        )
+        for record in run.resumes
+    ]
+    return Table.of("Resumes", ("when", "at step", "from", "on"), rows, {0, 2})
+
+
+def rank_table(run: RunFiles) -> Table:
+    """The speed of each rank, which reveals a slow disk or device; without rows for a single rank."""
+    rows = [
+        (
+            str(rank),
+            count(len(records)),
+            format_duration(_median(records, "step_s")),
+            format_duration(_median(records, "data_s")),
+        )
+        for rank in run.ranks
+        if (records := run.of_kind("step", rank))
+    ]
+    columns = ("rank", "records", "median step", "of it waiting for data")
+    return Table.of("Ranks", columns, rows if len(rows) > 1 else [], set())
 
 
 def configuration_tables(run: RunFiles) -> list[Table]:
-    """One table a section of `config.toml`; what stands outside of sections comes first."""
-    general = [(shown(k), shown(v)) for k, v in run.config.items() if not isinstance(v, dict)]
-    sections = {"general": general} if general else {}
-    for section, table in run.config.items():
-        if isinstance(table, dict):
-            sections[shown(section)] = [(key, shown(value)) for key, value in flat(table)]
-    return [
-        Table(name, ("", ""), tuple(rows), frozenset({0, 1})) for name, rows in sections.items()
-    ]
+    """A table per section of `config.toml`."""
+    general = {key: value for key, value in run.config.items() if not isinstance(value, dict)}
+    sections = {text_of(k): table for k, table in run.config.items() if isinstance(table, dict)}
+    tables = {"general": general, **sections} if general else sections
+    return [Table.of_pairs(name, table) for name, table in tables.items()]
 
 
 def environment_tables(run: RunFiles) -> list[Table]:
-    """Versions and hardware, and what the run chose by itself."""
-    starts = run.of_kind("start")
-    # A run that was killed has no summary; what it ran on is told at its start as well.
-    known = (starts[-1] if starts else {}) | (run.summary or {})
-    tables = []
-    for title, content in (
-        ("Versions", known.get("versions")),
-        ("Hardware", known.get("hardware")),
-        ("Chosen automatically", known.get("chosen")),
-    ):
-        if isinstance(content, dict) and content:
-            rows = tuple((key, shown(value)) for key, value in flat(content))
-            tables.append(Table(title, ("", ""), rows, frozenset({0, 1})))
-    return tables
+    """Versions, hardware and automatic choices; of a killed run, which has no summary, from its start."""
+    known = run.start | (run.summary or {})
+    contents = {
+        "Versions": known.get("versions"),
+        "Hardware": known.get("hardware"),
+        "Chosen automatically": known.get("chosen"),
+    }
+    return [
+        Table.of_pairs(title, content)
+        for title, content in contents.items()
+        if isinstance(content, dict) and content
+    ]
 
 
 def flat(table: Record, prefix: str = "") -> list[tuple[str, Any]]:
-    """Tables in tables as dotted keys."""
+    """Nested tables as dotted keys."""
     rows: list[tuple[str, Any]] = []
     for key, value in table.items():
-        name = f"{prefix}{shown(key)}"
+        name = f"{prefix}{text_of(key)}"
         rows += flat(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
     return rows
 
 
-def median_of(records: Sequence[Record], name: str) -> float | None:
-    """The median of a field over the records that have it as a finite number."""
-    values = [value for record in records if (value := finite(record, name)) is not None]
+def _median(records: Sequence[Record], name: str) -> float | None:
+    values = finite_values(records, name)
     return median(values) if values else None

@@ -1,8 +1,7 @@
-"""The trace of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""The trace of a run in the trace-event format of Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-In: each rank's spans in seconds of its own clock, and its clock's offset to rank 0's. Out: one JSON
-document in the trace-event format: a process for each rank, in it tracks for compute, exchange and,
-beside a GPU, the host; all on rank 0's clock, from 0. A process's name tells its clock's residual.
+Each rank is a process with tracks for compute, exchange and, where it has a GPU, the host. All times
+are on the clock of rank 0, from 0. The name of a process includes the uncertainty of its clock offset.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 _TRACKS = ("compute", "host", "exchange")
-# Tracks of one kind, where spans overlap: viewers want what is on one track to nest.
-_WIDTH = 100
+# Thread ids of one kind of track. Overlapping spans need several: viewers expect the spans of one to
+# nest.
+_TIDS_PER_TRACK = 100
 
 
 @dataclass(frozen=True)
 class TracedSpan:
-    """`start_s` and `stop_s` are equal for a moment, such as a buffer's sending."""
+    """`start_s` and `stop_s` are equal for an instant event, such as sending a bucket."""
 
     name: str
     track: str
@@ -29,6 +29,8 @@ class TracedSpan:
 
 @dataclass(frozen=True)
 class TracedRank:
+    """Spans in seconds of the rank's own clock, which is `offset_s` ahead of rank 0's, ± `residual_s`."""
+
     rank: int
     host: str
     offset_s: float
@@ -37,7 +39,7 @@ class TracedRank:
 
 
 def trace_document(ranks: Sequence[TracedRank]) -> dict[str, Any]:
-    """The whole file's content."""
+    """The content of the file."""
     starts = [span.start_s - rank.offset_s for rank in ranks for span in rank.spans]
     zero_s = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
@@ -52,9 +54,9 @@ def trace_document(ranks: Sequence[TracedRank]) -> dict[str, Any]:
 
 
 def _rank_events(rank: TracedRank, zero_s: float) -> list[dict[str, Any]]:
-    place = f"rank {rank.rank} on {rank.host} (clock ± {rank.residual_s * 1e6:.0f} µs)"
-    events = [_named(rank.rank, "process_name", 0, {"name": place})]
-    events.append(_named(rank.rank, "process_sort_index", 0, {"sort_index": rank.rank}))
+    process = f"rank {rank.rank} on {rank.host} (clock ± {rank.residual_s * 1e6:.0f} µs)"
+    events = [_metadata(rank.rank, "process_name", 0, {"name": process})]
+    events.append(_metadata(rank.rank, "process_sort_index", 0, {"sort_index": rank.rank}))
     known = [track for track in _TRACKS if any(span.track == track for span in rank.spans)]
     for number, track in enumerate(known):
         of_track = sorted(
@@ -63,19 +65,18 @@ def _rank_events(rank: TracedRank, zero_s: float) -> list[dict[str, Any]]:
         )
         lanes: list[float] = []
         for span in of_track:
-            lane = _lane(span, lanes)
-            tid = number * _WIDTH + lane
+            tid = number * _TIDS_PER_TRACK + _lane(span, lanes)
             events.append(_event(rank, span, tid, zero_s))
         for lane in range(max(1, len(lanes))):
             name = track if lane == 0 else f"{track} {lane + 1}"
-            tid = number * _WIDTH + lane
-            events.append(_named(rank.rank, "thread_name", tid, {"name": name}))
-            events.append(_named(rank.rank, "thread_sort_index", tid, {"sort_index": tid}))
+            tid = number * _TIDS_PER_TRACK + lane
+            events.append(_metadata(rank.rank, "thread_name", tid, {"name": name}))
+            events.append(_metadata(rank.rank, "thread_sort_index", tid, {"sort_index": tid}))
     return events
 
 
 def _lane(span: TracedSpan, lanes: list[float]) -> int:
-    """The first on which nothing is under way; `lanes` has the time when each gets free."""
+    """The first free lane; `lanes` has the end of the last span on each."""
     if span.start_s == span.stop_s:
         return 0
     for number, free_s in enumerate(lanes):
@@ -101,5 +102,5 @@ def _event(rank: TracedRank, span: TracedSpan, tid: int, zero_s: float) -> dict[
     return {**event, "ph": "X", "dur": round(max(0.0, span.stop_s - span.start_s) * 1e6, 3)}
 
 
-def _named(pid: int, what: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
+def _metadata(pid: int, name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}

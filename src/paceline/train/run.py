@@ -26,7 +26,7 @@ from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer
 from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
-from paceline.report.run_page import write_report
+from paceline.report import write_report
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.inputs import common_settings

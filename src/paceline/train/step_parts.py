@@ -18,11 +18,11 @@ from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.gradient_order import agree_order, record_order
 from paceline.comm.group import Group
 from paceline.comm.plan_choice import PlanChoice
-from paceline.comm.progress import format_bytes
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.units import format_bytes
 from paceline.data import BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import parameter_groups
 from paceline.optim.build import create_optimizer

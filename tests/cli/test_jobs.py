@@ -1,4 +1,4 @@
-"""A run folder has one writer: a second job is refused, a killed one blocks nobody."""
+"""Two jobs: a run folder has one writer, a port one job; a killed job blocks nobody."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import faults
-from cli_runs import CliProcess, events, run, run_two, small, started, summary
+from cli_runs import (
+    CliProcess,
+    events,
+    run,
+    run_two,
+    small,
+    started,
+    started_ranks,
+    steps,
+    summary,
+)
+from ranks import free_port
 
 SAVES = ("--set", "checkpoint.interval_steps=3")
 
@@ -42,7 +54,7 @@ def test_a_second_job_is_refused_and_changes_nothing(
 
 
 def test_a_job_that_has_only_just_begun_is_seen(tmp_path: Path) -> None:
-    """It holds the folder before it has written anything that tells of a run."""
+    """It holds the folder before it has written anything else."""
     waits = partial(faults.at_rename, "config.toml", 1, partial(faults.sleep, 60.0))
     with started(small("--output", "run"), tmp_path, waits) as process:
         process.wait_until((tmp_path / "run/run.lock").exists)
@@ -52,7 +64,7 @@ def test_a_job_that_has_only_just_begun_is_seen(tmp_path: Path) -> None:
         assert process.process.is_alive()
 
 
-def test_all_ranks_of_the_second_job_say_so(tmp_path: Path, training: CliProcess) -> None:
+def test_all_ranks_of_the_second_job_are_refused(tmp_path: Path, training: CliProcess) -> None:
     done = run_two(small("--output", "run", "-b", "8", "--resume", "auto"), tmp_path)
     assert len({rank.error_line() for rank in done}) == 1
     assert f"process {training.process.pid} on " in done[1].err
@@ -78,7 +90,7 @@ def test_a_folder_that_is_deleted_during_the_run(tmp_path: Path, step: int) -> N
     """Before a save of the run, and before the last one."""
     remove = partial(faults.at_micro_batch, step, 0, partial(shutil.rmtree, tmp_path / "run"))
     done = run(small("--output", "run", *SAVES), tmp_path, remove)
-    assert "run folder run is gone: it was deleted or moved" in done.error_line()
+    assert "run folder run" in done.error_line()
     assert done.code == 1
     assert not (tmp_path / "run").exists()
 
@@ -87,11 +99,49 @@ def test_a_deleted_folder_ends_both_ranks_with_the_same_line(tmp_path: Path) -> 
     remove = partial(faults.at_micro_batch, 4, 0, partial(shutil.rmtree, tmp_path / "run"))
     done = run_two(small("--output", "run", "-b", "8", *SAVES), tmp_path, [remove, None])
     assert len({rank.error_line() for rank in done}) == 1
-    assert "run folder run is gone" in done[0].err
+    assert "run folder run" in done[0].err
 
 
-def test_a_full_disk_before_the_first_checkpoint_speaks_of_none(tmp_path: Path) -> None:
+def test_a_full_disk_before_the_first_checkpoint_mentions_none(tmp_path: Path) -> None:
     done = run(small("--output", "run", *SAVES), tmp_path, partial(faults.full_disk, ".step-", 1))
-    line = done.error_line()
-    assert line.startswith("no space left to write run/checkpoints/step-00000003.pt")
-    assert "good checkpoint" not in line
+    assert "run/checkpoints/step-00000003.pt" in done.error_line()
+    assert "good checkpoint" not in done.error_line()
+
+
+@pytest.mark.parametrize(
+    ("ids", "more"),
+    [
+        (("first", "second"), ()),
+        (("", ""), ("--seed", "5")),  # without ids, by their settings
+        (("", ""), ()),  # the very same command twice
+    ],
+)
+def test_the_second_job_ends_at_once(
+    tmp_path: Path, ids: tuple[str, str], more: tuple[str, ...]
+) -> None:
+    port = free_port()
+    arguments = small(
+        "--output", "first", "--epochs", "30", "--set", "checkpoint.interval_epochs=0"
+    )
+    with started_ranks([arguments] * 2, tmp_path, None, port, ids[0]) as first:
+        first[0].wait_until(lambda: steps(tmp_path / "first"))
+        others = [[*arguments, "--output", "second", *more]] * 2
+        with started_ranks(others, tmp_path, None, port, ids[1]) as second:
+            lines = [rank.wait(30).error_line() for rank in second]
+        assert all(f"127.0.0.1:{port}" in line for line in lines)
+        assert not (tmp_path / "second").exists()
+        assert [rank.wait(110).code for rank in first] == [0, 0]
+    assert summary(tmp_path / "first")["world_size"] == 2
+
+
+def test_ranks_with_another_world_size_end_at_once(tmp_path: Path) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = small("--output", "run")
+    with ExitStack() as stack:
+        ranks = []
+        for rank, size in ((0, "2"), (1, "3")):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
+            world = place | own | {"LOCAL_WORLD_SIZE": size}
+            ranks.append(stack.enter_context(started(arguments, tmp_path, None, **world)))
+        for process in ranks:
+            assert "number of ranks" in process.wait(60).error_line()

@@ -1,11 +1,8 @@
-"""What one does with a run afterwards: evaluate, export, report; also with one that has not ended."""
+"""`paceline eval` and `paceline export` on checkpoints of one rank and of two."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import faults
 from cli_runs import Call, events, run, run_two, small_on, summary
 from data_sets import png, write_folders, write_shards
 from paceline.data.image import decode
@@ -24,14 +20,12 @@ from paceline.models.settings import ModelSettings
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`data`, the finished run `run` on one rank, `two` on two, and `half`, killed in step 8."""
+    """`data`, and the finished runs `run` on one rank and `two` on two."""
     folder = tmp_path_factory.mktemp("home")
     write_shards(folder / "data", train=64, val=37)
     more = ("--epochs", "3", "--set", "checkpoint.keep=9")
     assert run(small_on("data", "--output", "run", *more), folder).code == 0
     assert run_two(small_on("data", "--output", "two", *more), folder)[0].code == 0
-    kill = partial(faults.at_micro_batch, 13, 0, partial(faults.signal_self, signal.SIGKILL))
-    assert run(small_on("data", "--output", "half", *more), folder, kill).code == -signal.SIGKILL
     return folder
 
 
@@ -48,21 +42,16 @@ def _at_home(call: Call, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
 
 
-# --- eval
-
-
 @pytest.mark.parametrize("name", ["run", "two"])
-def test_a_checkpoint_scores_what_the_run_said(call: Call, home: Path, name: str) -> None:
+def test_a_checkpoint_scores_as_in_the_run(call: Call, home: Path, name: str) -> None:
     """Also one of two ranks, whose batch-norm statistics are averaged from the file."""
-    told = {event["step"]: event for event in events(home / name, "eval")}
-    assert sorted(told) == [8, 16, 24]
-    for step, event in told.items():
+    recorded = {event["step"]: event for event in events(home / name, "eval")}
+    assert sorted(recorded) == [8, 16, 24]
+    for step, event in recorded.items():
         found = evaluated(call, f"{name}/checkpoints/step-{step:08d}.pt")
         assert (found["top1"], found["top5"]) == (event["top1"], event["top5"])
         assert found["loss"] == pytest.approx(event["loss"], rel=1e-5)
         assert (found["samples"], found["corrupt_samples"]) == (37, 0)
-    ended = summary(home / name)
-    assert evaluated(call, f"{name}/checkpoints/step-00000024.pt")["top1"] == ended["top1"]
 
 
 def test_a_run_folder_means_its_best(call: Call, home: Path) -> None:
@@ -70,25 +59,15 @@ def test_a_run_folder_means_its_best(call: Call, home: Path) -> None:
     assert found["top1"] == summary(home / "run")["best_top1"]
     assert found["checkpoint"] == "run/checkpoints/best.pt"
     assert found["model"] == "resnet_tiny"
-
-
-def test_the_plain_line_says_the_same(call: Call, home: Path) -> None:
     done = call("eval", "run", "-b", "5", "--workers", "0", "--device", "cpu")
     assert done.code == 0
-    top1 = summary(home / "run")["best_top1"]
-    assert done.out.startswith(f"run/checkpoints/best.pt: top-1 {top1:.2f} %, top-5 100.00 %, ")
-    assert "on 37 images" in done.out
-
-
-def test_other_data_of_the_same_classes(call: Call, home: Path, tmp_path: Path) -> None:
-    write_shards(tmp_path / "more", train=4, val=11)
-    assert evaluated(call, "run", "--data-dir", str(tmp_path / "more"))["samples"] == 11
+    assert f"top-1 {found['top1']:.2f} %" in done.out
 
 
 def test_a_validation_split_that_lacks_classes_keeps_their_numbers(
     call: Call, home: Path, tmp_path: Path
 ) -> None:
-    """Without `classes.json` and without training images, the checkpoint says what labels mean."""
+    """Without `classes.json` and without training images, the checkpoint defines the labels."""
     write_shards(tmp_path / "few", train=4, val=12, labels=lambda i: 1)
     for name in ("classes.json", "train-0.tar", "train-1.tar"):
         (tmp_path / "few" / name).unlink()
@@ -118,24 +97,16 @@ def test_evaluating_on_two_ranks_counts_each_image_once(home: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("eval run --data-dir nowhere", "nowhere: no such directory; --data-dir takes a folder"),
-        ("eval run --data-dir folders", "folders/val/a: not a class of the training data (4 "),
-        (
-            "eval run --data-dir other",
-            "class 3 is 'eel' in the data, 'dog' in run/checkpoints/best",
-        ),
-        ("eval run --data-dir many", "the data has 5 classes, run/checkpoints/best.pt 4; evaluate"),
-        ("eval nowhere", "no checkpoint at nowhere"),
-        ("eval data", "no checkpoint in data/checkpoints; give a run folder or a .pt file"),
-        ("eval data/val-0.tar", "data/val-0.tar is damaged or not a checkpoint"),
-        ("eval run/weights.safetensors", "run/weights.safetensors is damaged or not a checkpoint"),
+        ("eval run --data-dir nowhere", "nowhere"),
+        ("eval run --data-dir folders", "folders/val/a"),
+        ("eval run --data-dir other", "'eel'"),
+        ("eval run --data-dir many", "5 classes"),
+        ("eval data", "data/checkpoints"),
+        ("eval data/val-0.tar", "data/val-0.tar"),
+        ("eval run/weights.safetensors", "run/weights.safetensors"),
         ("eval run -b 0", "-b"),
-        ("export run weights.bin", "OUT = 'weights.bin': is not a safetensors file; end it in"),
-        ("export nowhere.pt out.safetensors", "no checkpoint at nowhere.pt"),
-        ("export run data/val-0.tar/x.safetensors", "cannot write data/val-0.tar/x.safetensors"),
-        ("report nowhere", "run folder nowhere does not exist; give the folder"),
-        ("report data", "data is not a run folder: it has no metrics.jsonl"),
-        ("report .", "did you mean "),
+        ("export nowhere.pt out.safetensors", "nowhere.pt"),
+        ("export run data/val-0.tar/x.safetensors", "data/val-0.tar/x.safetensors"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, home: Path, arguments: str, words: str) -> None:
@@ -151,11 +122,8 @@ def test_mistakes_are_one_line(call: Call, home: Path, arguments: str, words: st
 def test_data_missing_on_one_rank_fails_both(home: Path) -> None:
     arguments = ["eval", "run", "--device", "cpu"]
     done = run_two(arguments, home, second=[*arguments, "--data-dir", "nowhere"])
-    assert "rank 1: nowhere: no such directory" in done[0].error_line()
-    assert "nowhere: no such directory" in done[1].error_line()
-
-
-# --- export
+    assert done[0].error_line().startswith("rank 1: nowhere")
+    assert "nowhere" in done[1].error_line()
 
 
 @pytest.mark.parametrize("name", ["run", "two"])
@@ -165,7 +133,6 @@ def test_the_last_checkpoint_exports_to_the_weights_of_the_run(
     out = tmp_path / "deep/last.safetensors"
     done = call("export", f"{name}/checkpoints/step-00000024.pt", str(out))
     assert done.code == 0, done.err
-    assert "batch norm averaged over its ranks" in done.out
     exported, written = load_file(out), load_file(home / name / "weights.safetensors")
     assert exported.keys() == written.keys()
     for key, value in exported.items():
@@ -175,7 +142,7 @@ def test_the_last_checkpoint_exports_to_the_weights_of_the_run(
 
 
 def test_exported_weights_are_the_model(call: Call, home: Path, tmp_path: Path) -> None:
-    """Loaded into a fresh model they score what the run said, by a count of our own."""
+    """Loaded into a fresh model they score as in the run, by a count of our own."""
     assert call("export", "run", str(tmp_path / "best.safetensors")).code == 0
     model = create_model(
         ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=28
@@ -199,36 +166,3 @@ def test_exported_weights_are_where_another_run_can_start(
     assert call(*small_on("data", "--output", str(tmp_path / "next"), *more)).code == 0
     start, end = load_file(out), load_file(tmp_path / "next/weights.safetensors")
     torch.testing.assert_close(start["fc.weight"], end["fc.weight"], rtol=1e-6, atol=1e-9)
-
-
-# --- report
-
-
-def test_the_report_of_a_finished_run(call: Call, home: Path) -> None:
-    (home / "run/report.html").unlink()
-    done = call("report", "run")
-    assert done.code == 0
-    assert "report: run/report.html" in done.out
-    assert f"{summary(home / 'run')['top1']:.2f} %" in done.out
-    assert "<svg" in (home / "run/report.html").read_text()
-
-
-def test_the_report_of_an_unfinished_run(call: Call, home: Path, tmp_path: Path) -> None:
-    assert not (home / "half/summary.json").exists()
-    done = call("report", "half", "--out", str(tmp_path / "page.html"))
-    assert done.code == 0, done.err
-    assert "unfinished, at step 13 of 24" in done.out
-    page = (tmp_path / "page.html").read_text()
-    assert "resnet_tiny" in page
-    assert not (home / "half/report.html").exists()
-
-
-def test_the_report_of_a_run_that_was_cut_in_the_middle_of_a_record(
-    call: Call, home: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(home / "half", tmp_path / "cut")
-    metrics = tmp_path / "cut/metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes()[:-20])
-    done = call("report", str(tmp_path / "cut"))
-    assert done.code == 0, done.err
-    assert "unfinished, at step 12 of 24" in done.out

@@ -1,0 +1,75 @@
+"""Bytes, durations and percentages as text. A quantity that is unknown (None) is an en dash."""
+
+from __future__ import annotations
+
+import re
+
+from paceline.core.errors import ConfigError
+
+UNKNOWN = "–"
+_BYTE_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?b)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3}
+_MAX_NUMBER = 2.0**50
+
+
+def format_bytes(size: float) -> str:
+    """Three significant digits.
+
+    >>> format_bytes(65536), format_bytes(51_300_000), format_bytes(12)
+    ('64 KiB', '48.9 MiB', '12 B')
+    """
+    for unit, scale in _BYTE_UNITS:
+        if size >= scale:
+            return f"{_three_digits(size / scale)} {unit}"
+    return f"{size:.0f} B"
+
+
+def parse_bytes(field: str, text: str) -> int:
+    """The value of the option or setting `field`. K, M and G are powers of 1024, as in nccl-tests; KB, MB
+    and GB are powers of 1000.
+
+    >>> parse_bytes("--min-bytes", "64KiB"), parse_bytes("--min-bytes", "1.5MB")
+    (65536, 1500000)
+    """
+    found = _BYTES.fullmatch(text.strip())
+    size = 0
+    if found is not None and float(found[1]) < _MAX_NUMBER:
+        base = 1000.0 if found[2] and (found[3] or "").lower() == "b" else 1024.0
+        size = round(float(found[1]) * base ** _POWERS[found[2].lower()])
+    if size < 1:
+        raise ConfigError(field, text, "is not a size", "write 4096, 64KiB or 16MiB")
+    return size
+
+
+def format_duration(seconds: float | None) -> str:
+    """
+    >>> [format_duration(s) for s in (0.0123, 1.5, 101, 754, 11532)]
+    ['12.3 ms', '1.5 s', '101 s', '12 min 34 s', '3 h 12 min']
+    """
+    if seconds is None:
+        return UNKNOWN
+    if 0 < seconds < 1e-3:
+        return f"{_three_digits(1e6 * seconds)} µs"
+    if 0 < seconds < 1:
+        return f"{_three_digits(1e3 * seconds)} ms"
+    if round(seconds) < 120:
+        return f"{_three_digits(seconds)} s"
+    if seconds < 7200:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def format_percent(value: float | None, digits: int = 2) -> str:
+    """`value` is in percent, as accuracies are kept.
+
+    >>> format_percent(90.306), format_percent(100 * 0.31, 0)
+    ('90.31 %', '31 %')
+    """
+    return UNKNOWN if value is None else f"{value:.{digits}f} %"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

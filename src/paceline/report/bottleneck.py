@@ -1,0 +1,263 @@
+"""What bounds a step (compute, exposed communication, input, a straggler, an overloaded host), and how
+the measured step compares with the planner's prediction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from paceline.core.errors import ConfigError
+from paceline.core.host_load import NOTABLE_WAIT
+from paceline.core.units import format_duration, format_percent
+from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
+from paceline.plan.expected import Expected
+from paceline.plan.plan_file import PlanFile
+from paceline.report.quantities import text_of
+from paceline.report.run_files import RunFiles, finite
+
+# A part of a step below this share is no bottleneck.
+_NOTABLE = 0.05
+# Ranks of equal speed take turns in being last, and noise makes one of them lose slightly more often.
+_STRAGGLER_SHARE = 2 / 3
+_STRAGGLER_MIN_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """`lost_s`: how long the other ranks wait for it in a step (median)."""
+
+    rank: int
+    share_last: float
+    lost_s: float
+
+    def describe(self) -> str:
+        last = format_percent(100 * self.share_last, 0)
+        return (
+            f"rank {self.rank}: last in {last} of the steps, "
+            f"others wait {format_duration(self.lost_s)}"
+        )
+
+
+@dataclass(frozen=True)
+class ExposedWaits:
+    """Seconds that each rank waited for the exchange after its own backward pass, by step and rank.
+
+    The rank that arrives last waits only for the exchange itself; whatever the others wait longer, they
+    wait for that rank.
+    """
+
+    by_step: dict[int, dict[int, float]]
+    step_s: float
+
+    @classmethod
+    def of(cls, run: RunFiles) -> ExposedWaits:
+        """Empty for a run of one rank, and for records without the field `exposed_comm_s`."""
+        waits: dict[int, dict[int, float]] = {}
+        if (finite(run.start, "world_size") or 1) > 1:
+            for rank in run.ranks:
+                for record in run.of_kind("step", rank):
+                    wait_s = finite(record, "exposed_comm_s")
+                    if wait_s is not None:
+                        waits.setdefault(record["step"], {})[rank] = wait_s
+        return cls(waits, median(run.values("step", "step_s") or [0.0]))
+
+    @property
+    def exposed_s(self) -> float | None:
+        """The median over steps of the wait of the rank that arrived last; None where none waited."""
+        least = [min(by_rank.values()) for by_rank in self.by_step.values()]
+        return median(least) if any(least) else None
+
+    def describe(self) -> str:
+        """`12.3 ms a step (8 %)`."""
+        if self.exposed_s is None:
+            return ""
+        share = 100 * self.exposed_s / self.step_s if self.step_s > 0 else None
+        return f"{format_duration(self.exposed_s)} a step ({format_percent(share, 0)})"
+
+    def last_ranks(self) -> dict[int, int]:
+        """The rank that arrived last, by step, where all ranks have a record of the step."""
+        ranks = max((len(by_rank) for by_rank in self.by_step.values()), default=0)
+        return {
+            step: min(by_rank, key=lambda rank: by_rank[rank])
+            for step, by_rank in self.by_step.items()
+            if len(by_rank) == ranks > 1
+        }
+
+    def straggler(self) -> Straggler | None:
+        """The rank that is nearly always last, and late enough to matter."""
+        last = self.last_ranks()
+        if len(last) < _STRAGGLER_MIN_STEPS:
+            return None
+        rank, times = Counter(last.values()).most_common(1)[0]
+        lost_s = median(
+            median(wait_s for other, wait_s in self.by_step[step].items() if other != rank)
+            - self.by_step[step][rank]
+            for step in last
+        )
+        share = times / len(last)
+        if share < _STRAGGLER_SHARE or lost_s < _NOTABLE * self.step_s:
+            return None
+        return Straggler(rank, share, lost_s)
+
+
+@dataclass(frozen=True)
+class InputStall:
+    """Seconds by cause, largest first, over `steps` steps that took `step_s` in all. Records without the
+    field `input_stall_s` have no steps here."""
+
+    steps: int
+    step_s: float
+    causes: dict[str, float]
+
+    @classmethod
+    def of(cls, run: RunFiles, rank: int = 0) -> InputStall:
+        """Without the first step after each start, which waits for the pipeline to fill."""
+        first = {record["step"] + 1 for record in run.of_kind("start", rank)}
+        steps, step_s, causes = 0, 0.0, dict[str, float]()
+        for record in run.of_kind("step", rank):
+            length_s = finite(record, "step_s")
+            if (
+                finite(record, "input_stall_s") is None
+                or length_s is None
+                or record["step"] in first
+            ):
+                continue
+            steps, step_s = steps + 1, step_s + length_s
+            by_cause = record.get("input_stall_causes")
+            by_cause = by_cause if isinstance(by_cause, dict) else {}
+            for name in by_cause:
+                if (seconds := finite(by_cause, name) or 0.0) > 0:
+                    causes[text_of(name)] = causes.get(text_of(name), 0.0) + seconds
+        largest_first = sorted(causes.items(), key=lambda cause: -cause[1])
+        return cls(steps, step_s, dict(largest_first))
+
+    @property
+    def stall_s(self) -> float:
+        return sum(self.causes.values())
+
+    @property
+    def share(self) -> float:
+        """Of the time of all steps."""
+        return self.stall_s / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def main_cause(self) -> str:
+        """Empty where the input hardly matters."""
+        return next(iter(self.causes), "") if self.share >= _NOTABLE else ""
+
+    def describe(self) -> str:
+        """`12.3 ms a step (8 %), most of it decode`; empty where nothing was measured."""
+        if not self.steps:
+            return ""
+        mean = format_duration(self.stall_s / self.steps)
+        text = f"{mean} a step ({format_percent(100 * self.share, 0)})"
+        return f"{text}, most of it {self.main_cause}" if self.main_cause else text
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Medians over the steps, in seconds; `input_s` is a mean, because a median hides stalls in
+    bursts."""
+
+    step_s: float
+    input_s: float
+    exposed_s: float
+    straggler: Straggler | None
+
+    @property
+    def compute_s(self) -> float:
+        return self.step_s - self.input_s - self.exposed_s
+
+    @classmethod
+    def of(cls, run: RunFiles) -> MeasuredStep | None:
+        """None before the first step."""
+        lengths = run.values("step", "step_s")
+        if not lengths:
+            return None
+        step_s, stall, waits = median(lengths), InputStall.of(run), ExposedWaits.of(run)
+        # Where the device's own stall was not measured, the wait of the host stands in for it.
+        host_wait_s = median(run.values("step", "data_s") or [0.0])
+        input_s = stall.share * step_s if stall.steps else host_wait_s
+        return cls(step_s, input_s, waits.exposed_s or 0.0, waits.straggler())
+
+
+def bound_by(run: RunFiles) -> str | None:
+    """`exposed communication, 31 % of a step`; None before the first step."""
+    measured = MeasuredStep.of(run)
+    if measured is None:
+        return None
+    # Threads that wait for cores slow compute, input and exchange alike, so this comes first.
+    if overload := overloaded_host(run):
+        return overload
+    if measured.straggler:
+        return f"straggler {measured.straggler.describe()}"
+    cause = InputStall.of(run).main_cause
+    parts = {
+        f"input ({cause})" if cause else "input": measured.input_s,
+        "exposed communication": measured.exposed_s,
+    }
+    name, seconds = max(parts.items(), key=lambda part: part[1])
+    if seconds < _NOTABLE * measured.step_s:
+        return "compute"
+    return f"{name}, {format_percent(100 * seconds / measured.step_s, 0)} of a step"
+
+
+def overloaded_host(run: RunFiles) -> str | None:
+    """Names the rank whose threads waited longest for cores, where that slows its steps."""
+    waits = {
+        rank: median(run.values("step", "core_wait_share", rank) or [0.0])
+        for rank in run.ranks
+        # The steps of a GPU depend on the host's threads only where it waits for its input.
+        if _on_cpu(run, rank) or InputStall.of(run, rank).main_cause
+    }
+    rank = max(waits, key=lambda rank: waits[rank], default=None)
+    if rank is None or waits[rank] < NOTABLE_WAIT:
+        return None
+    who = f"rank {rank}'s threads" if len(run.ranks) > 1 else "threads"
+    return (
+        f"an overloaded host: {who} waited for cores {format_percent(100 * waits[rank], 0)} of the "
+        "time; stop other work, or set run.threads=1"
+    )
+
+
+def _on_cpu(run: RunFiles, rank: int) -> bool:
+    start = (run.of_kind("start", rank) or [{}])[-1]
+    hardware = start.get("hardware")
+    return isinstance(hardware, dict) and hardware.get("device") == "cpu"
+
+
+def expected_step(run: RunFiles) -> Expected | None:
+    """The planner's prediction, which a plan made by `paceline plan` holds."""
+    try:
+        return PlanFile.read(run.path / "plan.toml").expected
+    except ConfigError:
+        return None
+
+
+def traced_buckets(path: Path) -> dict[int, float]:
+    """Seconds of each bucket's exchange, from a trace: the median over steps of the time from the last
+    rank's begin to the end. A rank that begins earlier only waits."""
+    try:
+        events = parse_json(path.read_bytes())["traceEvents"]
+    except (OSError, ParseError, KeyError, TypeError):
+        return {}
+    begun: dict[tuple[int, int], float] = {}
+    ended: dict[tuple[int, int], float] = {}
+    for event in events if isinstance(events, list) else ():
+        if not isinstance(event, dict) or event.get("cat") != "exchange" or event.get("ph") != "X":
+            continue
+        details = event.get("args")
+        if not isinstance(details, dict) or not all(is_finite(event.get(n)) for n in ("ts", "dur")):
+            continue
+        step, bucket = details.get("step"), details.get("bucket", details.get("buffer"))
+        if not is_count(step) or not is_count(bucket):
+            continue
+        key = step, bucket
+        begun[key] = max(begun.get(key, 0.0), event["ts"])
+        ended[key] = max(ended.get(key, 0.0), event["ts"] + event["dur"])
+    seconds: dict[int, list[float]] = {}
+    for key, start in begun.items():
+        seconds.setdefault(key[1], []).append((ended[key] - start) / 1e6)
+    return {bucket: median(times) for bucket, times in seconds.items()}

@@ -1,0 +1,310 @@
+"""Ranks and their launcher: failures, root causes, signals, the store, and a launcher that is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+import paceline.cli.launcher_watch as watch
+from cli_runs import is_launchers
+from paceline.cli.failure import LAUNCHER_VARIABLE, Failure, root_cause
+from paceline.cli.launch import ADDRESS, LaunchSignals, LocalRendezvous, register
+from paceline.cli.launcher_watch import Launcher, find_launcher
+from paceline.comm.agreement import PeerError
+from paceline.core.errors import CommError, ConfigError, PacelineError
+
+FAILURES = [
+    Failure("optim.lr = 0: too small", 2),
+    Failure("TypeError: no", 1, trace="Traceback\n  line\n"),
+    Failure("another rank is gone", 1, consequence=True),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_launcher_reads_what_a_rank_records(
+    failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "a" / "error.json"))
+    failure.record()
+    message = json.loads((tmp_path / "a" / "error.json").read_text())["message"]
+    assert Failure.from_record(message, 77) == failure
+    # torchrun's own summary prints this field under "traceback".
+    assert message["extraInfo"]["py_callstack"] == (failure.trace or failure.line)
+    assert Failure.from_record("Signal 9 (SIGKILL) received by PID 7", -9) is None
+
+
+def test_kinds_of_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    """An error between ranks may come from a lost launcher; only a peer's is a consequence."""
+    peer, mistake = Failure.of(PeerError("gone")), Failure.of(ConfigError("run.seed", -1, "small"))
+    between, other = Failure.of(CommError("no store")), Failure.of(PacelineError("no file"))
+    assert [f.consequence for f in (peer, between, mistake, other)] == [True, False, False, False]
+    assert (between.between_ranks, other.between_ranks, mistake.exit_code) == (True, False, 2)
+    FAILURES[0].show()
+    assert capsys.readouterr().err == "paceline: error: optim.lr = 0: too small\n"
+
+
+# A launcher that starts a rank whose connection to it breaks, and that itself may end a moment later.
+LAUNCHER = """
+import os, subprocess, sys, time
+env = os.environ | {"PACELINE_LAUNCHER": str(os.getpid())}
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env, stdout=subprocess.PIPE)
+rank.stdout.readline()
+if sys.argv[2] == "killed":
+    time.sleep(0.2)
+    os.kill(os.getpid(), 9)
+rank.wait()
+"""
+RANK = """
+from paceline.cli.failure import Failure
+print(flush=True)
+Failure("the store is gone", 1, consequence=True).report()
+"""
+
+
+@pytest.mark.parametrize(("ends", "shown"), [("killed", True), ("stays", False)])
+def test_a_rank_shows_its_failure_where_its_launcher_is_ending(ends: str, shown: bool) -> None:
+    command = [sys.executable, "-c", LAUNCHER, RANK, ends]
+    # It returns when the last writer has closed the pipe, so when the rank has ended.
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert ("paceline: error: the store is gone" in done.stderr) == shown
+
+
+@dataclass(frozen=True)
+class Ended:
+    exitcode: int
+    message: Any = "Signal received by PID 7"
+
+
+def reported(line: str, *, consequence: bool = False) -> Ended:
+    extra = {"trace": "", "exit_code": "1", "consequence": str(int(consequence))}
+    return Ended(1, {"message": line, "extraInfo": extra})
+
+
+KILLED, TERMINATED = Ended(-signal.SIGKILL), Ended(-signal.SIGTERM)
+LOST = reported("another rank is gone", consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "line"),
+    [
+        # A cause comes before consequences and before ranks without a report.
+        ({0: LOST, 2: KILLED, 1: reported("the shard is gone")}, "the shard is gone"),
+        ({0: LOST, 1: KILLED}, "rank 1 was ended by SIGKILL"),
+        # The agent kills ranks that hang in a collective with a dead one; it saw that one first.
+        ({3: KILLED, 0: KILLED}, "rank 3 was"),
+        ({0: TERMINATED, 1: Ended(-11)}, "rank 1 was ended by SIGSEGV"),
+        ({1: LOST}, "another rank is gone"),
+        ({0: Ended(143), 1: KILLED}, "rank 1 was ended by SIGKILL"),
+        ({4: Ended(7)}, "rank 4 ended with exit code 7"),
+        ({4: Ended(-40)}, "rank 4 was ended by signal 40"),
+    ],
+)
+def test_the_root_cause(failures: dict[int, Ended], line: str) -> None:
+    found = root_cause(failures)
+    assert isinstance(found, Failure)
+    assert found.line.startswith(line)
+
+
+def test_ranks_that_stopped_on_request_are_no_failure() -> None:
+    assert root_cause({0: Ended(143), 1: Ended(143)}) == 143
+    assert root_cause({0: Ended(130), 1: TERMINATED}) == 130
+
+
+class Asked(Exception):
+    """Stands in for torch's SignalException, with its arguments."""
+
+    def __init__(self, text: str, sigval: signal.Signals) -> None:
+        super().__init__(text)
+        self.sigval = sigval
+
+
+@pytest.fixture
+def _hang_up() -> Iterator[None]:
+    """The tests themselves may run under nohup, which is respected."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hang_up")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
+def test_the_first_signal_stops_the_ranks_by_sigterm(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    with LaunchSignals(Asked, stops=[signal.SIGUSR2]) as signals:
+        with pytest.raises(Asked) as caught:
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.received, caught.value.sigval) == (number, signal.SIGTERM)
+        monkeypatch.setattr("paceline.cli.launch._REPEAT_S", 0.0)
+        with pytest.raises(Asked):  # one that was lost can be repeated
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures("_hang_up")
+def test_nohup_is_respected() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with LaunchSignals(Asked):
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
+    ready = "import signal; signal.signal(10, lambda *_: print('asked', flush=True)); "
+    waits = "print('up', flush=True); signal.pause(); "
+    starting = "import time; print('up', flush=True); time.sleep(60)"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for code in (ready + waits, starting)
+    ]
+    try:
+        with LaunchSignals(Asked, forwarded=[signal.SIGUSR1]) as signals:
+            assert [child.stdout and child.stdout.readline() for child in children] == ["up\n"] * 2
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert children[0].communicate(timeout=60)[0] == "asked\n"
+            assert children[1].poll() is None, "a child that is still starting was ended"
+        assert signals.received is None
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def test_the_store_listens_on_loopback_alone_and_serves_restarts() -> None:
+    handler = LocalRendezvous(0, "job")
+    # All of 127.0.0.0/8 is this host's: a store that listens on every address would answer here.
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.2", handler.port)) != 0
+    client = TCPStore(ADDRESS, handler.port, is_master=False, wait_for_workers=False)
+    client.set("job/word", "heard")
+    for _ in range(2):
+        found = handler.next_rendezvous()
+        assert found.store.get("word") == b"heard"
+        assert (found.rank, found.world_size) == (0, 1)
+        assert found.bootstrap_store_info is not None
+        assert found.bootstrap_store_info.master_port == handler.port
+    with pytest.raises(OSError, match="in use"):
+        LocalRendezvous(handler.port, "other")
+
+
+def test_the_agent_finds_the_store_by_name_also_twice_in_a_process() -> None:
+    for _ in range(2):
+        parameters = RendezvousParameters(register(), f"{ADDRESS}:0", "job", 1, 1)
+        handler = get_rendezvous_handler(parameters)
+        assert isinstance(handler, LocalRendezvous)
+        assert handler.get_run_id() == "job"
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+FIND = (
+    "import os; from paceline.cli.launcher_watch import find_launcher as find; "
+    "found = find(os.environ); print(found.name if found else '-', found.pid if found else 0)"
+)
+BY_HAND = {
+    "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+}  # fmt: skip
+TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
+OURS = {"TORCHELASTIC_RUN_ID": "ours"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1",
+    "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "here",
+}  # fmt: skip
+ONE_TASK = SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}  # perhaps an interactive shell
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not is_launchers(name)}
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("variables", "shells", "name"),
+    [
+        (TORCHRUN, 0, "torchrun"), (TORCHRUN, 2, "torchrun"), (MPI, 0, "openmpi"),
+        (MPI, 2, "openmpi"), (SLURM, 2, "slurm"), ({}, 0, "-"), (BY_HAND, 0, "-"),
+        (ONE_TASK, 0, "-"), ({"RANK": "not a number", "WORLD_SIZE": "2"}, 0, "-"),
+    ],
+)  # fmt: skip
+def test_the_launcher_is_found_past_shells(
+    variables: dict[str, str], shells: int, name: str
+) -> None:
+    command = [sys.executable, "-c", FIND]
+    for _ in range(shells):
+        command = ["bash", "-c", '"$@"; true', "bash", *command]
+    env = environment() | variables
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [name, str(0 if name == "-" else os.getpid())]
+
+
+@on_linux
+def test_a_process_that_ended_is_gone_also_as_a_zombie() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    found = find_launcher(OURS | {LAUNCHER_VARIABLE: str(child.pid)})
+    assert found is not None
+    assert found.is_gone(), "it lives, but is no ancestor of this process"
+    parent = find_launcher(OURS | {LAUNCHER_VARIABLE: str(os.getppid())})
+    assert parent is not None
+    assert not parent.is_gone()
+    assert Launcher("torchrun", os.getppid(), "0").is_gone(), "another process with its id"
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    launcher = Launcher("torchrun", child.pid, stat[19])
+    assert not launcher.is_gone()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert launcher.is_gone(), "a zombie"
+    child.wait()
+    assert launcher.is_gone()
+    assert find_launcher({LAUNCHER_VARIABLE: "1"}) is None, "a shell of a rank is no rank"
+
+
+@on_linux
+def test_a_rank_whose_launcher_is_gone_ends_with_one_line() -> None:
+    """Before the first step there is nothing to save."""
+    code = (
+        "import os, time; from paceline.cli.launcher_watch import LauncherWatch; "
+        "LauncherWatch(os.environ); time.sleep(60)"
+    )
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    env = environment() | OURS | {LAUNCHER_VARIABLE: str(gone.pid)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("paceline: error: the launcher of this rank (")
+
+
+@on_linux
+@pytest.mark.parametrize("variables", [TORCHRUN, SLURM])
+def test_a_launcher_that_proc_hides_is_watched_by_signals(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `hidepid`: the search must end, and the process must not count as gone."""
+    monkeypatch.setattr(watch, "_stat", lambda pid: None)
+    found = find_launcher(variables)
+    assert found is not None
+    assert found.pid == os.getppid()
+    assert not found.is_gone()
+    assert find_launcher(OURS | {LAUNCHER_VARIABLE: str(os.getppid())}) is not None
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert Launcher("slurm", child.pid, "?").is_gone()

@@ -1,0 +1,205 @@
+"""Charts: which lines, on which axes, with which markers; curves that keep their shape; SVG that is
+safe."""
+
+import math
+import random
+import statistics
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.report import RunFiles
+from paceline.report.chart import Axis, Chart, Line, Marker, line_chart, tick_labels
+from paceline.report.run_charts import moving_median, run_charts, thin
+from paceline.report.run_files import Point
+from report.conftest import MakeRun
+from report.made_up_runs import evaluation, start, step
+
+
+def charts_of(folder: Path) -> dict[str, Chart]:
+    return {chart.title.split()[0]: chart for chart in run_charts(RunFiles.read(folder))}
+
+
+def names(chart: Chart) -> list[str]:
+    return [line.name for line in chart.lines]
+
+
+@given(st.lists(st.floats(-1e100, 1e100), min_size=1, max_size=20))
+def test_every_value_is_on_the_axis_and_labels_differ(values: list[float]) -> None:
+    axis = Axis.fit(values)
+    assert all(-1e-6 <= axis.share(value) <= 1 + 1e-6 for value in values)
+    assert 2 <= len(axis.ticks) <= 13
+    assert len(set(axis.labels())) == len(axis.ticks)
+
+
+def test_an_axis_ends_on_round_ticks_or_where_the_values_do() -> None:
+    axis = Axis.fit([73.3, 99.7], target_ticks=4)
+    assert (axis.low, axis.high, len(axis.ticks)) == (70, 100, 7)
+    assert axis.labels() == ["70", "75", "80", "85", "90", "95", "100"]
+    tight = Axis.fit([0.0, 7.3], tight=True)
+    assert (tight.high, tight.ticks) == (7.3, (0, 2, 4, 6))
+    assert Axis.fit([900.0, 1430.0], from_zero=True).low == 0
+    assert Axis.fit([-3.0, -1.0], from_zero=True).high == 0
+    assert Axis.fit([-0.1, 0.3]).ticks == (-0.1, 0.0, 0.1, 0.2, 0.3)
+    assert Axis.fit([]).share(0.5) == 0.5
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -2.0, 1e-9, 1e12, 5e-324])
+def test_a_single_value_has_a_margin(value: float) -> None:
+    axis = Axis.fit([value])
+    assert axis.low <= value < axis.high
+    assert len(axis.ticks) >= 2
+
+
+def test_a_logarithmic_axis_of_positive_values() -> None:
+    axis = Axis.fit([0.2, 5000.0], log=True)
+    assert axis.labels() == ["0.1", "1", "10", "100", "1000", "1e4"]
+    assert [axis.share(value) for value in (0.1, 10, 10000)] == pytest.approx([0, 0.4, 1])
+    assert len(Axis.fit([1e-12, 1e12], log=True).ticks) <= 7
+    assert not Axis.fit([0.0, 10.0], log=True).log
+
+
+@pytest.mark.parametrize(
+    ("ticks", "labels"),
+    [
+        ((0, 0.5, 1), ["0.0", "0.5", "1.0"]), ((0, 500, 1000), ["0", "500", "1,000"]),
+        ((0, 2500, 10_000), ["0", "2.5k", "10.0k"]), ((0, 1e6, 2e6), ["0", "1M", "2M"]),
+        ((0, 5e-5, 1e-4), ["0", "5e-5", "1e-4"]), ((), []),
+    ],
+)  # fmt: skip
+def test_tick_labels(ticks: tuple[float, ...], labels: list[str]) -> None:
+    assert tick_labels(ticks) == labels
+
+
+def parsed(chart: Chart) -> ElementTree.Element:
+    return ElementTree.fromstring(line_chart(chart))
+
+
+def titles(svg: ElementTree.Element, tag: str) -> list[str | None]:
+    return [element.findtext("title") for element in svg.findall(tag)]
+
+
+def legends(svg: ElementTree.Element) -> list[str]:
+    return ["".join(t.itertext()) for t in svg.iter("text") if t.get("class") == "legend"]
+
+
+def test_a_sparse_line_has_dots_and_a_dense_one_hover_strips() -> None:
+    chart = Chart(
+        "Accuracy", "epoch", [Line("top-1", [(1, 80), (2, 90)])], show_value="{:.1f} %".format
+    )
+    assert titles(parsed(chart), "circle") == ["epoch 1: top-1 80.0 %", "epoch 2: top-1 90.0 %"]
+    points = [(float(x), float(x)) for x in range(600)]
+    svg = parsed(Chart("Loss", "step", [Line("a", points), Line("b", points, colour=2)]))
+    assert svg.findall("circle") == []
+    assert 0 < len(svg.findall("rect")) <= 75
+    assert titles(svg, "rect")[0] == "step 0\na 7\nb 7"
+
+
+def test_legend_and_hover_name_lines_that_have_a_name_and_points() -> None:
+    lines = [
+        Line("bold", [(0, 1), (1, 2)]), Line("raw", [(0, 1), (1, 3)], faint=True), Line("none", []),
+        Line("", [(0, 0), (1, 3)], colour=3, dashed=True),
+    ]  # fmt: skip
+    svg = parsed(Chart("Loss", "epoch", lines))
+    assert legends(svg) == ["bold 2", "raw"]
+    assert titles(svg, "rect") == ["epoch 0\nbold 1\nraw 1", "epoch 1\nbold 2\nraw 3"]
+    assert len(svg.findall("polyline")) == 3
+    assert svg.findall("polyline")[0].attrib["class"] == "line c1 faint", "in the background"
+    assert svg.attrib["aria-label"].startswith("Loss by epoch: bold from 1 to 2; ")
+    assert legends(parsed(Chart("Loss", "epoch", lines, legend=False))) == []
+
+
+def test_an_empty_chart_says_so() -> None:
+    svg = parsed(Chart("Accuracy", "epoch", [Line("top-1", [])]))
+    assert [text.text for text in svg.findall("text")] == ["nothing recorded"]
+
+
+def test_names_are_escaped() -> None:
+    hostile = '</svg><script>"&'
+    markers = [Marker(0, hostile), Marker(1, hostile, "skip")]
+    text = line_chart(Chart(hostile, hostile, [Line(hostile, [(0, 1), (1, 2)])], markers=markers))
+    assert "<script" not in text
+    assert titles(ElementTree.fromstring(text), "path").count(hostile) == 2
+
+
+def test_a_finished_run_has_four_charts_on_one_axis(finished_run: Path) -> None:
+    charts = charts_of(finished_run)
+    assert list(charts) == ["Accuracy", "Loss", "Learning", "Throughput"]
+    assert {(chart.x_range, chart.x_label) for chart in charts.values()} == {((0.0, 8.0), "epoch")}
+    assert names(charts["Accuracy"]) == ["top-1", "top-5"]
+    assert names(charts["Loss"]) == ["training", "single steps", "validation"]
+    assert [x for x, _ in charts["Accuracy"].lines[0].points] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert not charts["Loss"].log
+
+
+def test_less_than_an_epoch_is_shown_by_step_and_not_smoothed(make_run: MakeRun) -> None:
+    charts = charts_of(make_run([start(), *(step(n, 1.0) for n in range(1, 21))]))
+    assert (charts["Loss"].x_label, charts["Loss"].x_range) == ("step", (0.0, 20.0))
+    assert names(charts["Loss"]) == ["training", "validation"]
+    assert all(not line.points for line in charts["Accuracy"].lines)
+
+
+def test_exposed_communication_has_a_chart_on_several_ranks(make_run: MakeRun) -> None:
+    events = [start(world_size=2), *(step(n, exposed_comm_s=0.02) for n in range(1, 10))]
+    assert "Exposed" in charts_of(make_run(events, ranks={1: events}))
+
+
+def test_a_spike_makes_the_loss_logarithmic(make_run: MakeRun) -> None:
+    events = [start(), *(step(n, 500.0 if n == 9 else 1.0) for n in range(1, 31))]
+    assert charts_of(make_run(events))["Loss"].log
+    assert not charts_of(make_run([*events, step(31, 0.0)], name="zero"))["Loss"].log
+
+
+def test_resumes_and_skipped_steps_are_marked(make_run: MakeRun) -> None:
+    events = [
+        start(50, resumed_from="elsewhere"),
+        *(step(n) for n in range(51, 101)),
+        step(101, math.nan, skipped=True),
+        start(100, resumed_from="a"),
+        step(101, math.nan, skipped=True),
+        *(step(n) for n in range(102, 201)),
+        evaluation(200),
+        start(500, resumed_from="beyond what is recorded"),
+    ]
+    charts = charts_of(make_run(events))
+    assert [(m.kind, m.x) for m in charts["Loss"].markers] == [
+        ("resume", 0.0), ("resume", 1.0), ("skip", 1.01)
+    ]  # fmt: skip
+    assert [m.kind for m in charts["Accuracy"].markers] == ["resume", "resume"]
+
+
+def test_very_many_steps_and_skips_are_thinned(make_run: MakeRun) -> None:
+    events = [start(), *(step(n, 2.0, total=3000, skipped=n % 2 == 0) for n in range(1, 3001))]
+    charts = charts_of(make_run(events))
+    assert all(len(line.points) <= 600 for chart in charts.values() for line in chart.lines)
+    assert len(charts["Loss"].markers) <= 200
+
+
+def points(values: list[float]) -> list[Point]:
+    return [Point(n, n / 100, value) for n, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("length", [3, 600, 601, 999, 50_000])
+def test_a_thinned_curve_keeps_its_ends_and_its_course(length: int) -> None:
+    curve = points([float(n) for n in range(length)])
+    thinned = thin(curve)
+    assert len(thinned) == min(length, 600)
+    assert (thinned[0], thinned[-1]) == (curve[0], curve[-1])
+    assert all(abs(p.value - p.step) <= length / 600 for p in thinned)
+    spiked = points([0.0, 1.0, 100.0, 3.0, 9.0])
+    assert thin(spiked, 3) == [spiked[0], Point(2, 0.02, 3.0), spiked[4]]
+
+
+def test_moving_median_equals_its_definition() -> None:
+    noise, half = random.Random(3), 4
+    values = [float(noise.randint(0, 9)) for _ in range(60)]
+    expected = [
+        statistics.median(values[max(0, i - half) : i + min(i, half) + 1]) for i in range(60)
+    ]
+    # While the window grows, it reaches as far to the left as to the right.
+    assert [p.value for p in moving_median(points(values), 9)] == expected
+    assert [p.value for p in moving_median(points([1, 1, 1, 99, 1, 1, 1]), 3)] == [1] * 7
+    assert moving_median([]) == []
