@@ -33,28 +33,29 @@ def main(page: str) -> str:
     facts = _text(re.search(r"<header><p>(.*?)</p>", page, re.S)[1])  # type: ignore[index]
     tiles = re.search(r'<dl class="tiles">(.*?)</dl>', page, re.S)[1]  # type: ignore[index]
     figures = re.findall(r"<dt>(.*?)</dt>\s*<dd>(.*?)</dd>", tiles, re.S)
-    charts = re.findall(
-        r"<figure>\s*<figcaption>(.*?)</figcaption>\s*(<svg.*?</svg>)", page, re.S
-    )[:CHARTS]
+    charts = re.findall(r"<figure>\s*<figcaption>(.*?)</figcaption>\s*(<svg.*?</svg>)", page, re.S)[
+        :CHARTS
+    ]
     parts, y = [], 34
-    parts.append(f'<text class="soft" x="{GAP}" y="{y}">{html.escape(facts)}</text>')
+    parts.append(_label("soft", GAP, y, facts))
     for line in textwrap.wrap(title, TITLE_LETTERS):
         y += 30
-        parts.append(f'<text class="head" x="{GAP}" y="{y}">{html.escape(line)}</text>')
+        parts.append(_label("head", GAP, y, line))
     y += 18
     tile = (WIDTH - GAP) / len(figures) - GAP
     for at, (name, value) in enumerate(figures):
         x = GAP + at * (tile + GAP)
         parts.append(_card(x, y, tile, 62))
-        parts.append(f'<text class="soft" x="{x + 12:.0f}" y="{y + 22}">{html.escape(_text(name))}</text>')
-        parts.append(f'<text class="figure" x="{x + 12:.0f}" y="{y + 49}">{html.escape(_text(value))}</text>')
+        parts.append(_label("soft", x + 12, y + 22, _text(name)))
+        parts.append(_label("figure", x + 12, y + 49, _text(value)))
     y += 62 + GAP
     for at, (caption, svg) in enumerate(charts):
         x, top = GAP + at % 2 * (CHART_WIDTH + GAP), y + at // 2 * (CHART_HEIGHT + 34 + GAP)
         name = _text(re.sub(r"<span.*?</span>", "", caption, flags=re.S))
         parts.append(_card(x, top, CHART_WIDTH, CHART_HEIGHT + 34))
-        parts.append(f'<text class="caption" x="{x + 14}" y="{top + 24}">{html.escape(name)}</text>')
-        parts.append(_still(svg).replace("<svg ", f'<svg x="{x}" y="{top + 32}" width="{CHART_WIDTH}" height="{CHART_HEIGHT}" ', 1))  # fmt: skip # noqa: E501
+        parts.append(_label("caption", x + 14, top + 24, name))
+        place = f'<svg x="{x}" y="{top + 32}" width="{CHART_WIDTH}" height="{CHART_HEIGHT}" '
+        parts.append(_still(svg).replace("<svg ", place, 1))
     height = y + -(-len(charts) // 2) * (CHART_HEIGHT + 34 + GAP)
     style = re.search(r"<style>(.*?)</style>", page, re.S)[1]  # type: ignore[index]
     colours = re.search(r":root \{.*?\}", style, re.S)[0]  # type: ignore[index]
@@ -64,12 +65,18 @@ def main(page: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" role="img" aria-label="{html.escape(title)}">'
         f"<style>{colours}\n{rules}\n{FRAME}</style>"
-        f'<rect width="{WIDTH}" height="{height}" fill="var(--page)"/>' + "".join(parts) + "</svg>\n"
+        f'<rect width="{WIDTH}" height="{height}" fill="var(--page)"/>'
+        + "".join(parts)
+        + "</svg>\n"
     )
 
 
 def _card(x: float, y: float, width: float, height: float) -> str:
     return f'<rect class="card" x="{x:.0f}" y="{y}" width="{width:.0f}" height="{height}" rx="10"/>'
+
+
+def _label(look: str, x: float, y: float, text: str) -> str:
+    return f'<text class="{look}" x="{x:.0f}" y="{y}">{html.escape(text)}</text>'
 
 
 def _still(svg: str) -> str:
