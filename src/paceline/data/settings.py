@@ -33,7 +33,7 @@ class DataSettings:
     image_size: int = 224
     """Edge of the images that the model sees, in pixels."""
     channels: int = 3
-    """1 for greyscale, 3 for RGB."""
+    """1 for grayscale, 3 for RGB."""
     augment: str = "random_resized_crop"
     """Crop of training images: `random_resized_crop`, `pad_crop` or `none`."""
     flip: bool = True
@@ -52,7 +52,7 @@ class DataSettings:
     randaugment: tuple[int, int] = (0, 9)
     """RandAugment: operations per training image (0 disables it) and magnitude, 0 to 30."""
     eval_resize: int = 256
-    """Short side of validation images before the centre crop, in pixels; 0 resizes them directly to
+    """Short side of validation images before the center crop, in pixels; 0 resizes them directly to
     `image_size`."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     """Mean for normalization on the scale 0 to 1; one value, or one for each channel."""
@@ -80,7 +80,7 @@ class DataSettings:
     shuffle_window_shards: int = 16
     """Shards that are mixed with one another, for `shuffle = shards`."""
     shuffle_run: int = 16
-    """Neighbouring samples that stay together, for `shuffle = shards`."""
+    """Neighboring samples that stay together, for `shuffle = shards`."""
     read_retries: int = 6
     """How often to retry a read that fails temporarily."""
     cache: str = "none"
@@ -92,7 +92,7 @@ class DataSettings:
     cache_form: str = "raw"
     """What the cache keeps: `raw` files or `decoded` pixels."""
     synthetic_samples: int = 1280
-    """Number of training images of `source = synthetic`."""
+    """Training images of `source = synthetic`; validation has a tenth as many."""
     synthetic_classes: int = 1000
     """Number of classes of `source = synthetic`."""
 
