@@ -47,7 +47,8 @@ class CommSettings:
     """Send full buckets during backward: `on`, `off`, or `auto` (wherever that does not prevent
     CUDA graphs)."""
     plan: str = ""
-    """Plan file, which decides buckets, algorithms and wire formats."""
+    """`plan.toml` of `paceline tune` or `paceline plan`, which decides buckets, algorithms and wire
+    formats."""
     share_gpus: bool = False
     """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 
