@@ -97,3 +97,11 @@ def test_commands_parse(page: str, line: list[str]) -> None:
 def test_programs_compile(page: Path) -> None:
     for block in blocks(page.read_text(), "python"):
         compile(block, str(page), "exec")
+
+
+def test_call_paths_name_modules_that_exist() -> None:
+    paths = (ROOT / "DESIGN.md").read_text().split("## Call paths")[1].split("## Numeric")[0]
+    rows = re.findall(r"^\| (`.*?) \|", paths, re.M)
+    named = {name for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    assert len(named) > 30
+    assert {name for name in named if not (ROOT / f"src/paceline/{name}.py").exists()} == set()
