@@ -40,53 +40,63 @@ Tables = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How long, how large, on what, and what to write.
-
-    `global_batch_size` is that of all ranks together, `batch_size` the micro-batch of one process;
-    unset, the first is 256 and the second the largest share of at most 256. `threads` = 0 shares the
-    node's cores out among its ranks. `resume` is `auto`, a run folder or a checkpoint. `target_top1`
-    (percent) ends the run once it is reached. `max_skipped_steps` non-finite gradients in a row end it
-    as diverged. `device` is auto, cpu or cuda. `channels_last` keeps weights and activations in NHWC.
-
-    `mixup` and `cutmix` mix each training image with another of its micro-batch: the parameters of their
-    Beta distributions, 0 is off; with both on, each image takes one of the two.
-
-    `average_epochs`: evaluation, best checkpoint and export take weights averaged over so many epochs.
-
-    `fused_norm` (auto, on, off) takes our kernels for batch norm with ReLU, sum and pool: auto on a GPU
-    for the models that have them. `compile` is torch.compile: off, blocks (each residual block), model
-    (all of it), or auto: model on a GPU where fused_norm has nothing to offer. `cuda_graphs` (auto, on,
-    off) records micro-step and update and replays them: auto on a GPU.
-
-    `trace` writes `trace.json` into the run's folder, for Perfetto: what each rank computed and exchanged
-    when, in the steps from the first to the second of `trace_steps`.
-    """
+    """The length, size and place of a run, and what it writes."""
 
     name: str = "run"
+    """Name of the run; a recipe sets it to its own name, and run folders are named after it."""
     epochs: int = 90
+    """Number of passes over the training data."""
     global_batch_size: int | None = None
+    """Samples of one update over all ranks; unset, `batch_size` times the ranks, or 256 where that
+    is unset too."""
     batch_size: int | None = None
+    """Samples of one forward and backward pass of one process; unset, the largest equal share of at
+    most 256."""
     smoothing: float = 0.1
+    """Label smoothing."""
     mixup: float = 0.0
+    """Parameter of mixup's Beta distribution; 0 disables it; with `cutmix` also set, each image
+    uses one of the two."""
     cutmix: float = 0.0
+    """Parameter of CutMix's Beta distribution; 0 disables it."""
     average_epochs: float = 0.0
+    """Evaluate and export weights averaged over about this many epochs; 0 disables averaging."""
     seed: int = 0
+    """Seed of the initial weights, the sample order, augmentation and dropout."""
     device: str = "auto"
+    """Where to compute: `auto` (a GPU if there is one), `cpu` or `cuda`."""
     threads: int = 0
+    """CPU threads of each rank; 0 divides the cores of a node among its ranks."""
     channels_last: bool = True
+    """Keep weights and activations in NHWC memory format."""
     fused_norm: str = "auto"
+    """Fused kernels for batch norm with ReLU, residual sum and pooling: `on`, `off`, or `auto` (on
+    a GPU, for models that have them)."""
     compile: str = "auto"
+    """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
+    for models without fused kernels)."""
     cuda_graphs: str = "auto"
+    """Capture micro-step and update as CUDA graphs: `on`, `off`, or `auto` (on a GPU)."""
     output: str = ""
+    """Run folder; empty, `runs/NAME-NNN`."""
     resume: str = ""
+    """`auto`, a run folder or a checkpoint to continue from; empty starts a new run."""
     pretrained: str = ""
+    """Weights to start from, with torchvision's or timm's keys (`.pth`, `.pt` or `.safetensors`)."""
     log_interval: int = 10
+    """Steps between two log lines where there is no terminal."""
     eval_interval_epochs: int = 1
+    """Epochs between two evaluations."""
     target_top1: float | None = None
+    """Stop at the first evaluation that reaches this top-1 accuracy, in percent."""
     max_skipped_steps: int = 50
+    """End the run as diverged after this many skipped steps in a row."""
     tensorboard: bool = False
+    """Also write TensorBoard files (needs `paceline[tensorboard]`)."""
     trace: bool = False
+    """Write `trace.json` into the run folder, for Perfetto."""
     trace_steps: tuple[int, int] = (10, 30)
+    """First and last step of the trace."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
@@ -144,24 +154,24 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """When to save and what to keep.
-
-    0 switches an interval off; a signal and the end of a run always save. The last `keep` stay, and,
-    with `keep_best`, the one of the best top-1 as `best.pt`. `on_sigusr1` and `on_sigusr2` set what these
-    signals do: `save` (and go on) or `stop` (after a save, as SIGTERM does).
-
-    `salvage`: after the loss of another rank the lowest one that is left saves its last completed step,
-    with its own batch-norm statistics for all. `accept_salvaged`: a run may resume from that checkpoint.
-    """
+    """When to save and what to keep; a signal and the end of a run always save."""
 
     interval_epochs: int = 1
+    """Epochs between two checkpoints; 0 disables this interval."""
     interval_steps: int = 0
+    """Steps between two checkpoints; 0 disables this interval."""
     keep: int = 2
+    """Number of recent checkpoints to keep."""
     keep_best: bool = True
+    """Also keep the checkpoint with the best top-1 accuracy, as `best.pt`."""
     on_sigusr1: str = "save"
+    """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
     on_sigusr2: str = "stop"
+    """Action on SIGUSR2: `save` and continue, or `stop` after saving."""
     salvage: bool = True
+    """After the loss of a rank, let the lowest surviving rank save its last completed step."""
     accept_salvaged: bool = True
+    """Allow `--resume auto` to use such a salvaged checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("interval_epochs", "interval_steps"):

@@ -21,36 +21,36 @@ BACKEND_GRACE_S = 7 * 86400.0
 
 @dataclass(frozen=True)
 class CommSettings:
-    """How ranks meet and talk, and how gradients travel.
-
-    `backend` is nccl, gloo, or auto, which takes NCCL where the ranks compute on GPUs and Gloo
-    elsewhere. `timeout_s` bounds every collective, `rendezvous_timeout_s` the wait for ranks that have
-    not arrived yet.
-
-    Gradients travel in buffers: in the order in which backward makes them ready, a buffer is closed
-    once it holds `fusion_mib` MiB (0: every tensor alone). `algorithm` is one of the catalogue
-    (docs/communication.md), auto, which is the backend's own (native), or hybrid: by size, from the
-    table in the file `sizes` (`paceline tune` writes one), or, with `eta_kib`, hierarchical below that
-    many KiB and ring from there on. `wire` is the format that travels: float32, float16, bfloat16, or
-    auto, as the gradients are. `group_size` is the k of the algorithms with groups; 0 takes the ranks
-    of a node. `overlap` sends full buffers while backward goes on: on, off, or auto, wherever that does
-    not cost a recorded CUDA graph. `plan` is a plan file, which decides buffers, algorithms and wire
-    itself. `share_gpus` lets several ranks use one GPU over NCCL, which needs NVIDIA MPS; it is meant
-    for tests.
-    """
+    """How ranks connect and exchange gradients."""
 
     backend: str = "auto"
+    """`nccl`, `gloo`, or `auto` (NCCL on GPUs, Gloo elsewhere)."""
     timeout_s: float = 600.0
+    """Time limit of every collective, enforced by the watchdog."""
     rendezvous_timeout_s: float = 300.0
+    """How long to wait for ranks that have not connected yet."""
     algorithm: str = "auto"
+    """All-reduce algorithm: a name from docs/communication.md, `auto` (`native`, the backend's
+    own), or `hybrid` (by message size)."""
     sizes: str = ""
+    """File with the table size → algorithm for `hybrid`."""
     eta_kib: int | None = None
+    """For `hybrid` without a table: `hierarchical` below this many KiB, `ring` from there on."""
     fusion_mib: float = 16.0
+    """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately."""
     wire: str = "auto"
+    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, or `auto` (the gradients'
+    own)."""
     group_size: int = 0
+    """Ranks of a group in `hierarchical` and `torus2d`; 0 takes the ranks of a node."""
     overlap: str = "auto"
+    """Send full buckets during backward: `on`, `off`, or `auto` (wherever that does not prevent
+    CUDA graphs)."""
     plan: str = ""
+    """`plan.toml` of `paceline tune` or `paceline plan`, which decides buckets, algorithms and wire
+    formats."""
     share_gpus: bool = False
+    """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 
     def __post_init__(self) -> None:
         for name, known in (

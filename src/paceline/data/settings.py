@@ -24,61 +24,78 @@ CACHE_FORMS = ("raw", "decoded")
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where the images come from, and what becomes of them before the model sees them.
-
-    `source` is embedded, shards, folder, imagenet (the published archives), cifar10, idx,
-    synthetic, or auto, which finds out what `dir` holds. `augment` is random_resized_crop, pad_crop
-    or none; `interpolation` is nearest, bilinear, bicubic or lanczos. `cutout` blanks a square of
-    that many pixels a side at a random place of each training image, 0 none (DeVries and Taylor
-    2017). `color_jitter` are the strengths with which brightness, contrast, saturation and hue
-    vary; `randaugment` is how many of its operations each training image gets, and their magnitude
-    of 30; both on the host. `mean` and `std` are on the scale 0 to 1, one value for all channels or
-    one for each. `eval_resize` is the short side before the centre crop of validation images; 0
-    scales them straight to `image_size`. `decoder` is region (JPEGs: only what the crop needs, by a
-    C library), pillow (all of the image), or auto: region where that can be had; the pixels are the
-    same; or, on a GPU, nvjpeg: many at a time there, with the same crops, of pixels that differ by
-    a few levels. `workers` are threads; 0 does the work in the caller. `resident` on decodes each
-    split once, onto the training device, and augments there; auto does so on a GPU for a split of
-    at most `resident_max_mib`. `shuffle` global draws each epoch's order from all samples; shards
-    shuffles the shards and then runs of `shuffle_run` neighbouring samples among
-    `shuffle_window_shards` shards, and so reads mostly sequentially. `read_retries` is how often a
-    read that fails for the moment is tried again. `cache` memory or disk keeps at most `cache_mib`
-    MiB of each split for later epochs, disk in `cache_dir`; `cache_form` raw keeps files, decoded
-    keeps pixels.
-    """
+    """Where the images come from, and how they are decoded, augmented, ordered and cached."""
 
     dir: str = ""
+    """Directory of the data set."""
     source: str = "auto"
+    """Layout of `dir`: `shards`, `folder`, `imagenet` (the published archives), `cifar10` or `idx`;
+    `auto` detects it; `embedded` and `synthetic` need no directory."""
     image_size: int = 224
+    """Edge of the images that the model sees, in pixels."""
     channels: int = 3
+    """1 for grayscale, 3 for RGB."""
     augment: str = "random_resized_crop"
+    """Crop of training images: `random_resized_crop`, `pad_crop` or `none`."""
     flip: bool = True
+    """Flip half of the training images horizontally."""
     crop_padding: int = 4
+    """Pixels of padding on each side, for `pad_crop`."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of the image's area, for `random_resized_crop`."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest aspect ratio, for `random_resized_crop`."""
     cutout: int = 0
+    """Edge of a square that is blanked at a random place of each training image, in pixels; 0
+    disables it."""
     color_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Strengths of random brightness, contrast, saturation and hue; 0 disables each."""
     randaugment: tuple[int, int] = (0, 9)
+    """RandAugment: operations per training image (0 disables it) and magnitude, 0 to 30."""
     eval_resize: int = 256
+    """Short side of validation images before the center crop, in pixels; 0 resizes them directly to
+    `image_size`."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    """Mean for normalization on the scale 0 to 1; one value, or one for each channel."""
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    """Standard deviation for normalization on the scale 0 to 1; one value, or one for each channel."""
     interpolation: str = "bilinear"
+    """Resampling filter: `nearest`, `bilinear`, `bicubic` or `lanczos`."""
     decoder: str = "auto"
+    """Decoder of JPEGs: `region` (C library, decodes only the crop), `pillow`, `nvjpeg` (on the
+    GPU), or `auto` (`region` where available, else `pillow`)."""
     workers: int = 2
+    """Threads that decode and augment, of each process; 0 does the work in the training thread."""
     prefetch_batches: int = 4
+    """Micro-batches to prepare ahead."""
     resident: str = "auto"
+    """Keep each split decoded on the training device: `on`, `off`, or `auto` (on a GPU, for splits
+    of at most `resident_max_mib`)."""
     resident_max_mib: int = 4096
+    """Largest decoded split that `resident = auto` keeps on the device, in MiB."""
     max_corrupt_share: float = 0.01
+    """End the run when more than this share of the samples is corrupt."""
     shuffle: str = "global"
+    """Order of an epoch: `global` shuffles all samples, `shards` shuffles shards and runs of
+    samples and reads mostly sequentially."""
     shuffle_window_shards: int = 16
+    """Shards that are mixed with one another, for `shuffle = shards`."""
     shuffle_run: int = 16
+    """Neighboring samples that stay together, for `shuffle = shards`."""
     read_retries: int = 6
+    """How often to retry a read that fails temporarily."""
     cache: str = "none"
+    """Cache samples for later epochs: `none`, `memory` or `disk`."""
     cache_mib: int = 4096
+    """Size limit of the cache of each split, in MiB."""
     cache_dir: str = ""
+    """Directory of the disk cache."""
     cache_form: str = "raw"
+    """What the cache keeps: `raw` files or `decoded` pixels."""
     synthetic_samples: int = 1280
+    """Training images of `source = synthetic`; validation has a tenth as many."""
     synthetic_classes: int = 1000
+    """Number of classes of `source = synthetic`."""
 
     def __post_init__(self) -> None:
         for name in ("crop_scale", "crop_ratio", "color_jitter", "randaugment", "mean", "std"):

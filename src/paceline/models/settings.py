@@ -29,21 +29,22 @@ SMALL_STEM_MAX_PIXELS = 64
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which network, and how it starts.
-
-    `name` is one of resnet18, resnet34, resnet50, resnet101, resnet152, resnet_tiny, alexnet,
-    alexnet2012 and alexnet_bn. `num_classes`, unset, is the data's. `stem` is imagenet, small, or auto:
-    small for images of at most 64 pixels. `zero_init_gamma` starts the last γ of each residual branch
-    at 0 (no effect on AlexNets); `dropout` is the AlexNets' (no effect on ResNets). `pool5_norm` = false
-    leaves the batch norm after pool5 out of alexnet_bn, for the ablation.
-    """
+    """Which network to train, and its initialization."""
 
     name: str = "resnet50"
+    """`resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152`, `resnet_tiny`, `alexnet`,
+    `alexnet2012` or `alexnet_bn`."""
     num_classes: int | None = None
+    """Number of classes; unset, that of the data."""
     stem: str = "auto"
+    """First layers of a ResNet: `imagenet` (7×7, stride 2, max-pool), `small` (3×3, stride 1), or
+    `auto` (`small` for images of at most 64 pixels)."""
     zero_init_gamma: bool = True
+    """Initialize the last γ of each residual branch to 0; no effect on AlexNets."""
     dropout: float = 0.5
+    """Dropout of the AlexNets; no effect on ResNets."""
     pool5_norm: bool = True
+    """Batch norm after pool5 of `alexnet_bn`; `false` is for ablations."""
 
     def __post_init__(self) -> None:
         check_model_name(self.name)

@@ -14,53 +14,64 @@ SCHEDULES = ("constant", "cosine", "poly", "step")
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """The update rule and its learning rate over time.
-
-    `lr` is the peak rate as it is; unset, the peak is `lr_base` · global batch / `lr_base_batch`
-    (linear scaling). Warm-up rises from `warmup_start` to the peak over `warmup_epochs`, but at most over
-    the share `warmup_max_share` of the run. A command line that leaves the share out gets 1 if it gives
-    `--warmup-epochs`, else 0.2, or the share that warm-up has in the recipe at the recipe's own length,
-    if that is more. Then `schedule` is one of constant, cosine and poly (`poly_power`), both down to
-    `lr_end`, or step (× `decay_rate` at each of `decay_epochs`). `decay_over_epochs` is the epoch at
-    which poly and cosine arrive, warm-up counted; unset, the run's end. Weight decay spares biases and
-    normalisation unless `decay_bias_norm`.
-
-    `name` is sgd, lars or muon. For lars: `trust_coefficient`, `eps`, `lr_in_momentum` and `clip` as in
-    docs/optimizers.md; biases and normalisation keep the global rate unless `adapt_bias_norm`. For muon,
-    which needs fewer steps: `trust_coefficient` (layers keep about the pace that they
-    have with lars) and `eps` likewise; `orthogonal` says whose momentum is made so: filters, which are
-    those of convolutions, or all, the weights of linear layers too.
-    `trust_log_interval` steps pass between two records of the trust ratios (0: none). `in_half` is an
-    ablation: the update in the parameters' own format, without masters. `fused` is auto (Triton on a GPU
-    where it is installed), triton or foreach.
-    """
+    """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
+    """`sgd`, `lars` or `muon`."""
     lr: float | None = None
+    """Peak learning rate; unset, `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
     lr_base: float = 0.1
+    """Peak learning rate at a global batch of `lr_base_batch`."""
     lr_base_batch: int = 256
+    """Global batch that `lr_base` refers to."""
     momentum: float = 0.9
+    """Momentum."""
     nesterov: bool = False
+    """Use Nesterov momentum."""
     weight_decay: float = 1e-4
+    """Weight decay of weights; biases and normalization have none unless `decay_bias_norm`."""
     decay_bias_norm: bool = False
+    """Apply weight decay to biases and normalization parameters too."""
     warmup_epochs: float = 5.0
+    """Epochs of linear warm-up."""
     warmup_start: float = 0.0
+    """Learning rate at the start of warm-up."""
     warmup_max_share: float = 1.0
+    """Largest share of the run that warm-up may take; the command line sets 0.2, or the share in
+    the recipe if larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
+    """Decay after warm-up: `constant`, `cosine`, `poly` or `step`."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
+    """Epochs at which `step` multiplies the rate by `decay_rate`."""
     decay_rate: float = 0.1
+    """Factor of each decay of `step`."""
     poly_power: float = 2.0
+    """Exponent of `poly`."""
     lr_end: float = 0.0
+    """Final learning rate of `cosine` and `poly`."""
     decay_over_epochs: float | None = None
+    """Epoch at which `cosine` and `poly` reach `lr_end`, warm-up included; unset, the end of the
+    run."""
     trust_coefficient: float = 0.001
+    """Trust coefficient η of LARS and Muon."""
     eps: float = 0.0
+    """Added to the denominator of the trust ratio."""
     lr_in_momentum: bool = True
+    """LARS: multiply by the learning rate before the momentum (MLPerf, TF2) instead of after it."""
     clip: bool = False
+    """LARS: limit the local learning rate to the global one, as in LARC."""
     adapt_bias_norm: bool = False
+    """Apply the trust ratio to biases and normalization parameters too."""
     orthogonal: str = "filters"
+    """Muon: layers with orthogonalized momentum, `filters` (convolutions) or `all` (linear layers
+    too)."""
     trust_log_interval: int = 0
+    """Steps between two records of the trust ratios in `metrics.jsonl`; 0 records none."""
     in_half: bool = False
+    """Ablation: compute the update in the parameters' own format, without master weights."""
     fused: str = "auto"
+    """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU where it is
+    installed)."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:

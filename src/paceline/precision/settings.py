@@ -11,22 +11,23 @@ AMP_DTYPES = ("auto", "fp16", "bf16", "fp32")
 
 @dataclass(frozen=True)
 class PrecisionSettings:
-    """What is computed in which number format.
-
-    `amp_dtype` is fp16, bf16, fp32, or auto: fp16 on a GPU, fp32 on a CPU. Masters, statistics and the
-    update are fp32 in any case. `tf32` lets a GPU round the factors of fp32 products to 10 bits.
-    fp16 scales the loss: by `loss_scale`, or, unset, by a scale that starts at `loss_scale_init`, halves
-    at every overflow, doubles after `loss_scale_interval` steps without one, and stays between
-    `loss_scale_min` and `loss_scale_max`.
-    """
+    """Number formats and the loss scale; master weights, statistics and the update are always fp32."""
 
     amp_dtype: str = "auto"
+    """Format of weights, activations and gradients: `fp16`, `bf16`, `fp32`, or `auto` (fp16 on a
+    GPU, fp32 on a CPU)."""
     tf32: bool = True
+    """Allow TF32 for fp32 matrix products and convolutions on a GPU."""
     loss_scale: float | None = None
+    """Fixed loss scale for fp16; unset, the scale is dynamic."""
     loss_scale_init: float = 65536.0
+    """Initial dynamic loss scale."""
     loss_scale_interval: int = 1000
+    """Steps without overflow after which the scale doubles."""
     loss_scale_min: float = 1.0
+    """Smallest dynamic loss scale; an overflow at this scale ends the run as diverged."""
     loss_scale_max: float = 2.0**24
+    """Largest dynamic loss scale."""
 
     def __post_init__(self) -> None:
         if self.amp_dtype not in AMP_DTYPES:

@@ -1,0 +1,107 @@
+"""The documents agree with the code: links, commands, settings and programs are valid, terms standard."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+
+from paceline.cli.app import app
+from paceline.config import SECTIONS, parse_assignment
+
+ROOT = Path(__file__).parents[2]
+TOP = [ROOT / name for name in ("README.md", "DESIGN.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+PRIVATE_TERMS = re.compile(
+    r"\b(rooms?|told|settle[ds]?|shelf|mail|letters|carriers?|recordings?|holes?)\b", re.I
+)
+_KEY = re.compile(rf"`({'|'.join(SECTIONS)})\.([a-z][a-z0-9_]*)")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
+    return re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+
+
+def commands(text: str) -> list[list[str]]:
+    """The `paceline` commands of a page that are complete, without their comments."""
+    found = []
+    for block in blocks(text, ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            start = line.find("paceline ") if "-m paceline " in line else 0
+            if line[start:].startswith("paceline ") and "…" not in line and "[" not in line:
+                found.append(shlex.split(line[start:], comments=True)[1:])
+    return found
+
+
+COMMANDS = [
+    (name, line)
+    for name, page in zip(NAMES, PAGES, strict=True)
+    for line in commands(page.read_text())
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    missing = []
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, part = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists():
+            missing.append(target)
+        elif part:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            if part not in map(anchor, headings):
+                missing.append(target)
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_private_terms_do_not_occur(page: Path) -> None:
+    assert PRIVATE_TERMS.findall(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_settings_that_are_named_exist(page: Path) -> None:
+    known = {(section, field.name) for section, kind in SECTIONS.items() for field in fields(kind)}
+    named = {(section, key) for section, key in _KEY.findall(page.read_text())}
+    assert {name for name in named - known if name != ("run", "lock")} == set()
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[" ".join(line) for _, line in COMMANDS])
+def test_commands_parse(page: str, line: list[str]) -> None:
+    command = typer.main.get_command(app)
+    arguments = list(line)
+    while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
+        command = command.commands[arguments.pop(0)]
+    parameters = command.make_context(line[0], arguments).params
+    for assignment in parameters.get("settings") or []:
+        section, _, key = parse_assignment(assignment)[0].partition(".")
+        assert key in {field.name for field in fields(SECTIONS[section])}, f"{page}: {assignment}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_programs_compile(page: Path) -> None:
+    for block in blocks(page.read_text(), "python"):
+        compile(block, str(page), "exec")
+
+
+def test_call_paths_name_modules_that_exist() -> None:
+    paths = (ROOT / "DESIGN.md").read_text().split("## Call paths")[1].split("## Numeric")[0]
+    rows = re.findall(r"^\| (`.*?) \|", paths, re.M)
+    named = {name for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    assert len(named) > 30
+    assert {name for name in named if not (ROOT / f"src/paceline/{name}.py").exists()} == set()
