@@ -324,7 +324,7 @@ def test_skipped_steps_count_only_in_a_row(tmp_path: Path) -> None:
     """A scale that grows every step overflows now and then; training continues."""
     outcome = run_small(
         tmp_path / "a", **FP16, run__max_skipped_steps=2, precision__loss_scale_interval=1,
-        precision__loss_scale_init=2.0**20, precision__loss_scale_max=2.0**40, run__epochs=3,
+        precision__loss_scale_init=2.0**17, precision__loss_scale_max=2.0**40, run__epochs=4,
     )  # fmt: skip
     assert outcome.summary["skipped_steps"] >= 3
     assert outcome.result.stopped_by == "finished"
