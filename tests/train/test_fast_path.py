@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,10 @@ import torch
 from torch import nn
 
 from paceline.config import RunSettings
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import ConfigError
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet, TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
-from small_runs import run_small
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -170,25 +168,6 @@ def test_blocks_or_the_whole_model_are_compiled(compiled: Compiled) -> None:
     assert compiled == [(block, False) for block in blocks]
     choose(CPU, model, compile="model")
     assert compiled[-1] == (model, False)
-
-
-def test_a_compiler_that_fails_gives_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    def compiler(model: nn.Module, dynamic: bool) -> Callable[..., torch.Tensor]:
-        def forward(images: torch.Tensor) -> torch.Tensor:
-            raise BackendCompilerFailed(lambda: None, ValueError("no C++ compiler\nin sight"), None)
-
-        return forward
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    with pytest.raises(RunError) as caught:
-        run_small(tmp_path / "a", run__compile="model")
-    assert str(caught.value) == (
-        "torch.compile failed (ValueError: no C++ compiler); use --compile off"
-    )
 
 
 @pytest.fixture
