@@ -46,8 +46,7 @@ def test_what_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, broken: str, w
         if broken in shown:
             raise LaunchError(f"{shown}: Operation not permitted")
 
-    for module in ("availability", "namespace"):
-        monkeypatch.setattr(f"paceline.bench.cluster.{module}.call_tool", call)
+    monkeypatch.setattr(network, "call_tool", call)
     reason = why_unavailable()
     assert reason.startswith(words)
     assert reason.endswith("Operation not permitted)")
