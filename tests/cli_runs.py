@@ -6,9 +6,7 @@ second. They can be killed for real, and none outlives its test.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import json
 import os
 import pickle
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fork_server import Child, ForkServer, Request
+from fork_server import Child, Request, shared_server
 from paceline.bench.cluster import EmulatedCluster
 from ranks import free_port
 
@@ -99,7 +97,7 @@ class CliProcess:
             f"{self._log}.err", namespace, launches=launches,
             fault=pickle.dumps(fault) if fault else b"",
         )  # fmt: skip
-        self.process = Child(_server().start(request))
+        self.process = Child(shared_server().start(request))
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
@@ -127,14 +125,6 @@ class CliProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
-
-
-@functools.cache
-def _server() -> ForkServer:
-    """One for all tests of this process; it ends with it."""
-    server = ForkServer()
-    atexit.register(server.close)
-    return server
 
 
 @contextlib.contextmanager

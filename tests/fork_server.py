@@ -1,4 +1,4 @@
-"""A server that has imported torch and Paceline, and forks processes that run `paceline`.
+"""A server that has imported torch and Paceline, and forks processes that run `paceline`, or a function.
 
 In: requests on a pipe (`Request`). Out: for each a process that runs `paceline ARGUMENTS` as
 `python -m paceline` does, but in tenths of a second instead of seconds. The server never computes:
@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -64,7 +65,7 @@ class Request:
     launches: bool = False
     # Whether the interpreter is torn down at the end, which in a fork copies all its memory.
     tears_down: bool = False
-    # A pickled function to call first: a fault of `faults.py`.
+    # A pickled function to call first: a fault of `faults.py`, or one that does not return.
     fault: bytes = b""
 
 
@@ -233,7 +234,9 @@ class ForkServer:
         become_subreaper()
         self._channel, theirs = Pipe()
         threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-        paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        # pytest calls a module `tests.x.test_y`, which pickled functions bear.
+        own = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)]
+        paths = filter(None, [*own, os.environ.get("PYTHONPATH")])
         env = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ | dict.fromkeys(threads, "1")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fork_server", str(theirs.fileno())], stdin=subprocess.DEVNULL,
@@ -255,6 +258,14 @@ class ForkServer:
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
+
+
+@functools.cache
+def shared_server() -> ForkServer:
+    """One for all tests of this process; it ends with it."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
 
 
 def _start(channel: Connection, request: Request) -> int:
