@@ -26,7 +26,7 @@ from paceline.core.errors import DataError
 from paceline.core.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("_machine")
-SHORT = ("--set", "comm.timeout_s=4", "-b", "4")
+SHORT = ("--set", "comm.timeout_s=4")
 ENDLESS = (
     "--epochs", "500", "--set", "run.eval_interval_epochs=500",
     "--set", "checkpoint.interval_epochs=0",
@@ -57,7 +57,7 @@ def ended(processes: Sequence[CliProcess]) -> list[Done]:
 
 def training(folder: Path, hosts: int, *more: str) -> list[str]:
     size = ("--global-batch-size", str(4 * hosts))
-    return small("--output", str(folder / "run"), *SHORT, *ENDLESS, *size, *more)
+    return small("--output", str(folder / "run"), "-b", "4", *ENDLESS, *size, *more)
 
 
 def in_training(folder: Path) -> Callable[[], bool]:
@@ -73,7 +73,7 @@ def error_line(done: Done) -> str:
 
 
 def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
-    with ranks_on(3, 3, tmp_path, training(tmp_path, 3, *HYBRID)) as (cluster, processes):
+    with ranks_on(3, 3, tmp_path, training(tmp_path, 3, *SHORT, *HYBRID)) as (cluster, processes):
         processes[0].wait_until(in_training(tmp_path), PATIENCE_S)
         cluster.cut(1)
         lines = [error_line(done) for done in ended(processes)]
@@ -101,7 +101,7 @@ def test_the_ranks_of_a_host_that_are_killed_are_named_with_it(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_host_of_the_store_is_cut_off(tmp_path: Path) -> None:
-    with ranks_on(2, 2, tmp_path, training(tmp_path, 2, *HYBRID)) as (cluster, processes):
+    with ranks_on(2, 2, tmp_path, training(tmp_path, 2, *SHORT, *HYBRID)) as (cluster, processes):
         processes[0].wait_until(in_training(tmp_path), PATIENCE_S)
         cluster.cut(0)
         lines = [error_line(done) for done in ended(processes)]
@@ -118,7 +118,7 @@ def _evaluates(folder: Path) -> None:
 def test_a_host_that_is_cut_off_during_an_evaluation(tmp_path: Path) -> None:
     """No exchange is under way, and only the store knows of ranks 2 and 3. Their host is named as one."""
     slow = partial(faults.at_evaluation, 1, partial(_evaluates, tmp_path))
-    arguments = small("--output", str(tmp_path / "run"), *SHORT)
+    arguments = small("--output", str(tmp_path / "run"), "-b", "4", *SHORT)
     with ranks_on(2, 4, tmp_path, arguments, slow) as (cluster, processes):
         processes[0].wait_until(lambda: len(list(tmp_path.glob("evaluates-*"))) == 4, PATIENCE_S)
         cluster.cut(1)
@@ -134,7 +134,7 @@ def test_a_host_that_is_cut_off_during_an_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # torchrun's own agent takes its time on a host that is cut off
 def test_ranks_end_under_torchrun_too(tmp_path: Path) -> None:
-    command = ["-m", "paceline", *training(tmp_path, 2, *HYBRID)]
+    command = ["-m", "paceline", *training(tmp_path, 2, *SHORT, *HYBRID)]
     with EmulatedCluster(2) as cluster:
         job = cluster.torchrun(command, ranks=1, env=RANK_ENV, cwd=tmp_path)
         job.wait_until(in_training(tmp_path), PATIENCE_S)
