@@ -5,6 +5,7 @@
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
 #: make fuzz       mutated inputs for every parser (ARGS="--seed 1 --count 100000")
+#: make mutants    deliberate bugs in the code, each of which some test must find
 #: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
 #:                 --ranks 1 2 4"), and resumed
 #: make docs       rewrite docs/settings.md from the code
@@ -17,7 +18,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow fuzz chaos data docs clean
+.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow fuzz mutants chaos data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -80,6 +81,10 @@ test-slow: $(VENV)/.installed-test
 # Seeded; a small part of it is in `unit`. Findings go to fuzz-findings/ (CONTRIBUTING.md).
 fuzz: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
+
+# One bug at a time in a copy of the source (tests/mutants/mutants.toml).
+mutants: $(VENV)/.installed-test
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 # Random kills, signals, full disks and the like; --seed and --trial repeat one (docs/faults.md).
 chaos: $(VENV)/.installed-test

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fork_server import Child, Request, shared_server
+from paceline.bench.cluster import EmulatedCluster
 from ranks import free_port
 
-_ROOT = Path(__file__).parent.parent
-_LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "PACELINE_")
-_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
-_context = multiprocessing.get_context("forkserver")
-# The first optimizer imports torch's compiler, which takes as long as torch itself.
-_context.set_forkserver_preload(
-    ["paceline.cli.app", "numpy.random", "paceline.train.run", "paceline.train.evaluate",
-     "torch._dynamo"]
-)  # fmt: skip
+_LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI", "PRTE_", "TORCHELASTIC_", "PACELINE_", "PET_")
+_LAUNCHER_NAMES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+    "MASTER_PORT",
+}  # fmt: skip
 
 # 100 samples in batches of 16: the seventh batch spans the epoch's end, the last (13th) is short.
 IMAGES = [
@@ -85,18 +80,26 @@ def is_launchers(name: str) -> bool:
 class CliProcess:
     """A running `paceline ARGUMENTS`."""
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, fault: Any, extra: dict[str, str]):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        fault: Any,
+        extra: Mapping[str, str],
+        namespace: str = "",
+    ) -> None:
         env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
-        self._log = cwd / f".cli-{free_port()}-{extra.get('RANK', '0')}"
-        _ensure_server()
-        self.process = _context.Process(
-            target=_enter,
-            args=(list(arguments), str(cwd), env | extra, str(self._log), pickle.dumps(fault)),
-        )
-        self.process.start()
+        launches = "--nproc-per-node" in arguments
+        name = "launcher" if launches else f"rank{extra.get('RANK', '0')}"
+        self._log = cwd / f".cli-{free_port()}-{name}"
+        request = Request(
+            name, list(arguments), env | dict(extra), str(cwd), f"{self._log}.out",
+            f"{self._log}.err", namespace, launches=launches,
+            fault=pickle.dumps(fault) if fault else b"",
+        )  # fmt: skip
+        self.process = Child(shared_server().start(request))
 
     def send(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def wait(self, timeout_s: float = 40.0) -> Done:
@@ -120,8 +123,7 @@ class CliProcess:
             time.sleep(0.002)
 
     def kill(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
+        self.process.kill()
         self.process.join()
 
 
@@ -151,18 +153,29 @@ def started_ranks(
     faults: Sequence[Any] | None = None,
     master_port: int | None = None,
     job_id: str | None = None,
+    cluster: EmulatedCluster | None = None,
 ) -> Iterator[list[CliProcess]]:
     """One rank for each list of arguments, in the environment that a launcher sets.
 
-    The default job id depends on the port, so that ranks with different settings are of one job."""
-    port, size = str(master_port or free_port()), str(len(arguments))
+    The default job id depends on the port, so that ranks with different settings are of one job.
+    `cluster`: as many ranks on each of its hosts."""
+    port, size = str(master_port or free_port()), len(arguments)
+    local = size // cluster.hosts if cluster else size
+    world = {
+        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local), "MASTER_PORT": port,
+        "MASTER_ADDR": cluster.address(0) if cluster else "127.0.0.1",
+        "PACELINE_JOB_ID": f"test-{port}" if job_id is None else job_id,
+    }  # fmt: skip
+    if cluster:
+        world["GLOO_SOCKET_IFNAME"] = "eth0"
     ranks: list[CliProcess] = []
     try:
         for rank, own in enumerate(arguments):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
-            world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-            world["PACELINE_JOB_ID"] = f"test-{port}" if job_id is None else job_id
-            ranks.append(CliProcess(own, cwd, faults[rank] if faults else None, place | world))
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % local)}
+            place |= {"GROUP_RANK": str(rank // local)} if cluster else {}
+            host = cluster.namespaces[rank // local] if cluster else ""
+            fault = faults[rank] if faults else None
+            ranks.append(CliProcess(own, cwd, fault, place | world, host))
         yield ranks
     finally:
         for process in ranks:
@@ -194,36 +207,3 @@ def events(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
 
 def steps(folder: Path) -> list[int]:
     return [record["step"] for record in events(folder, "step")]
-
-
-def _ensure_server() -> None:
-    """Starts the fork server; it must find our modules, and torch's C++ code must not log."""
-    before = dict(os.environ)
-    paths = [str(_ROOT / "src"), str(_ROOT / "tests"), before.get("PYTHONPATH", "")]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _enter(arguments: list[str], cwd: str, env: dict[str, str], log: str, fault: bytes) -> None:
-    """The process itself: `python -m paceline ARGUMENTS`, with torch imported already."""
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(cwd)
-    for number, name in ((1, "out"), (2, "err")):
-        descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path[:0] = [str(_ROOT / "src"), str(_ROOT / "tests")]
-    sys.argv = ["paceline", *arguments]
-    inject = pickle.loads(fault)
-    if inject is not None:
-        inject()
-    from paceline.cli.app import main
-
-    main()

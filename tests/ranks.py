@@ -1,25 +1,26 @@
 """`run_ranks(n, fn)`: runs `fn(rank, *args)` on n real processes that can form a Gloo group.
 
-In: a function at a module's top level. Out: what each rank returned, in order of rank. The processes of
-a pool live on between calls, because importing torch costs seconds; each call gets a port of its own.
-A rank that fails shows its traceback, and a rank that hangs is killed with its pool.
+In: a function at a module's top level. Out: what each rank returned, in order of rank. Processes are
+forks of a server that has imported torch, and those of a pool live on between calls; each call gets a
+port of its own. A rank that fails shows its traceback, and a rank that hangs is killed with its pool.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
+import pickle
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-_ROOT = Path(__file__).parent.parent
+from fork_server import Child, Request, shared_server
+
 _pools: dict[int, Pool] = {}
 
 
@@ -31,16 +32,15 @@ class Pool:
     """n processes, each at the other end of a pipe."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.processes: list[Child] = []
+        key = bytes(multiprocessing.current_process().authkey)
+        with Listener(family="AF_UNIX") as listener:
+            for rank in range(size):
+                serve = functools.partial(_serve, listener.address, key, rank, size)
+                request = Request(f"rank{rank}", [], dict(os.environ), fault=pickle.dumps(serve))
+                self.processes.append(Child(shared_server().start(request)))
+                self.pipes.append(listener.accept())
 
     def kill(self) -> None:
         for process in self.processes:
@@ -91,17 +91,15 @@ def run_ranks(
     raise RankFailed(f"ranks {missing} of {size} did not return within {timeout_s} s")
 
 
-def _serve(pipe: Connection, rank: int, size: int) -> None:
-    """The loop of one rank."""
-    sys.path[:0] = [str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "src")]
-    import torch
-
-    torch.set_num_threads(1)
+def _serve(address: str, key: bytes, rank: int, size: int) -> None:
+    """The loop of one rank. The key is what lets tensors pass between processes."""
+    multiprocessing.current_process().authkey = key
+    pipe = Client(address)
     while True:
         try:
             function, args, port = pipe.recv()
         except EOFError:
-            return
+            os._exit(0)
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),

@@ -12,7 +12,7 @@ import torch
 
 from data_sets import write_shards
 from paceline.bench import input_ours, input_peers
-from paceline.bench.input_ours import measure_training, median_stall
+from paceline.bench.input_ours import median_stall
 from paceline.bench.input_rows import (
     InputRow,
     RowRates,
@@ -128,17 +128,6 @@ def test_memory_and_seek_of_a_long_index() -> None:
     assert found["most_mib"] == max(found["resident_mib"])
     assert found["seek_s"] > 0
     assert told[0].startswith("seek to step 20:")
-
-
-def test_training_from_the_input_against_synthetic(shards: DataSettings) -> None:
-    row = InputRow("ours", 1, replace(shards, image_size=28, eval_resize=0), "train", 4, "cpu")
-    found = measure_training("resnet_tiny", row, rounds=1, steps=2, warm_up=1, tell=lambda _: None)
-    assert found["synthetic_images_per_s"] > 0
-    assert found["share"] == pytest.approx(
-        found["input_images_per_s"] / found["synthetic_images_per_s"]
-    )
-    assert set(found["input_stall_s_of_a_step"]) <= {"read", "decode", "augment", "other"}
-    assert found["input_stall_s_of_a_step"]
 
 
 def test_a_stall_is_the_median_of_all_rounds() -> None:

@@ -1,15 +1,19 @@
-"""Which rows are measured, and what is said about rows that cannot be."""
+"""`paceline bench step` and `optimizer`: rows, rows that cannot be measured, and what is timed."""
 
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from paceline.bench.optimizer import measure_all
 from paceline.bench.step import StepRow
 from paceline.bench.step_table import RowProcess, choose_rows, measure_rows, ratios
+from paceline.bench.timing import Times, device_times, steady_times
 from paceline.core.errors import ConfigError
 
 COMMON: dict[str, Any] = {
@@ -37,26 +41,21 @@ def test_a_row_survives_the_way_to_its_process() -> None:
     assert row.group
 
 
-def test_the_row_of_many_ranks_sends_several_buffers_while_backward_goes_on() -> None:
-    """Not the single buffer that a lone rank has."""
-    row = choose_rows(["ours N>1"], COMMON)[0]
-    small = replace(row, switches={**row.switches, "comm.fusion_mib": 0.02})
-    (result,) = measure_rows([small], 100, 1, lambda result: None)
-    assert re.search(r"\d+ buckets of .*, native, overlapped, backend gloo", result["what"]), result
-
-
 def test_rows_are_measured_in_processes_and_a_broken_one_says_why() -> None:
-    rows = choose_rows(["ours", "ours muon", "plain fp32"], COMMON)
+    ranks, plain = choose_rows(["ours N>1", "plain fp32"], COMMON)
+    # Not the single bucket that a lone rank has.
+    ranks = replace(ranks, switches={**ranks.switches, "comm.fusion_mib": 0.02})
     broken = StepRow(**{**COMMON, "name": "broken", "kind": "ours", "switches": {"run.nothing": 1}})
     told: list[str] = []
-    results = measure_rows([*rows, broken], 100, 4, lambda result: told.append(result["name"]))
-    assert told == ["ours", "ours muon", "plain fp32", "broken"]
-    for result in results[:3]:
+    results = measure_rows(
+        [ranks, plain, broken], 100, 3, lambda result: told.append(result["name"])
+    )
+    assert told == ["ours N>1", "plain fp32", "broken"]
+    for result in results[:2]:
         assert result["steps"] == 2
         assert result["images_per_s"] == pytest.approx(4 / result["step_s"])
-    assert ["lars" in results[0]["what"], "muon" in results[1]["what"]] == [True, True]
-    assert "run.nothing" in results[3]["error"]
-    assert set(ratios(results)) == {"ours / plain fp32", "ours muon / ours"}
+    assert re.search(r"\d+ buckets of .*, native, overlapped, backend gloo", results[0]["what"])
+    assert "run.nothing" in results[2]["error"]
 
 
 def test_a_row_that_never_gets_warm_is_given_up() -> None:
@@ -67,11 +66,74 @@ def test_a_row_that_never_gets_warm_is_given_up() -> None:
 
 
 def test_ratios_are_against_the_fastest_peer() -> None:
-    speeds = {"ours": 100.0, "ours N>1": 98.0, "plain bf16 default": 50.0,
+    speeds = {"ours": 100.0, "ours N>1": 98.0, "ours muon": 90.0, "plain bf16 default": 50.0,
               "plain fp16 max-autotune": 80.0, "plain tf32 default": 20.0}  # fmt: skip
     found = ratios([{"name": n, "images_per_s": v} for n, v in speeds.items()])
     assert found["ours / fastest of 2 plain recipes, plain fp16 max-autotune"] == pytest.approx(
         1.25
     )
     assert found["ours N>1 / ours"] == pytest.approx(0.98)
+    assert found["ours muon / ours"] == pytest.approx(0.9)
     assert found["ours / plain tf32 default"] == pytest.approx(5.0)
+
+
+def test_all_ways_are_measured_and_the_bytes_are_those_of_one_update() -> None:
+    found = measure_all("resnet_tiny", torch.device("cpu"), amp_dtype="fp32", repeats=2, warm_up=1)
+    names = [row["name"] for row in found["rows"]]
+    assert names == [
+        "ours lars",
+        "ours sgd",
+        "ours muon",
+        "torch fused sgd",
+        "lars, a loop over tensors",
+    ]
+    assert all(row["ms"] > 0 for row in found["rows"])
+    assert found["bytes"] == found["elements"] * (4 + 4 + 4 * 5)
+    half = measure_all("resnet_tiny", torch.device("cpu"), amp_dtype="bf16", repeats=1, warm_up=1)
+    assert half["bytes"] == half["elements"] * (2 + 4 + 2 + 4 * 4 + 2)
+
+
+def test_median_and_spread_ignore_a_straggler() -> None:
+    times = Times(tuple([1.0] * 19 + [50.0]))
+    assert times.median == 1.0
+    assert times.spread == (1.0, 1.0)
+
+
+def test_the_warm_up_is_not_timed() -> None:
+    calls: list[float] = []
+
+    def work() -> None:
+        calls.append(time.perf_counter())
+        if len(calls) <= 2:
+            time.sleep(0.2)
+
+    times = device_times(work, torch.device("cpu"), repeats=3, warm_up=2)
+    assert len(calls) == 5
+    assert len(times.seconds) == 3
+    assert max(times.seconds) < 0.2
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_steps_under_way_never_exceed_the_lag_and_all_are_waited_for(lag: int) -> None:
+    under_way, most, order = 0, 0, []
+
+    def launch(number: int) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        order.append(number)
+
+    def wait() -> None:
+        nonlocal under_way
+        assert under_way > 0
+        under_way -= 1
+
+    turns: list[int] = []
+    times = steady_times(
+        launch, wait, lag=lag, repeats=5, warm_up=4, ready=lambda: turns.append(under_way)
+    )
+    assert len(times.seconds) == 5
+    assert most == lag + 1
+    assert under_way == 0
+    assert turns == [0]  # nothing is under way while another row measures
+    assert order == list(range(len(order)))

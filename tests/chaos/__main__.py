@@ -7,12 +7,13 @@ where an invariant was broken. Moments are times on a clock, so a repetition hit
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.disturbances import WEIGHTS, unavailable
-from chaos.fork_server import ForkServer
-from chaos.job import descendants
-from chaos.trial import Measured, Trial
+from chaos.worker import run_trial, set_up
 
 
 def main() -> int:
@@ -33,30 +32,25 @@ def main() -> int:
         sys.stdout.write(table([json.loads(line) for line in lines]) + "\n")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes
-    if options.worker:
-        server = ForkServer()
-        try:
-            return _work(options, server)
-        finally:
-            for pid in descendants(server.pid):
-                os.kill(pid, signal.SIGKILL)
-            server.close()
+    left_out = unavailable()
+    for kind, reason in left_out.items():
+        sys.stderr.write(f"left out: {kind} ({reason})\n")
+    left_out |= {kind: "not asked for" for kind in WEIGHTS if kind not in options.only}
     root = Path(tempfile.mkdtemp(prefix="paceline-chaos-"))
-    started = time.monotonic()
-    command = [sys.executable, "-m", "chaos", *sys.argv[1:], "--worker", str(root)]
-    workers = [
-        subprocess.Popen([*command, "--share", f"{number}/{options.jobs}"], stdout=subprocess.PIPE,
-                         text=True)
-        for number in range(options.jobs)
-    ]  # fmt: skip
-    records: list[dict[str, Any]] = []
-    try:
-        codes = _collect(workers, records, options.out)
-    finally:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.wait()
+    started, records = time.monotonic(), []
+    numbers = range(options.trials) if options.trial is None else [options.trial]
+    each = functools.partial(
+        run_trial, options.seed, tuple(options.ranks), left_out, root, started + options.seconds
+    )
+    with multiprocessing.get_context("spawn").Pool(options.jobs, set_up) as pool:
+        for record in filter(None, pool.imap_unordered(each, numbers)):
+            records.append(record)
+            line = json.dumps(record, separators=(",", ":")) + "\n"
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(line)
     broken = [record for record in records if record["violations"]]
     sys.stdout.write(table(records) + f"\n{time.monotonic() - started:.0f} s\n")
     for record in broken:
@@ -70,7 +64,7 @@ def main() -> int:
         )
     if not broken:
         shutil.rmtree(root, ignore_errors=True)
-    return 1 if broken or any(codes) else 0
+    return 1 if broken else 0
 
 
 def _options() -> argparse.Namespace:
@@ -86,72 +80,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trials at a time")
     parser.add_argument("--out", type=Path, help="append the lines of JSON to this file")
     parser.add_argument("--table", type=Path, nargs="+", help="only the table of these files")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.jobs = 1 if options.trial is not None else min(options.jobs, options.trials)
     return options
-
-
-def _collect(
-    workers: list[subprocess.Popen[str]], records: list[dict[str, Any]], out: Path | None
-) -> list[int]:
-    """Shows and keeps the records as they come, until every worker has ended."""
-    import selectors
-
-    with selectors.DefaultSelector() as selector:
-        for worker in workers:
-            assert worker.stdout is not None
-            selector.register(worker.stdout, selectors.EVENT_READ)
-        while selector.get_map():
-            for key, _ in selector.select():
-                line = key.fileobj.readline()  # type: ignore[union-attr]
-                if not line:
-                    selector.unregister(key.fileobj)
-                    continue
-                records.append(json.loads(line))
-                sys.stdout.write(line)
-                sys.stdout.flush()
-                if out is not None:
-                    with out.open("a") as file:
-                        file.write(line)
-    return [worker.wait() for worker in workers]
-
-
-def _work(options: argparse.Namespace, server: ForkServer) -> int:
-    """One worker, with a fork server of its own: every n-th trial."""
-    share, of = map(int, options.share.split("/"))
-    root = Path(options.worker)
-    numbers = [options.trial] if options.trial is not None else range(share, options.trials, of)
-    ranks, started = tuple(options.ranks), time.monotonic()
-    left_out = unavailable()
-    for kind, reason in left_out.items():
-        sys.stderr.write(f"left out: {kind} ({reason})\n")
-    left_out |= {kind: "not asked for" for kind in WEIGHTS if kind not in options.only}
-    references = Measured(server, root / "references")
-    for number in numbers:
-        if time.monotonic() - started > options.seconds:
-            break
-        trial = Trial(server, options.seed, number, references, root, left_out, ranks)
-        try:
-            record = trial.run()
-        except Exception as error:
-            known = {
-                "seed": options.seed,
-                "trial": number,
-                "ranks": 0,
-                "attempts": [],
-            } | trial.record
-            record = known | {"violations": [f"the harness itself failed: {error!r}"]}
-            for pid in descendants(server.pid):
-                os.kill(pid, signal.SIGKILL)
-        sys.stdout.write(json.dumps(record, separators=(",", ":")) + "\n")
-        sys.stdout.flush()
-        if not record["violations"]:
-            for folder in root.glob(f"trial-{number}*"):
-                if folder.name in (f"trial-{number}", f"trial-{number}-logs"):
-                    shutil.rmtree(folder)
-    return 0
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from chaos.fork_server import ForkServer
 from chaos.job import INTERVAL_STEPS, Job, Place, Way
+from fork_server import ForkServer
 from paceline.bench.cluster import EmulatedCluster, why_unavailable
 from ranks import free_port
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.fork_server import NAME, STACKS_SIGNAL, ForkServer, Request
 from cli_runs import is_launchers
+from fork_server import NAME, STACKS_SIGNAL, ForkServer, Request
 from ranks import free_port
 
 TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 20.0, 10.0

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos.disturbances import Disturbance, create, draw_kinds, small_disk
-from chaos.fork_server import ForkServer
 from chaos.job import GONE_S, INTERVAL_STEPS, Job, Stopwatch, Way
+from fork_server import ForkServer
 
 _WORDS_OF_A_DEFECT = (
     "Traceback", "Fatal Python error", "terminate called", "Exception ignored", "Exception in thread",
@@ -57,12 +57,12 @@ class Reference:
 
     @classmethod
     def measure(cls, server: ForkServer, way: Way, root: Path) -> Reference:
-        """Runs it in a folder of its own; an error of it ends the whole program."""
+        """Runs it in a folder of its own; RuntimeError where it fails."""
         job = Job(server, way, way.arguments("run"), root, root / "reference")
         taken = job.wait(120)
         if taken is None or any(job.codes.values()):
             job.kill()
-            raise SystemExit(f"the undisturbed run ({way}) failed: {job.codes}\n{job.output()}")
+            raise RuntimeError(f"the undisturbed run ({way}) failed: {job.codes}\n{job.output()}")
         events = read_events(root / "run")
         steps = [event for event in events if event["event"] == "step"]
         started = next(event["time"] for event in events if event["event"] == "start")

@@ -1,10 +1,14 @@
-"""A cluster is there inside its context, apart from everything else, and gone after it."""
+"""A cluster is there inside its context, apart from everything else, and gone after it; its command."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from cluster.traces import root_interfaces, traces
+from cluster.traces import PATIENCE_S, RANK_ENV, root_interfaces, traces
 from paceline.bench.cluster import EmulatedCluster
 from paceline.bench.cluster.network import Namespace
 from paceline.core.errors import ConfigError, LaunchError
@@ -81,3 +85,35 @@ def test_ranks_that_do_not_fit(ranks: int | list[int]) -> None:
 def test_hosts_that_are_not_there() -> None:
     with pytest.raises(ConfigError, match="host = 2: the cluster has hosts 0 to 1"):
         EmulatedCluster(2).cut(2)
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline.bench.cluster", *arguments],
+        env=os.environ | RANK_ENV, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("_machine")
+def test_the_command_shows_rank_0_and_fails_with_any_rank() -> None:
+    say = 'echo "rank $RANK of $WORLD_SIZE"; test $RANK = 0 && exit; sleep 1; echo bad >&2; exit 9'
+    done = call("--hosts", "1", "--ranks", "2", "--rate", "100mbit", "--", "sh", "-c", say)
+    assert done.returncode == 1
+    assert done.stdout == "rank 0 of 2\n"
+    assert done.stderr == "rank 1: bad\npaceline: error: the exit codes are [1]\n"
+
+
+@pytest.mark.usefixtures("_machine")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--ranks", "two"), "--ranks = 'two': is not a number"),
+        (("--rate", "200"), "rate = '200': is not a rate of a link"),
+        (("--hosts", "2", "--ranks", "1,1,1"), "ranks = [1, 1, 1]: does not fit 2 hosts"),
+    ],
+)
+def test_bad_flags_of_the_command_are_one_line(flags: tuple[str, ...], words: str) -> None:
+    done = call(*flags, "--", "true")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"paceline: error: {words}")
+    assert done.stderr.count("\n") == 1

@@ -5,121 +5,164 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from cli_runs import small, steps
-from cluster.traces import PATIENCE_S, PROGRAMS, RANK_ENV, traces
+import faults
+from cli_runs import CliProcess, Done, small, started_ranks, steps
+from cluster.traces import PATIENCE_S, RANK_ENV, traces
 from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.job import Ended
 from paceline.bench.cluster.network import Namespace
+from paceline.comm.group import Group
+from paceline.comm.settings import CommSettings
+from paceline.core.errors import DataError
+from paceline.core.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("_machine")
-HYBRID = (
-    "--set", "comm.algorithm=hybrid", "--set", "comm.eta_kib=64", "--set", "comm.fusion_mib=0.25",
-    "--set", "comm.timeout_s=4", "-b", "4", "--epochs", "500", "--set", "run.eval_interval_epochs=500",
+SHORT = ("--set", "comm.timeout_s=4")
+ENDLESS = (
+    "--epochs", "500", "--set", "run.eval_interval_epochs=500",
     "--set", "checkpoint.interval_epochs=0",
 )  # fmt: skip
+HYBRID = (
+    "--set", "comm.algorithm=hybrid", "--set", "comm.eta_kib=64", "--set", "comm.fusion_mib=0.25",
+)  # fmt: skip
+PORT = 29500
 
 
-def train_and_cut(folder: Path, hosts: int, cut: int, *, torchrun: bool = False) -> Ended:
-    """Cuts a host off once some steps are done; returns when every process has ended by itself."""
-    command = ["-m", "paceline", *small("--output", str(folder / "run"), *HYBRID)]
-    command += ["--global-batch-size", str(4 * hosts)]
+@contextmanager
+def ranks_on(
+    hosts: int, ranks: int, folder: Path, arguments: Sequence[str], fault: Any = None
+) -> Iterator[tuple[EmulatedCluster, list[CliProcess]]]:
+    """A job of the same number of ranks on each host; at the end every process must be gone."""
     with EmulatedCluster(hosts) as cluster:
-        start = cluster.torchrun if torchrun else cluster.ranks
-        job = start(command, ranks=1, env=RANK_ENV, cwd=folder)
-        job.wait_until(lambda: len(steps(folder / "run")) > 3, PATIENCE_S)
-        cluster.cut(cut)
-        # Far more than the time-out: a machine may be busy. A hang lasts for ever.
-        ended = job.wait(90)
-        assert not any(Namespace(name).processes() for name in cluster.namespaces)
+        same, each = [arguments] * ranks, [fault] * ranks
+        with started_ranks(same, folder, each, PORT, cluster=cluster) as processes:
+            yield cluster, processes
+            assert not any(Namespace(name).processes() for name in cluster.namespaces)
     assert not traces(cluster.namespaces)
-    return ended
 
 
-def error_line(ended: Ended, rank: int) -> str:
-    lines = [line for line in ended.err[rank].splitlines() if line.startswith("paceline: error: ")]
-    assert len(lines) == 1, ended.explain()
-    assert "Traceback" not in ended.err[rank]
+def ended(processes: Sequence[CliProcess]) -> list[Done]:
+    """Far more than the time-out: a machine may be busy. A hang lasts for ever."""
+    return [process.wait(PATIENCE_S) for process in processes]
+
+
+def training(folder: Path, hosts: int, *more: str) -> list[str]:
+    size = ("--global-batch-size", str(4 * hosts))
+    return small("--output", str(folder / "run"), "-b", "4", *ENDLESS, *size, *more)
+
+
+def in_training(folder: Path) -> Callable[[], bool]:
+    return lambda: len(steps(folder / "run")) > 3
+
+
+def error_line(done: Done) -> str:
+    lines = [line for line in done.err.splitlines() if line.startswith("paceline: error: ")]
+    assert len(lines) == 1, done.err
+    assert "Traceback" not in done.err
+    assert done.code == 1
     return lines[0].removeprefix("paceline: error: ")
 
 
 def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
-    ended = train_and_cut(tmp_path, hosts=3, cut=1)
-    assert ended.codes == [1, 1, 1], ended.explain()
+    with ranks_on(3, 3, tmp_path, training(tmp_path, 3, *SHORT, *HYBRID)) as (cluster, processes):
+        processes[0].wait_until(in_training(tmp_path), PATIENCE_S)
+        cluster.cut(1)
+        lines = [error_line(done) for done in ended(processes)]
     # Those that still reach the store agree on who is missing; the one that does not says so.
     for rank in (0, 2):
-        line = error_line(ended, rank)
-        assert ": the exchange of buffer " in line
-        assert re.search(r"rank 1 on \S+ \(10\.213\.0\.2\) gives no sign of life \(last seen", line)
-    line = error_line(ended, 1)
-    assert re.search(r"rank 0's host \S+ \(10\.213\.0\.1\) has not answered for", line)
+        assert ": the exchange of buffer " in lines[rank]
+        assert re.search(
+            r"rank 1 on \S+ \(10\.213\.0\.2\) gives no sign of life \(last seen", lines[rank]
+        )
+    assert re.search(r"rank 0's host \S+ \(10\.213\.0\.1\) has not answered for", lines[1])
     # It cannot reach the third host either, so it is this host that is cut off.
-    assert re.search(r"this host \S+ \(10\.213\.0\.2\) is cut off the network", line)
+    assert re.search(r"this host \S+ \(10\.213\.0\.2\) is cut off the network", lines[1])
+
+
+def test_the_ranks_of_a_host_that_are_killed_are_named_with_it(tmp_path: Path) -> None:
+    """Their connections break at once; those that survivors close next do not shift the blame."""
+    ring = training(tmp_path, 3, "--set", "comm.algorithm=ring")
+    with ranks_on(3, 3, tmp_path, ring) as (_, processes):
+        processes[0].wait_until(in_training(tmp_path), PATIENCE_S)
+        processes[1].send(signal.SIGKILL)
+        found = ended(processes)
+    for rank in (0, 2):
+        assert re.search(r"rank 1 on \S+ \(10\.213\.0\.2\) is gone", error_line(found[rank]))
 
 
 @pytest.mark.slow
 def test_the_host_of_the_store_is_cut_off(tmp_path: Path) -> None:
-    ended = train_and_cut(tmp_path, hosts=2, cut=0)
-    assert ended.codes == [1, 1], ended.explain()
-    assert "(10.213.0.2) gives no sign of life (last seen" in error_line(ended, 0)
-    assert "(10.213.0.1) has not answered for" in error_line(ended, 1)
+    with ranks_on(2, 2, tmp_path, training(tmp_path, 2, *SHORT, *HYBRID)) as (cluster, processes):
+        processes[0].wait_until(in_training(tmp_path), PATIENCE_S)
+        cluster.cut(0)
+        lines = [error_line(done) for done in ended(processes)]
+    assert "(10.213.0.2) gives no sign of life (last seen" in lines[0]
+    assert "(10.213.0.1) has not answered for" in lines[1]
+
+
+def _evaluates(folder: Path) -> None:
+    (folder / f"evaluates-{os.environ['RANK']}").touch()
+    time.sleep(2)
 
 
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_during_an_evaluation(tmp_path: Path) -> None:
     """No exchange is under way, and only the store knows of ranks 2 and 3. Their host is named as one."""
-    program = [str(PROGRAMS / "evaluating_rank.py"), str(tmp_path)]
-    program += small("--output", str(tmp_path / "run"), "--set", "comm.timeout_s=4", "-b", "4")
-    with EmulatedCluster(2) as cluster:
-        job = cluster.ranks(program, ranks=2, env=RANK_ENV, cwd=tmp_path)
-        job.wait_until(lambda: len(list(tmp_path.glob("evaluates-*"))) == 4, PATIENCE_S)
+    slow = partial(faults.at_evaluation, 1, partial(_evaluates, tmp_path))
+    arguments = small("--output", str(tmp_path / "run"), "-b", "4", *SHORT)
+    with ranks_on(2, 4, tmp_path, arguments, slow) as (cluster, processes):
+        processes[0].wait_until(lambda: len(list(tmp_path.glob("evaluates-*"))) == 4, PATIENCE_S)
         cluster.cut(1)
-        ended = job.wait(90)
-    assert ended.codes == [1, 1, 1, 1], ended.explain()
-    for rank in (0, 1):
-        line = error_line(ended, rank)
+        lines = [error_line(done) for done in ended(processes)]
+    for line in lines[:2]:
         assert re.search(
             r"stalled for [\d.]+ s: host \S+ \(10\.213\.0\.2\) with ranks 2 and 3 gives", line
         )
         assert "look into rank 2's log and host, and the network to it" in line
-    for rank in (2, 3):
-        assert "it or this host has ended or is cut off the network" in error_line(ended, rank)
-
-
-def test_the_ranks_of_a_host_that_are_killed_are_named_with_it(tmp_path: Path) -> None:
-    """Their connections break at once; those that survivors close next do not shift the blame."""
-    command = ["-m", "paceline", *small("--output", str(tmp_path / "run"), "--epochs", "500")]
-    command += ["--global-batch-size", "12", "--set", "comm.algorithm=ring", "-b", "4"]
-    with EmulatedCluster(3) as cluster:
-        job = cluster.ranks(command, ranks=1, env=RANK_ENV, cwd=tmp_path)
-        job.wait_until(lambda: len(steps(tmp_path / "run")) > 3, PATIENCE_S)
-        for pid in Namespace(cluster.namespaces[1]).processes():
-            os.kill(pid, signal.SIGKILL)
-        ended = job.wait(90)
-    assert (ended.codes[0], ended.codes[2]) == (1, 1), ended.explain()
-    for rank in (0, 2):
-        assert re.search(r"rank 1 on \S+ \(10\.213\.0\.2\) is gone", error_line(ended, rank))
+    for line in lines[2:]:
+        assert "it or this host has ended or is cut off the network" in line
 
 
 @pytest.mark.slow  # torchrun's own agent takes its time on a host that is cut off
 def test_ranks_end_under_torchrun_too(tmp_path: Path) -> None:
-    ended = train_and_cut(tmp_path, hosts=2, cut=1, torchrun=True)
-    assert all(ended.codes), ended.explain()
-    assert "(10.213.0.2) gives no sign of life (last seen" in error_line(ended, 0)
-    assert "(10.213.0.1) has not answered for" in error_line(ended, 1)
+    command = ["-m", "paceline", *training(tmp_path, 2, *SHORT, *HYBRID)]
+    with EmulatedCluster(2) as cluster:
+        job = cluster.torchrun(command, ranks=1, env=RANK_ENV, cwd=tmp_path)
+        job.wait_until(in_training(tmp_path), PATIENCE_S)
+        cluster.cut(1)
+        found = job.wait(PATIENCE_S)
+        assert not any(Namespace(name).processes() for name in cluster.namespaces)
+    assert all(found.codes), found.explain()
+    assert "(10.213.0.2) gives no sign of life (last seen" in found.err[0]
+    assert "(10.213.0.1) has not answered for" in found.err[1]
+
+
+def _fails_when_cut(folder: Path) -> None:
+    """In place of the program: a rank that fails by itself while its host is cut off."""
+    settings = CommSettings(timeout_s=600.0, rendezvous_timeout_s=60.0)
+    with Group(Topology.from_env(os.environ), settings, torch.device("cpu")) as group:
+        group.all_reduce_sum(torch.ones(1))
+        (folder / f"there-{group.rank}").touch()
+        while not (folder / "cut").exists():
+            time.sleep(0.1)
+        raise DataError("the shard is gone")
 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_by_itself_gets_out_of_a_store_that_is_lost(tmp_path: Path) -> None:
-    program = [str(PROGRAMS / "leaving_rank.py"), str(tmp_path)]
-    with EmulatedCluster(2) as cluster:
-        job = cluster.ranks(program, ranks=1, env=RANK_ENV)
-        job.wait_until(lambda: len(list(tmp_path.iterdir())) == 2, PATIENCE_S)
+    with ranks_on(2, 2, tmp_path, [], partial(_fails_when_cut, tmp_path)) as (cluster, processes):
+        processes[0].wait_until(lambda: len(list(tmp_path.glob("there-*"))) == 2, PATIENCE_S)
         cluster.cut(1)
         (tmp_path / "cut").touch()
-        ended = job.wait(40)
-    assert ended.codes == [1, 1], ended.explain()
-    assert ended.err[1].splitlines()[-1] == "paceline: error: the shard is gone"
+        found = ended(processes)
+    assert [done.code for done in found] == [1, 1]
+    assert found[1].err.splitlines()[-1].endswith("the shard is gone")

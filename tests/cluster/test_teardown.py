@@ -14,9 +14,11 @@ import pytest
 
 from cluster.traces import PROGRAMS, RANK_ENV, assert_end, living, traces
 from paceline.bench.cluster import EmulatedCluster
+from paceline.bench.cluster.emulated import LiveClusters
 from paceline.bench.cluster.network import Namespace
 
-pytestmark = pytest.mark.usefixtures("_machine", "_usual_signals")
+pytestmark = pytest.mark.usefixtures("_usual_signals")
+needs_machine = pytest.mark.usefixtures("_machine")
 
 
 @contextlib.contextmanager
@@ -35,6 +37,7 @@ def owner(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str], l
             EmulatedCluster.sweep()
 
 
+@needs_machine
 def test_an_exception_in_the_context() -> None:
     cluster, pids = EmulatedCluster(2), []
 
@@ -52,6 +55,7 @@ def test_an_exception_in_the_context() -> None:
     assert_end(pids)
 
 
+@needs_machine
 def test_a_failure_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = EmulatedCluster(2, rate="200mbit")
 
@@ -64,6 +68,7 @@ def test_a_failure_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not traces(cluster.namespaces)
 
 
+@needs_machine
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_owner_tears_down_first(number: signal.Signals) -> None:
     with owner() as (process, names, pids):
@@ -75,6 +80,7 @@ def test_a_signal_to_the_owner_tears_down_first(number: signal.Signals) -> None:
         assert_end(pids)
 
 
+@needs_machine
 def test_an_exit_inside_the_context() -> None:
     with owner("leave") as (process, names, pids):
         assert process.wait(30) == 5
@@ -82,6 +88,7 @@ def test_an_exit_inside_the_context() -> None:
         assert_end(pids)
 
 
+@needs_machine
 def test_a_killed_owner_leaves_all_to_the_sweep() -> None:
     with EmulatedCluster(1) as ours, owner() as (process, names, pids):
         # The owner is alive, and so is what it has.
@@ -95,6 +102,7 @@ def test_a_killed_owner_leaves_all_to_the_sweep() -> None:
         assert set(traces(ours.namespaces)) >= set(ours.namespaces)
 
 
+@needs_machine
 def test_a_fork_leaves_its_parents_cluster_alone() -> None:
     with EmulatedCluster(1) as cluster:
         child = os.fork()
@@ -105,6 +113,7 @@ def test_a_fork_leaves_its_parents_cluster_alone() -> None:
         assert set(traces(cluster.namespaces)) >= set(cluster.namespaces)
 
 
+@needs_machine
 def test_handlers_are_given_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     one, other = EmulatedCluster(1), EmulatedCluster(1)
@@ -116,6 +125,7 @@ def test_handlers_are_given_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+@needs_machine
 def test_ctrl_c_reaches_the_body_once_all_is_gone() -> None:
     cluster = EmulatedCluster(1)
 
@@ -126,3 +136,64 @@ def test_ctrl_c_reaches_the_body_once_all_is_gone() -> None:
     with pytest.raises(KeyboardInterrupt), cluster:
         work()
     assert not traces(cluster.namespaces)
+
+
+class Fake:
+    """A cluster that counts how often it is closed."""
+
+    def __init__(self, live: LiveClusters) -> None:
+        self.closed, self._live = 0, live
+        live.add(self)
+
+    def close(self) -> None:
+        self.closed += 1
+        self._live.discard(self)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_closes_all_and_goes_on() -> None:
+    live = LiveClusters()
+    one, other = Fake(live), Fake(live)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert (one.closed, other.closed) == (1, 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_waits_until_namespaces_are_made() -> None:
+    live = LiveClusters()
+    cluster, seen = Fake(live), []
+
+    def make() -> None:
+        with live:
+            interrupt()
+            interrupt()
+            seen.append(cluster.closed)
+
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    assert seen == [0]
+    assert cluster.closed == 1
+
+
+def test_handlers_of_others_and_ignored_signals_stay() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    cluster = Fake(LiveClusters())
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert (heard, cluster.closed) == ([signal.SIGTERM], 0)
+    cluster.close()
+
+
+def test_a_fork_forgets_its_parents_clusters() -> None:
+    live = LiveClusters()
+    cluster = Fake(live)
+    live.forget()  # what the process does after a fork
+    live.close_all()
+    assert cluster.closed == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

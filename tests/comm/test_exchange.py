@@ -311,6 +311,23 @@ def test_no_bucket_overtakes_another() -> None:
     assert ways(log[log.index("backward is over") :]) == ways(log) == ["way0", "way1", "way2"]
 
 
+def test_the_last_bucket_waits_for_the_signals() -> None:
+    """Backward fills it as it does the others, but signals travel in it."""
+    log: list[str] = []
+    model = Net(log)
+    model.idle.requires_grad_(False)
+    pools = plan([["d", "c"], ["b"], ["a"]])
+    exchange = GradientExchange(
+        model.named_parameters(), alone(), pools, transport=Late(alone(), log)
+    )
+    exchange.begin()
+    exchange.arm()
+    model(torch.randn(5, 3)).sum().backward()
+    exchange.gather()
+    assert ways(log) == ["way0", "way1"]
+    assert agreed(exchange, terminate=1.0).terminate == 1.0
+
+
 def _overlapped(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     with joined() as group:
         return step(group, None, 2)[0], step(group, BACKWARD, 2)[0]

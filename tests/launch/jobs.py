@@ -1,13 +1,14 @@
 """Jobs of several ranks, started by real launchers.
 
 In: a command line. Out: exit code and output. Nothing that a job started outlives its test: launchers
-put ranks into sessions of their own, so they are found by the folder that their command line names.
+put ranks into sessions of their own, so they are found by the folder in which they run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cli_runs import Done, small, steps
+from cli_runs import Done, is_launchers, small, steps
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples" / "launch"
@@ -24,11 +25,6 @@ PATIENCE_S = 90.0
 # 12 epochs of 100 samples in batches of 16: long enough to be disturbed, and saved every 10 steps.
 TOTAL_STEPS = 75
 DISTURB_AT = 15
-_FOREIGN = ("SLURM_", "OMPI_", "PMI", "PRTE_", "TORCHELASTIC_", "PACELINE_", "PET_")
-_FOREIGN_NAMES = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
-    "MASTER_PORT",
-}  # fmt: skip
 
 
 def training(output: Path, *more: str) -> list[str]:
@@ -37,17 +33,9 @@ def training(output: Path, *more: str) -> list[str]:
     return [*small(), "--device", "cpu", "--epochs", "12", *every, "--output", str(output), *more]
 
 
-def torchrun(*options: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "paceline"]
-
-
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Ours without any launcher's traces, with this Python first on the path."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN)
-    }
+    env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
     # Two launchers, four ranks and few cores: none of them shall take more than one.
@@ -116,14 +104,16 @@ def reached_step(output: Path, step: int = DISTURB_AT) -> Callable[[], bool]:
 
 
 def ranks_of(folder: Path) -> dict[int, int]:
-    """Process ids by rank, of the ranks whose command line names the folder."""
+    """Process ids by rank, of the ranks that run in the folder; forked ones bear it in their name."""
     found = {}
     for pid in _processes(folder):
         with contextlib.suppress(OSError):
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            env = dict(entry.partition(b"=")[::2] for entry in entries)
-            if b"RANK" in env:
-                found[int(env[b"RANK"])] = pid
+            place = Path(f"/proc/{pid}")
+            name = re.fullmatch(rb"rank(\d+)\n", (place / "comm").read_bytes())
+            mark = re.search(rb"(?:^|\0)RANK=(\d+)", (place / "environ").read_bytes())
+            python = b"-m\0paceline" in (place / "cmdline").read_bytes()
+            if name or (mark and python):
+                found[int((name or mark)[1])] = pid
     return found
 
 
@@ -139,9 +129,9 @@ def _processes(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            # A zombie has no folder: it has ended, and waits for its parent only.
             with contextlib.suppress(OSError):
-                # A zombie has no command line: it has ended, and waits for its parent only.
-                if f"{folder}/".encode() in (entry / "cmdline").read_bytes():
+                if (entry / "cwd").readlink() == folder:
                     found.append(int(entry.name))
     return found
 

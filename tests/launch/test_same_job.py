@@ -1,16 +1,19 @@
-"""Whoever starts the ranks, they do the same job, to the last bit."""
+"""Whoever starts the ranks, by the scripts of examples/launch, they do the same job to the last bit."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli_runs import summary
-from launch.jobs import EXAMPLES, environment, run, torchrun, training
+from cli_runs import events, summary
+from launch.jobs import EXAMPLES, environment, ranks_of, reached_step, run, started, training
 from ranks import free_port
 
 # srun for one node: it starts its tasks with the variables that SLURM gives them, and waits for all.
@@ -30,10 +33,15 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def assert_same(output: Path, reference: dict[str, Any], launcher: str) -> None:
+FIGURES = ("top1", "val_loss")
+
+
+def assert_same(
+    output: Path, reference: dict[str, Any], launcher: str, figures: Sequence[str] = FIGURES
+) -> None:
     found = summary(output)
     assert found["chosen"]["launcher"] == launcher
-    for name in ("weights_sha256", "world_size", "steps", "top1", "val_loss"):
+    for name in ("weights_sha256", "world_size", "steps", *figures):
         assert found[name] == reference[name], name
 
 
@@ -45,10 +53,28 @@ def stand_in(folder: Path, name: str, text: str) -> str:
     return os.pathsep.join([str(folder), environment({})["PATH"]])
 
 
-def test_torchrun(tmp_path: Path, reference: dict[str, Any]) -> None:
-    done = run([*torchrun("--nproc-per-node", "2"), *training(tmp_path / "run")], tmp_path)
-    assert done.code == 0, done.err
-    assert_same(tmp_path / "run", reference, "torchrun")
+def test_torchrun_goes_on_after_a_killed_rank(tmp_path: Path, reference: dict[str, Any]) -> None:
+    """Two agents: one sees the failure and starts its rank anew, the other sees it join anew. Ranks go
+    on by themselves from the last checkpoint."""
+    place = {"NODES": "2", "RANKS_PER_NODE": "1", "HEAD_NODE": "localhost", "MAX_RESTARTS": "1"}
+    place["PORT"] = str(free_port())
+    output = tmp_path / "run"
+    script = ["bash", str(EXAMPLES / "torchrun_multi_node.sh"), *training(output)[1:]]
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(started(script, tmp_path, **place)) for _ in range(2)]
+        nodes[0].wait_until(reached_step(output))
+        os.kill(ranks_of(tmp_path)[1], signal.SIGKILL)
+        for node in nodes:
+            done = node.wait()
+            assert done.code == 0, done.err
+    # A salvaged checkpoint holds one rank's batch-norm statistics, which change evaluations.
+    assert_same(output, reference, "torchrun", figures=())
+    (resumed,) = summary(output)["resumed_at_steps"]
+    assert resumed >= 10
+    begun = events(output, "start")
+    assert len(begun) == 2
+    file = Path(begun[1]["resumed_from"]).name
+    assert file.removesuffix(".pt").removesuffix(".salvaged") == f"step-{begun[1]['step']:08d}"
 
 
 def test_mpirun(tmp_path: Path, reference: dict[str, Any]) -> None:

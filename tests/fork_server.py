@@ -1,9 +1,9 @@
-"""A server that has imported torch and Paceline, and forks each process of a trial.
+"""A server that has imported torch and Paceline, and forks processes that run `paceline`, or a function.
 
-In: requests on a Unix socket (`Request`). Out: for each a process that runs `paceline ARGUMENTS` as
-`python -m paceline` does, and its process id. The server never computes: torch's threads do not survive
-a fork, so none may exist. The new process is a child of the requester, which must be a subreaper: the
-server forks twice, and the process in between ends at once.
+In: requests on a pipe (`Request`). Out: for each a process that runs `paceline ARGUMENTS` as
+`python -m paceline` does, but in tenths of a second instead of seconds. The server never computes:
+torch's threads do not survive a fork, so none may exist. The new process is a child of the requester,
+which must be a subreaper: the server forks twice, and the process in between ends at once.
 
 The launcher of `paceline train --nproc-per-node` starts its ranks through a server of its own, which
 it forks before it has any thread. So its ranks are its children, as with a real launcher.
@@ -15,28 +15,30 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import os
 import pickle
+import select
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-NAME = "chaos-server"
+ROOT = Path(__file__).parent.parent
+NAME = "fork-server"
 # Dumps the stacks of all threads into the process's log; sent to a process that hangs.
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 _PRELOADED = (
-    "paceline.cli.app", "paceline.cli.display", "paceline.cli.display", "paceline.train.run",
-    "paceline.train.evaluate", "paceline.cli.launch", "paceline.cli.launch",
-    "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
+    "paceline.cli.app", "paceline.cli.display", "paceline.cli.launch", "paceline.train.run",
+    "paceline.train.evaluate", "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
     "torch.distributed.elastic.multiprocessing.errors",
 )  # fmt: skip
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
@@ -63,45 +65,8 @@ class Request:
     launches: bool = False
     # Whether the interpreter is torn down at the end, which in a fork copies all its memory.
     tears_down: bool = False
-
-
-class Channel:
-    """One end of the socket, for whole messages."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-
-    def send(self, message: object) -> None:
-        data = pickle.dumps(message)
-        self._end.sendall(struct.pack("<I", len(data)) + data)
-
-    def receive(self) -> Any:
-        """None where the other end is gone."""
-        try:
-            head = self._read(4)
-            return pickle.loads(self._read(struct.unpack("<I", head)[0]))
-        except (EOFError, ConnectionError):
-            return None
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = self._end.recv(size - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
-
-    def start(self, request: Request) -> int:
-        """Asks the server for a process; returns its id."""
-        self.send(request)
-        pid = self.receive()
-        if pid is None:
-            raise RuntimeError("the fork server is gone")
-        return int(pid)
-
-    def close(self) -> None:
-        self._end.close()
+    # A pickled function to call first: a fault of `faults.py`, or one that does not return.
+    fault: bytes = b""
 
 
 def set_name(name: str) -> None:
@@ -114,12 +79,13 @@ def become_subreaper() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def serve(channel: Channel) -> Request:
+def serve(channel: Connection) -> Request:
     """Forks a process for each request. Returns in each of them, never in the server itself, which ends
     with its requester."""
     while True:
-        request = channel.receive()
-        if request is None:
+        try:
+            request = channel.recv()
+        except (EOFError, ConnectionError):
             os._exit(0)
         reader, writer = os.pipe()
         between = os.fork()
@@ -144,7 +110,7 @@ def serve(channel: Channel) -> Request:
 
 def main() -> Request:
     """The server; in its forks, `paceline`. Nothing of the server is on the stack of either."""
-    socket_end = socket.socket(fileno=int(sys.argv[1]))
+    channel = Connection(int(sys.argv[1]))
     for name in _PRELOADED:
         importlib.import_module(name)
     import torch
@@ -155,7 +121,6 @@ def main() -> Request:
     set_name(NAME)
     gc.collect()
     gc.freeze()
-    channel = Channel(socket_end)
     channel.send("ready")
     request = serve(channel)
     channel.close()
@@ -204,19 +169,17 @@ def _drop_override() -> None:
 
 def _launcher(request: Request) -> Request:
     """Gives a launcher its own server. Returns in the launcher and in each rank."""
-    ours, theirs = socket.socketpair()
+    channel, theirs = Pipe()
     become_subreaper()
     set_name(NAME)  # also of the fork, from its first moment on
     if os.fork() == 0:
-        ours.close()
-        channel = Channel(theirs)
-        rank = serve(channel)
         channel.close()
+        rank = serve(theirs)
+        theirs.close()
         prepare(rank)
         return rank
     set_name(request.name)
     theirs.close()
-    channel = Channel(ours)
 
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -226,7 +189,7 @@ def _launcher(request: Request) -> Request:
         rank = Request(
             name, list(args[3:]), env, obeys_permissions=obeys, tears_down=request.tears_down
         )
-        return AdoptedChild(channel.start(rank), args)
+        return AdoptedChild(_start(channel, rank), args)
 
     SubprocessHandler._popen = popen
     return request
@@ -242,21 +205,45 @@ class AdoptedChild(subprocess.Popen[bytes]):
         self._waitpid_lock = threading.Lock()
 
 
+class Child:
+    """A process that the server has forked for this one, with the interface of multiprocessing's."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exitcode: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        if self.exitcode is None and select.select([self._descriptor], [], [], timeout_s)[0]:
+            self.exitcode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._descriptor)
+
+    def is_alive(self) -> bool:
+        self.join(0)
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class ForkServer:
     """The requester's side: starts the server, and ends it."""
 
     def __init__(self) -> None:
         become_subreaper()
-        ours, theirs = socket.socketpair()
+        self._channel, theirs = Pipe()
         threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-        env = os.environ | dict.fromkeys(threads, "1") | {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+        # pytest calls a module `tests.x.test_y`, which pickled functions bear.
+        own = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)]
+        paths = filter(None, [*own, os.environ.get("PYTHONPATH")])
+        env = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ | dict.fromkeys(threads, "1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "chaos.fork_server", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "fork_server", str(theirs.fileno())], stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()], env=env | {"PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
         theirs.close()
-        self._channel = Channel(ours)
-        if self._channel.receive() != "ready":
+        if self._channel.recv() != "ready":
             raise RuntimeError("the fork server did not start")
 
     @property
@@ -264,12 +251,26 @@ class ForkServer:
         return self._process.pid
 
     def start(self, request: Request) -> int:
-        return self._channel.start(request)
+        """The new process's id."""
+        return _start(self._channel, request)
 
     def close(self) -> None:
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
+
+
+@functools.cache
+def shared_server() -> ForkServer:
+    """One for all tests of this process; it ends with it."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def _start(channel: Connection, request: Request) -> int:
+    channel.send(request)
+    return int(channel.recv())
 
 
 def end(code: object) -> None:
@@ -284,6 +285,8 @@ def end(code: object) -> None:
 
 if __name__ == "__main__":
     started = main()
+    if started.fault:
+        pickle.loads(started.fault)()
     from paceline.cli.app import main as paceline
 
     try:

@@ -1,0 +1,141 @@
+"""Links, namespaces and what the machine must have for them: rates, owners, and refusals in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from cluster.traces import RANK_ENV
+from paceline.bench.cluster import EmulatedCluster, network, why_unavailable
+from paceline.bench.cluster.network import bits_per_s, new_tag, owner_is_gone
+from paceline.core.errors import LaunchError
+
+KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1)"
+# A link may never be faster than its rate, but for its burst. How much slower it may seem is the busy
+# machine's affair, not the link's; the shares below only tell rates apart.
+ABOVE, BELOW = 1.1, 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("200mbit", 2e8), ("1gbit", 1e9), ("1.5mbit", 1.5e6), ("64kbit", 64e3)]
+)
+def test_rates(text: str, bits: float) -> None:
+    assert bits_per_s(text) == bits
+
+
+@pytest.mark.usefixtures("_machine")
+def test_both_directions_have_the_rate_which_may_change() -> None:
+    with EmulatedCluster(2, rate=[None, "40mbit"]) as cluster:
+        for sender, receiver in ((0, 1), (1, 0)):
+            speed = cluster.measure_link(sender, receiver)
+            assert BELOW * 40e6 < speed.bits_per_s < ABOVE * 40e6
+            assert speed.round_trip_s > 0
+        cluster.set_rate("80mbit", host=1)
+        assert BELOW * 80e6 < cluster.measure_link(0, 1).bits_per_s < ABOVE * 80e6
+        cluster.set_rate(None)
+        assert cluster.measure_link(0, 1).bits_per_s > ABOVE * 80e6
+
+
+@pytest.mark.usefixtures("_machine")
+def test_a_cut_link_loses_what_is_sent_until_it_is_mended() -> None:
+    with EmulatedCluster(2) as cluster:
+        knock = [sys.executable, "-c", KNOCK, cluster.address(1)]
+        # Nobody listens at that port, and a host within reach says so.
+        assert "ConnectionRefusedError" in cluster.start(0, knock).wait(20).err[0]
+        cluster.cut(1)
+        lost = cluster.start(0, knock).wait(20).err[0]
+        assert "TimeoutError" in lost or "No route to host" in lost
+        cluster.reconnect(1)
+        assert "ConnectionRefusedError" in cluster.start(0, knock).wait(20).err[0]
+
+
+PRINT_A_TAG = "from paceline.bench.cluster.network import new_tag; print(new_tag(), end='')"
+
+
+def test_tags_differ() -> None:
+    assert new_tag() != new_tag()
+
+
+def test_ours_is_alive() -> None:
+    assert not owner_is_gone(new_tag())
+    assert not owner_is_gone(f"{new_tag()}-host0")
+
+
+def test_a_process_that_has_ended_is_gone() -> None:
+    command = [sys.executable, "-c", PRINT_A_TAG]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=RANK_ENV) as process:
+        assert process.stdout is not None
+        tag = process.stdout.read()
+        # As long as nobody has taken its exit code, it is there, but not alive.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert owner_is_gone(f"{tag}-switch")
+    assert owner_is_gone(tag)
+
+
+def test_a_process_that_got_the_same_id_is_not_the_owner() -> None:
+    start, pid, ticks, serial = new_tag().split("-")
+    assert owner_is_gone(f"{start}-{pid}-{int(ticks) + 1}-{serial}-host0")
+
+
+def test_names_of_others_are_left_alone() -> None:
+    for name in ("blue", "paceline-host0", "paceline-x-1-2", "other-paceline-1-1-1"):
+        assert not owner_is_gone(name)
+
+
+def pretend_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(network, "find_tool", lambda name: f"/usr/sbin/{name}")
+
+
+def test_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert why_unavailable().startswith("not root")
+    with pytest.raises(LaunchError, match="no emulated cluster: not root"):
+        EmulatedCluster(1).__enter__()
+
+
+def test_no_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(network, "find_tool", lambda name: None)
+    assert why_unavailable() == "no ip and no tc here: install iproute2"
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("netns add", "network namespaces are not permitted (ip netns add"),
+        ("netns exec", "programs cannot be started in a namespace (ip netns exec"),
+        ("type veth", "bridges or veth pairs are not permitted (ip -n"),
+        ("tbf", "tc's tbf is missing (tc -n"),
+    ],
+)
+def test_what_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, broken: str, words: str) -> None:
+    pretend_root(monkeypatch)
+
+    def call(name: str, *arguments: str) -> None:
+        shown = " ".join([name, *arguments])
+        if broken in shown:
+            raise LaunchError(f"{shown}: Operation not permitted")
+
+    monkeypatch.setattr(network, "call_tool", call)
+    reason = why_unavailable()
+    assert reason.startswith(words)
+    assert reason.endswith("Operation not permitted)")
+    assert "\n" not in reason
+
+
+def test_a_tool_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "find_tool", lambda name: "/bin/false")
+    with pytest.raises(LaunchError, match="^ip link: exit code 1$"):
+        network.call_tool("ip", "link")
+
+
+def test_a_tool_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere: Any = "/nowhere/ip"
+    monkeypatch.setattr(network, "find_tool", lambda name: nowhere)
+    with pytest.raises(LaunchError, match="install iproute2"):
+        network.call_tool("ip", "link")
