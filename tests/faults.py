@@ -111,17 +111,17 @@ def out_of_memory(nth: int, *, training: bool = True) -> None:
 
 def at_message(nth: int, action: Action) -> None:
     """Before the nth message that the communication thread carries, counted from 1."""
-    from paceline.comm.hybrid import HybridAllReduce
+    from paceline.comm.hybrid import PlannedAllReduce
 
-    real, calls = HybridAllReduce.carry, [0]
+    real, calls = PlannedAllReduce.carry, [0]
 
-    def carry(self: HybridAllReduce, *given: Any) -> None:
+    def carry(self: PlannedAllReduce, *given: Any) -> None:
         calls[0] += 1
         if calls[0] == nth:
             action()
         real(self, *given)
 
-    HybridAllReduce.carry = carry  # type: ignore[method-assign]
+    PlannedAllReduce.carry = carry  # type: ignore[method-assign]
 
 
 def freeze(name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cli_runs import Call, is_launchers
 from paceline.bench.cluster import why_unavailable
-from paceline.comm.tuning_file import TuningFile
+from paceline.plan import ClusterFacts, PlanFile
 
 TABLE = '[[sizes]]\nup_to_bytes = 8192\nalgorithm = "hierarchical"\n[[sizes]]\nalgorithm = "ring"\n'
 
@@ -74,25 +74,53 @@ def test_exchange_on_two_ranks(tmp_path: Path) -> None:
     assert report["bytes"] > 0
 
 
-def test_tune_writes_a_table_once(tmp_path: Path) -> None:
-    flags = ("tune", "--ranks", "2", "--max-bytes", "16KiB", "--algorithms", "ring,tree",
-             "--iterations", "3", "--accept-noise", "-o", "found.toml")  # fmt: skip
+def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
+    """Links, times and a profiled step are measured; the same file trains, predicts and is kept."""
+    flags = (
+        "tune",
+        "quickstart",
+        "--ranks",
+        "2",
+        "--max-bytes",
+        "4KiB",
+        "--algorithms",
+        "ring,tree",
+        "--iterations",
+        "3",
+        "--accept-noise",
+        "-b",
+        "4",
+        "--set",
+        "run.global_batch_size=8",
+    )
     done = paceline(tmp_path, *flags)
     assert done.returncode == 0, done.stderr
-    assert "inside a node: " in done.stdout
-    assert "an exchange behind compute costs it " in done.stdout
-    assert "written to found.toml" in done.stdout
-    found = TuningFile.read(tmp_path / "found.toml")
-    assert [row.size_bytes for row in found.measured] == [1024, 4096, 16384]
+    assert "written to plan.toml; train with --plan plan.toml" in done.stdout
+    found = PlanFile.read(tmp_path / "plan.toml")
+    assert [row.size_bytes for row in found.measured] == [1024, 4096]
     assert all(set(row.medians_s) == {"native", "ring", "tree"} for row in found.measured)
-    assert (found.cluster.ranks, found.cluster.nodes, found.cluster.inter) == (2, 1, None)
-    assert found.cluster.intra is not None
-    assert found.cluster.hidden_cost is not None
-    assert 0 <= found.cluster.hidden_cost < 20
-    assert found.cluster.intra.alpha_s + found.cluster.intra.beta_s_per_byte > 0
-    assert paceline(tmp_path, *flags).stderr == (
-        "paceline: error: --output = 'found.toml': is there already; give --force, or another\n"
-    )
+    assert found.probed is not None
+    assert found.probed.intra is not None
+    assert (found.probed.facts, found.probed.inter) == (ClusterFacts(2, 1), None)
+    assert found.probed.hidden_cost is not None
+    assert 0 <= found.probed.hidden_cost < 50
+    assert found.profile.model == "resnet_tiny"
+    assert found.expected is not None
+    assert found.expected.batch == 4
+    kinds = [line.partition(":")[0] for line in found.why]
+    assert {"measured", "chosen", "expected"} == set(kinds)
+    again = paceline(tmp_path, *flags).stderr
+    assert again.startswith("paceline: error: --output = 'plan.toml': is there already")
+    predicted = paceline(tmp_path, "plan", "--cluster", "plan.toml", "-b", "4", "--json")
+    assert json.loads(predicted.stdout)["step_s"] == pytest.approx(found.expected.step_s, rel=0.01)
+    trained = paceline(
+        tmp_path, "train", "quickstart", "--plan", "plan.toml", "--nproc-per-node", "2", "-b", "4",
+        "--global-batch-size", "8", "--epochs", "1", "--set", "data.source=synthetic", "--set",
+        "data.synthetic_samples=16", "--set", "data.synthetic_classes=10", "--output", "run",
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    kept = PlanFile.read(tmp_path / "run" / "plan.toml")
+    assert (kept.plan, kept.expected) == (found.plan, found.expected)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +144,8 @@ def test_tune_writes_a_table_once(tmp_path: Path) -> None:
         ("bench exchange --ranks 2 --plan a", "comm.plan = 'a': cannot be read"),
         ("tune --ranks 2 --margin 1", "--margin = 1.0: must be 0 or more and below 1"),
         ("tune --ranks 2 --iterations 1", "--iterations = 1: must be at least 3"),
+        ("tune --ranks 2 -b 4", "has no model to belong to; give --model or a recipe"),
+        ("tune --ranks 2 --model resnet51", "model.name = 'resnet51': is not a model"),
         ("tune --ranks 2 -o none/x.toml", "--output = 'none/x.toml': its folder does not exist"),
     ],
 )

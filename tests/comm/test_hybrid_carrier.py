@@ -148,8 +148,8 @@ def _memory(rank: int) -> str:
     with joined() as group:
         model = net()
         exchange = exchange_of(model, group)
-        hybrid = exchange.carrier._hybrid  # type: ignore[attr-defined]
-        take = hybrid._staging.take
+        planned = exchange.carrier._planned  # type: ignore[attr-defined]
+        take = planned.staging.take
 
         def full(name: str, *values: Any, **options: Any) -> Tensor:
             if name == "wire":
@@ -157,11 +157,11 @@ def _memory(rank: int) -> str:
             found: Tensor = take(name, *values, **options)
             return found
 
-        hybrid._staging.take = full
+        planned.staging.take = full
         with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
             step(exchange, model, 0)
         exchange.carrier.close()
-        assert hybrid.groups.world is None, "the other ranks must find out"
+        assert planned.groups.world is None, "the other ranks must find out"
         return str(caught.value)
 
 

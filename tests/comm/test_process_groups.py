@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from comm.algorithms.clusters import made_groups, run_cluster, topology
+from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm.group import Group
 from paceline.comm.process_groups import ProcessGroups, all_gather_json
 from paceline.comm.settings import CommSettings

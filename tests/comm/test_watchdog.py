@@ -167,7 +167,7 @@ def _waits_of_the_backend(rank: int) -> list[float]:
         plan = FusionPlan.by_threshold([("weight", 4)], 0, algorithm="ring")
         carrier = create_carrier(group, settings, plan)
         assert isinstance(carrier, HybridCarrier)
-        groups = [dist.group.WORLD, carrier._hybrid.groups.world]
+        groups = [dist.group.WORLD, carrier._planned.groups.world]
         return [g._get_backend(cpu).options._timeout.total_seconds() for g in groups if g]
 
 

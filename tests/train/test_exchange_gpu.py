@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.comm.carrier import Piece, Tell, Wait
 from paceline.comm.group import Group
 from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.settings import CommSettings
-from paceline.comm.size_table import SizeTable
 from paceline.core.topology import Topology
+from paceline.plan.schedules import algorithm_names
+from paceline.plan.size_table import SizeTable
 from ranks import run_ranks
 from train.steps import Made, alone, make_step, weights
 
@@ -116,7 +116,7 @@ def _gloo_sums(rank: int) -> bool:
         groups = ProcessGroups(topology, timeout_s=60)
         hybrid = HybridAllReduce(groups, SizeTable.single("native"))
         good = True
-        for name in ALGORITHMS:
+        for name in algorithm_names():
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 buffer = torch.arange(1000, device="cuda").remainder(7).add(rank).to(dtype)
                 wanted = sum(torch.arange(1000).remainder(7) + r for r in range(group.world_size))
@@ -126,7 +126,7 @@ def _gloo_sums(rank: int) -> bool:
     return good
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_alone_over_nccl(group: Group, name: str) -> None:
     groups = ProcessGroups(group.topology, timeout_s=60)
     hybrid = HybridAllReduce(groups, SizeTable.single(name))

@@ -194,7 +194,7 @@ def _no_memory(rank: int, when: str) -> str:
             step = make_step(group, made=made(comm=RING16))
             with closing(step.exchange.carrier) as carrier:
                 if rank == 1:
-                    carrier._hybrid._staging.take = refuse  # type: ignore[attr-defined]
+                    carrier._planned.staging.take = refuse  # type: ignore[attr-defined]
                 step.run(0, 0.1)
 
     if rank == 1 and when == "build":

@@ -14,11 +14,12 @@ from typing import Any
 import typer
 
 from paceline.bench.placement import Placement, rank_arguments
-from paceline.comm.algorithms.names import ALGORITHMS, check_name
-from paceline.comm.settings import WIRES, CommSettings
-from paceline.comm.size_table import SizeTable
+from paceline.comm.settings import CommSettings
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, LaunchError, nearest
+from paceline.plan.fusion_plan import WIRES
+from paceline.plan.schedules import algorithm_names, check_name
+from paceline.plan.size_table import SizeTable
 
 # Commands that run on several ranks: `bench allreduce`, `bench exchange`, `tune`.
 #
@@ -84,7 +85,7 @@ def allreduce(
     check_settings(device, backend, group_size)
     if wire not in WIRES or wire == "auto":
         raise ConfigError("--wire", wire, "unknown", "use float32, float16 or bfloat16")
-    names = algorithm_names(algorithms)
+    names = parse_algorithms(algorithms)
     table = None if sizes is None else SizeTable.read(sizes)
     _check_counts(iterations, warm_up)
     if factor <= 1:
@@ -314,9 +315,9 @@ def _plain(job: Any) -> dict[str, Any]:
     }
 
 
-def algorithm_names(text: str) -> tuple[str, ...]:
+def parse_algorithms(text: str) -> tuple[str, ...]:
     if text == "all":
-        return ALGORITHMS
+        return algorithm_names()
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         check_name(name, "--algorithms")

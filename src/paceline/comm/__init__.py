@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.comm.hybrid import HybridAllReduce
-    from paceline.comm.size_table import SizeTable
+    from paceline.plan.size_table import SizeTable
 
 __all__ = ["HybridAllReduce", "SizeTable"]
 
-_HOME = {"HybridAllReduce": "hybrid", "SizeTable": "size_table"}
+_HOME = {"HybridAllReduce": "paceline.comm.hybrid", "SizeTable": "paceline.plan.size_table"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

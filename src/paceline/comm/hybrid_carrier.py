@@ -14,9 +14,8 @@ from torch import Tensor
 
 from paceline.comm.carrier import Piece, Tell, Wait
 from paceline.comm.group import Group
-from paceline.comm.hybrid import HybridAllReduce
+from paceline.comm.hybrid import PlannedAllReduce
 from paceline.comm.process_groups import ProcessGroups
-from paceline.comm.size_table import SizeTable
 from paceline.core.errors import CommError
 
 
@@ -29,19 +28,18 @@ class HybridCarrier:
 
     def __init__(self, group: Group, groups: ProcessGroups) -> None:
         self._group = group
-        # The plan names an algorithm for every message; the table serves nobody.
-        self._hybrid = HybridAllReduce(groups, SizeTable.single("native"))
+        self._planned = PlannedAllReduce(groups)
         self._on_the_way = 0
 
     def send(self, pieces: Sequence[Piece], begun: Tell, ended: Tell) -> Wait:
         def run() -> Tensor:
             begun()
             for piece in pieces:
-                self._hybrid.carry(piece.tensor, piece.algorithm, piece.wire)
+                self._planned.carry(piece.tensor, piece.algorithm, piece.wire)
             ended()
             return pieces[0].tensor
 
-        future = self._hybrid.queue(run, pieces[0].tensor.device)
+        future = self._planned.queue(run, pieces[0].tensor.device)
         self._on_the_way += 1
 
         def wait() -> None:
@@ -49,7 +47,7 @@ class HybridCarrier:
                 future.wait()
             except RuntimeError as error:
                 # The future only has the text; whoever reads the error wants its kind, too.
-                cause = self._hybrid.failure
+                cause = self._planned.failure
                 if isinstance(cause, CommError):
                     raise self._group.told(cause) from cause
                 raise cause or error from error
@@ -60,5 +58,5 @@ class HybridCarrier:
     def close(self) -> None:
         """A thread that may be stuck in a message is left behind, being a daemon; one that has failed
         is not, and its connections are closed, so that the others find out."""
-        if self._on_the_way == 0 or self._hybrid.failure is not None:
-            self._hybrid.close()
+        if self._on_the_way == 0 or self._planned.failure is not None:
+            self._planned.close()

@@ -13,8 +13,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 from paceline.core.host_load import NOTABLE_WAIT
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
-from paceline.plan.expected import Expected
-from paceline.plan.plan_file import PlanFile
+from paceline.plan.plan_file import Expected, PlanFile
 from paceline.report.quantities import percent, shown
 from paceline.report.run_files import RunFiles, finite, median
 from paceline.report.tables import ExposedWaits, Table, milliseconds

@@ -17,14 +17,12 @@ from torch import nn
 from paceline.comm.create_carrier import create_carrier
 from paceline.comm.flat_gradients import tensor_spec
 from paceline.comm.gradient_exchange import GradientExchange
-from paceline.comm.gradient_order import agree_order, record_order
 from paceline.comm.group import Group
-from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.plan.expected import Expected
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.train.machine import memory_told
 from paceline.train.pinned_plan import PinnedPlan
 
