@@ -88,8 +88,7 @@ def test_the_planner_sees_the_cluster_as_probed() -> None:
 )  # fmt: skip
 def test_a_part_that_is_missing_is_named(name: str, part: str, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        found = getattr(FILES[name], part)
-        found()
+        getattr(FILES[name], part)()
     assert caught.value.field == field
     assert caught.value.remedy
 

@@ -12,7 +12,7 @@ round waits: they go off in one batch with what it receives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.program import Arrival, Departure, Op, Program, compile_rounds
 from paceline.core.errors import CommError
 from paceline.plan.schedules import NATIVE, algorithm, check_name
 from paceline.plan.steps import (
@@ -27,12 +28,9 @@ from paceline.plan.steps import (
     Collective,
     Groups,
     Receive,
-    Round,
-    Rounds,
     Segment,
     Send,
     Span,
-    Step,
     interleave,
 )
 
@@ -92,7 +90,7 @@ class Executor:
         self.staging = Staging()
         self._layout = Groups(groups.layout.groups, nested=groups.has_parts)
         self._batched = groups.backend == "nccl" if batched is None else batched
-        self._programs: dict[tuple[str, Segment], _Program] = {}
+        self._programs: dict[tuple[str, Segment], Program] = {}
         self._prepared: set[str] = set()
 
     def all_reduce(self, buffer: Tensor, name: str) -> None:
@@ -128,7 +126,7 @@ class Executor:
         segments = [buffer[start:stop] for start, stop in cuts]
         self._run(segments, programs, min(chosen.depth, len(cuts)))
 
-    def _run(self, segments: list[Tensor], programs: list[_Program], depth: int) -> None:
+    def _run(self, segments: list[Tensor], programs: list[Program], depth: int) -> None:
         lanes: dict[int, _Lane] = {}
         for segment, number, at in interleave([len(p.rounds) for p in programs], depth):
             program = programs[segment]
@@ -164,13 +162,13 @@ class Executor:
             for work in dist.batch_isend_irecv(pair):
                 work.wait()
 
-    def _program(self, chosen: Algorithm, segment: Segment) -> _Program:
+    def _program(self, chosen: Algorithm, segment: Segment) -> Program:
         key = (chosen.name, segment)
         found = self._programs.get(key)
         if found is None:
             if len(self._programs) >= _KEPT_PROGRAMS:
                 self._programs.clear()
-            found = _compile(chosen.rounds(self.groups.rank, self._layout, segment))
+            found = compile_rounds(chosen.rounds(self.groups.rank, self._layout, segment))
             self._programs[key] = found
         return found
 
@@ -205,110 +203,11 @@ def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
     return peers
 
 
-class _Arrival(NamedTuple):
-    """A `Receive` and where its messages go: to `inbox` elements into the memory for what is added, or
-    straight to the segment. `batch`: the receives that are posted with it, where messages are batched."""
-
-    step: Receive
-    inbox: int
-    batch: tuple[int, ...]
-
-
-class _Parting(NamedTuple):
-    """A `Send`. From `copy` elements into the memory for copies, where the span changes while a slow peer
-    may still be receiving it; `fill`: the copy is made now."""
-
-    step: Send
-    copy: int | None
-    fill: bool
-
-
-_Op = _Arrival | _Parting | Round
-
-
-class _Program(NamedTuple):
-    """One rank's rounds of one segment. `arrivals` are all receives in order; `inbox` and `copies` are
-    elements of memory; `wide` is the span whose sums may stay in fp32."""
-
-    rounds: tuple[tuple[_Op, ...], ...]
-    arrivals: tuple[_Arrival, ...]
-    inbox: int
-    copies: int
-    wide: Span
-    collectives: tuple[Collective, ...]
-
-    @property
-    def is_collective(self) -> bool:
-        return bool(self.collectives)
-
-
-def _compile(rounds: Rounds) -> _Program:
-    steps = [step for steps in rounds for step in steps]
-    collectives = tuple(step for step in steps if isinstance(step, Collective))
-    if collectives:
-        assert len(collectives) == len(steps), "a schedule has messages or collectives"
-        return _Program((), (), 0, 0, (0, 0), collectives)
-    arrivals: list[_Arrival] = []
-    compiled: list[tuple[_Op, ...]] = []
-    inbox = copies = 0
-    copied: dict[Span, int] = {}
-    unstable = _sends_of_what_changes(steps)
-    for round_ in rounds:
-        ops: list[_Op] = []
-        run: list[int] = []
-        for step in round_:
-            if isinstance(step, Receive):
-                run.append(len(arrivals))
-                arrivals.append(_Arrival(step, inbox, ()))
-                if step.add:
-                    inbox += (step.span[1] - step.span[0]) * len(step.peers)
-                ops.append(arrivals[-1])
-                continue
-            _close_batch(run, arrivals, ops)
-            if isinstance(step, Round):
-                ops.append(step)
-            elif isinstance(step, Send):
-                changes = step in unstable
-                fill = changes and step.span not in copied
-                if fill:
-                    copied[step.span] = copies
-                    copies += step.span[1] - step.span[0]
-                ops.append(_Parting(step, copied[step.span] if changes else None, fill))
-        _close_batch(run, arrivals, ops)
-        compiled.append(tuple(ops))
-    wide = [s.span for s in steps if isinstance(s, Round) or (isinstance(s, Receive) and s.wide)]
-    hull = (min(a for a, _ in wide), max(b for _, b in wide)) if wide else (0, 0)
-    return _Program(tuple(compiled), tuple(arrivals), inbox, copies, hull, ())
-
-
-def _close_batch(run: list[int], arrivals: list[_Arrival], ops: list[_Op]) -> None:
-    """Receives that follow one another are posted together: in parts, three ranks could wait for one
-    another in a circle."""
-    if run:
-        arrivals[run[0]] = first = arrivals[run[0]]._replace(batch=tuple(run))
-        ops[len(ops) - len(run)] = first
-        run.clear()
-
-
-def _sends_of_what_changes(steps: Sequence[Step]) -> set[Send]:
-    """Messages of a span to which a later step adds."""
-    found: set[Send] = set()
-    added: list[Span] = []
-    for step in reversed(steps):
-        if isinstance(step, Receive) and step.add:
-            added.append(step.span)
-        elif isinstance(step, Send):
-            low, high = step.span
-            if any(first < high and low < last for first, last in added):
-                found.add(step)
-    return found
-
-
 class _Lane:
     """A segment under way: one tag on one process group."""
 
     def __init__(
-        self, executor: Executor, segment: Tensor, program: _Program, number: int, batched: bool
+        self, executor: Executor, segment: Tensor, program: Program, number: int, batched: bool
     ) -> None:
         assert executor.groups.world is not None
         self._group: ProcessGroup = executor.groups.world
@@ -338,11 +237,11 @@ class _Lane:
     def _post(self, tensor: Tensor, peer: int) -> Any:
         return dist.irecv(tensor, group=self._group, group_src=peer, tag=self._tag)
 
-    def run(self, ops: Sequence[_Op]) -> None:
+    def run(self, ops: Sequence[Op]) -> None:
         for op in ops:
-            if isinstance(op, _Parting):
+            if isinstance(op, Departure):
                 self._send(op)
-            elif isinstance(op, _Arrival):
+            elif isinstance(op, Arrival):
                 self._receive(op)
             elif self._half:
                 low, high = op.span
@@ -355,7 +254,7 @@ class _Lane:
         for work in self._sends:
             work.wait()
 
-    def _send(self, op: _Parting) -> None:
+    def _send(self, op: Departure) -> None:
         (peer, (low, high)), tensor = op.step, self._segment[op.step.span[0] : op.step.span[1]]
         if op.copy is not None:
             copy = self._copies[op.copy : op.copy + high - low]
@@ -379,7 +278,7 @@ class _Lane:
             for work in dist.batch_isend_irecv(batch):
                 work.wait()
 
-    def _receive(self, op: _Arrival) -> None:
+    def _receive(self, op: Arrival) -> None:
         number, self._next = self._next, self._next + 1
         if self._batched and op.batch:
             self._flush(op.batch)
@@ -433,7 +332,7 @@ class _Lane:
         return self._wide
 
 
-def _targets(arrival: _Arrival, segment: Tensor, inbox: Tensor) -> list[Tensor]:
+def _targets(arrival: Arrival, segment: Tensor, inbox: Tensor) -> list[Tensor]:
     low, high = arrival.step.span
     if not arrival.step.add:
         return [segment[low:high]]
@@ -446,7 +345,7 @@ def _targets(arrival: _Arrival, segment: Tensor, inbox: Tensor) -> list[Tensor]:
 class _Collectives:
     """A buffer on its way through the backend's own collectives in parts of the cluster."""
 
-    def __init__(self, executor: Executor, buffer: Tensor, program: _Program) -> None:
+    def __init__(self, executor: Executor, buffer: Tensor, program: Program) -> None:
         self._executor, self._buffer, self._steps = executor, buffer, program.collectives
         self._own: tuple[Span, Tensor] | None = None
 
