@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import hidden_cost as module
-from paceline.bench.hidden_cost import hidden_cost
+from paceline.bench import tune as module
+from paceline.bench.tune import hidden_cost
 
 
 class Clock:
@@ -45,8 +45,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Clock]:
         work()
         return clock.now - begun
 
-    monkeypatch.setattr(module._Probe, "_compute", lambda self, pieces: clock.compute(pieces))
-    monkeypatch.setattr(module._Probe, "_send", lambda self: clock.send())
+    monkeypatch.setattr(
+        module._HiddenCostProbe, "_compute", lambda self, pieces: clock.compute(pieces)
+    )
+    monkeypatch.setattr(module._HiddenCostProbe, "_send", lambda self: clock.send())
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(module.dist, "all_reduce", lambda mean: mean.mul_(2))
     group = SimpleNamespace(completed=lambda words, work: work())

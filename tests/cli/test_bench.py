@@ -11,7 +11,7 @@ import pytest
 from cli_runs import Call, run
 from data_sets import write_shards
 from paceline.bench.cluster import why_unavailable
-from paceline.comm.tuning_file import TuningFile
+from paceline.plan import ClusterFacts, PlanFile
 
 TINY = ("--model", "resnet_tiny", "--device", "cpu")
 INPUT = ("bench", "input", "--data-dir", "data", "--image-size", "28", "-b", "4", "--rounds", "1",
@@ -127,19 +127,33 @@ def test_an_emulated_cluster(tmp_path: Path) -> None:
     assert all(0 < row["link_share"] < 1.3 for row in report["rows"])
 
 
-def test_tune_writes_a_table_once(tmp_path: Path) -> None:
-    flags = ("tune", "--ranks", "2", "--max-bytes", "16KiB", "--algorithms", "ring,tree",
-             "--iterations", "3", "--accept-noise", "-o", "found.toml")  # fmt: skip
-    assert "found.toml" in on_ranks(tmp_path, *flags)
-    found = TuningFile.read(tmp_path / "found.toml")
-    assert [row.size_bytes for row in found.measured] == [1024, 4096, 16384]
+def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
+    """Links, times and a profiled step are measured; the same file trains, predicts and is kept."""
+    flags = ("tune", "quickstart", "--ranks", "2", "--max-bytes", "4KiB", "--algorithms", "ring,tree",
+             "--iterations", "3", "--accept-noise", "-b", "4", "--set", "run.global_batch_size=8")  # fmt: skip
+    assert "plan.toml" in on_ranks(tmp_path, *flags)
+    found = PlanFile.read(tmp_path / "plan.toml")
+    assert [row.size_bytes for row in found.measured] == [1024, 4096]
     assert all(set(row.medians_s) == {"native", "ring", "tree"} for row in found.measured)
-    assert (found.cluster.ranks, found.cluster.nodes, found.cluster.inter) == (2, 1, None)
-    assert found.cluster.intra is not None
-    assert found.cluster.hidden_cost is not None
-    assert 0 <= found.cluster.hidden_cost < 20
-    assert found.cluster.intra.alpha_s + found.cluster.intra.beta_s_per_byte > 0
-    assert "--output = 'found.toml'" in run(flags, tmp_path).error_line()
+    assert found.probed is not None
+    assert found.probed.intra is not None
+    assert (found.probed.facts, found.probed.inter) == (ClusterFacts(2, 1), None)
+    assert found.probed.hidden_cost is not None
+    assert found.profile.model == "resnet_tiny"
+    assert found.expected is not None
+    assert {line.partition(":")[0] for line in found.why} == {"measured", "chosen", "expected"}
+    assert "--output = 'plan.toml'" in run(flags, tmp_path).error_line()
+    predicted = json.loads(
+        on_ranks(tmp_path, "plan", "--cluster", "plan.toml", "-b", "4", "--json")
+    )
+    assert predicted["step_s"] == pytest.approx(found.expected.step_s, rel=0.01)
+    on_ranks(
+        tmp_path, "train", "quickstart", "--plan", "plan.toml", "--nproc-per-node", "2", "-b", "4",
+        "--global-batch-size", "8", "--epochs", "1", "--set", "data.source=synthetic", "--set",
+        "data.synthetic_samples=16", "--set", "data.synthetic_classes=10", "--output", "run",
+    )  # fmt: skip
+    kept = PlanFile.read(tmp_path / "run" / "plan.toml")
+    assert (kept.plan, kept.expected) == (found.plan, found.expected)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_slow_input_is_the_verdict() -> None:
         (("--gpu", "H100", "--epochs", "0"), "--epochs"),
         (("--gpu", "H100", "--epochs", "nan"), "--epochs"),
         (("--gpu", "H100", "--model", "alexnet", "--image-size", "32"), "too small"),
-        (("--gpu", "H100", "--cluster", "c.toml", "--node-gbps", "9"), "cluster file tells"),
+        (("--gpu", "H100", "--cluster", "c.toml", "--node-gbps", "9"), "in the cluster file"),
         (("--gpu", "H100", "--with-plan", "p.toml", "--wire", "float16"), "itself"),
         (("--gpu", "H100", "--algorithm", "rign"), "did you mean 'ring'"),
         (("--gpu", "H100", "--wire", "fp8"), "--wire"),

@@ -10,7 +10,7 @@ from paceline.bench.profile import take_apart
 from paceline.bench.step import StepRow
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
-from paceline.plan.workload import Workload
+from paceline.plan import PlanFile
 
 
 def ask(*flags: str) -> str:
@@ -25,7 +25,7 @@ def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
     flags = ("--model", "resnet_tiny", "--image-size", "32", "--classes", "10", "--device", "cpu",
              "--steps", "2", "--warm-up", "1", "-b", "8", "--output", str(file))  # fmt: skip
     assert "Written" in ask(*flags)
-    work = Workload.read(file)
+    work = PlanFile.read(file).profile
     assert work.model == "resnet_tiny"
     assert work.gradients[-1].ready == pytest.approx(1, abs=0.2)
     with pytest.raises(ConfigError, match="is there already"):
@@ -72,7 +72,7 @@ def test_a_step_on_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     ask("--model", "resnet18", "--image-size", "64", "--classes", "10", "--device", "cuda", "--steps",
         "5", "--warm-up", "3", "-b", "64", "-b", "256", "--output", str(file))  # fmt: skip
-    work = Workload.read(file)
+    work = PlanFile.read(file).profile
     ready = [gradient.ready for gradient in work.gradients]
     assert ready == sorted(ready)
     assert 0 < ready[0] < 0.5

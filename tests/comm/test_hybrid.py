@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm.algorithms.clusters import run_cluster, topology
-from paceline.comm.hybrid import HybridAllReduce, SizeTable
+from comm.clusters import run_cluster, topology
+from paceline.comm import HybridAllReduce, SizeTable
 from paceline.comm.process_groups import ProcessGroups
-from paceline.comm.size_table import SizeRow
 from paceline.core.errors import CommError, ConfigError
 from paceline.core.topology import Topology
+from paceline.plan.size_table import SizeRow
 
 TABLE = SizeTable((SizeRow("hierarchical", 1000), SizeRow("torus2d", 20000), SizeRow("ring")))
 
@@ -169,7 +169,7 @@ def test_a_process_alone() -> None:
         HybridAllReduce(ProcessGroups(Topology()), TABLE, "fp8")
 
 
-def test_the_room_exports_it_and_starts_without_torch() -> None:
+def test_the_package_exports_it_and_starts_without_torch() -> None:
     code = (
         "import sys, paceline.comm, paceline.comm.settings; assert 'torch' not in sys.modules;"
         "paceline.comm.SizeTable; assert 'torch' not in sys.modules;"

@@ -1,17 +1,23 @@
+"""Which plan a run executes, and the order of its gradients."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from paceline.comm.plan_choice import PlanChoice
+from comm.exchanges import joined
+from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
-from paceline.comm.size_table import SizeRow, SizeTable
 from paceline.core.errors import ConfigError
 from paceline.core.flat_layout import TensorSpec
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.size_table import SizeRow, SizeTable
+from ranks import run_ranks
 
 TENSORS = (
     TensorSpec("a", (100,)), TensorSpec("b", (2000,)), TensorSpec("c", (30,)),
@@ -73,6 +79,10 @@ def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
     SizeTable((SizeRow("tree", 1700), SizeRow("torus2d"))).write(tmp_path / "sizes.toml")
     choice = choose(fusion_mib=0.0, algorithm="hybrid", sizes=str(tmp_path / "sizes.toml"))
     assert [b.algorithm for b in choice.plan(ORDER).buffers] == ["tree", "tree", "torus2d", "tree"]
+    # A file of `paceline tune` without a model is a table, too.
+    choice = choose(plan=str(tmp_path / "sizes.toml"))
+    assert choice.fixed is not None
+    assert [b.algorithm for b in choice.fixed.buffers] == ["torus2d"]
     with pytest.raises(ConfigError, match="comm.sizes = .*none.toml.*cannot be read"):
         choose(algorithm="hybrid", sizes=str(tmp_path / "none.toml"))
 
@@ -86,8 +96,9 @@ def test_a_table_of_another_cluster_is_refused(tmp_path: Path) -> None:
         if (ranks, nodes) == (4, 2):
             assert choose(algorithm="hybrid", sizes=str(file)).table == SizeTable.single("tree")
             continue
-        with pytest.raises(ConfigError, match=f"tuned on {ranks} ranks of {nodes} nodes"):
-            choose(algorithm="hybrid", sizes=str(file))
+        for settings in ({"algorithm": "hybrid", "sizes": str(file)}, {"plan": str(file)}):
+            with pytest.raises(ConfigError, match=f"tuned on {ranks} ranks of {nodes} nodes"):
+                choose(**settings)
 
 
 def test_a_plan_file_decides_all(tmp_path: Path) -> None:
@@ -133,3 +144,51 @@ def test_every_tensor_travels_once_in_the_order_given(
     for buffer in plan.buffers:
         large = sum(sizes[name] for name in buffer.tensors) >= 1024 * eta_kib
         assert buffer.algorithm == ("ring" if large else "hierarchical")
+
+
+class Crossed(nn.Module):
+    """Declared against the order of use; `tied` is used first and last, `idle` not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.tied, self.idle = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.ice = nn.Linear(4, 4, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.last(self.ice(self.first(self.tied(x)))))
+        return out
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_the_order_is_that_of_arrival() -> None:
+    model = Crossed()
+    order = record_order(trained(model), lambda: model(torch.ones(2, 4)).sum().backward())
+    # The tied weight is whole only when backward has reached its first use.
+    assert order == ("last.weight", "first.weight", "tied.weight", "idle.weight")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_is_left_behind_where_backward_fails() -> None:
+    model = Crossed()
+
+    def fails() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        record_order(trained(model), fails)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def _agreed(rank: int) -> tuple[str, ...]:
+    with joined() as group:
+        return agree_order(group, ("a", "ü") if rank == 0 else ("ü", "a"))
+
+
+def test_rank_zero_decides() -> None:
+    assert run_ranks(2, _agreed) == [("a", "ü")] * 2

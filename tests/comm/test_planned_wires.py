@@ -14,9 +14,9 @@ from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
-from paceline.plan.choose_plan import best_plan
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.plan_score import score_plan
+from paceline.plan.optimizer import best_plan
+from paceline.plan.prediction import score_plan
 from paceline.plan.workload import Affine, Gradient, Workload
 from ranks import run_ranks
 

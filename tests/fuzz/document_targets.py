@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import tomllib
@@ -15,24 +14,34 @@ from fuzz.mutate import to_toml
 from fuzz.target import Seed, Target
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
-from paceline.comm.size_table import SizeRow, SizeTable
-from paceline.comm.tuning_choice import MeasuredSize
-from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
 from paceline.config import RECIPES, load_config, parse_assignment
-from paceline.core.errors import PacelineError
 from paceline.core.flat_layout import TensorSpec
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
-from paceline.plan.answer import Answer
-from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
-from paceline.plan.choose_plan import ALGORITHMS, best_plan
-from paceline.plan.cluster_file import read_cluster
-from paceline.plan.expected import Expected
+from paceline.plan.answer import (
+    Answer,
+    Question,
+    advice_rows,
+    advise,
+    buffer_rows,
+    curve_rows,
+    fact_rows,
+    largest_ranks,
+    scaling_curve,
+)
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.optimizer import best_plan
+from paceline.plan.plan_file import (
+    ClusterFacts,
+    Expected,
+    LinkFacts,
+    ModelFacts,
+    PlanFile,
+    ProbedCluster,
+)
 from paceline.plan.prediction import predict
-from paceline.plan.scaling import Question, advise, largest_ranks, scaling_curve
-from paceline.plan.workload import Workload
+from paceline.plan.schedules import algorithm_names
+from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 from paceline.report import (
     Comparison,
     RunFiles,
@@ -92,7 +101,7 @@ def _recipe(content: bytes, name: str, folder: Path) -> None:
 def _plans() -> list[Seed]:
     work, place = made_workload(), made_cluster(1, 2)
     model = ModelFacts.of((spec.name, spec.length) for spec in _TENSORS)
-    plan = best_plan(work, place, 8, ALGORITHMS)
+    plan = best_plan(work, place, 8)
     expected = Expected.of(predict(work, place, plan, 8))
     single = FusionPlan.single([spec.name for spec in _TENSORS])
     return [
@@ -118,11 +127,15 @@ def _clusters() -> list[Seed]:
     measured = tuple(MeasuredSize(s, {"native": s * 1e-8, "ring": s * 2e-8}) for s in sizes)
     table = SizeTable((SizeRow("native", 4096), SizeRow("ring")))
     shapes = (
-        ClusterShape(2, (2,), "gloo", "cpu", link),
-        ClusterShape(4, (2, 2), "nccl", "cuda", link, link, 0.2),
+        ProbedCluster((2,), "gloo", "cpu", link),
+        ProbedCluster((2, 2), "nccl", "cuda", link, link, 0.2),
     )
     chosen = ("native", "ring", "ring")
-    found = [TuningFile(table, measured, chosen, shape).to_table() for shape in shapes]
+    found = [
+        PlanFile(cluster=shape.facts, sizes=table, measured=measured, chosen=chosen, probed=shape,
+                 why=("measured",)).to_tables()
+        for shape in shapes
+    ]  # fmt: skip
     return [*(_document("c.toml", tree) for tree in found), _document("c.toml", table.to_table())]
 
 
@@ -132,9 +145,11 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
     def drive(content: bytes, name: str, folder: Path) -> None:
         path = folder / name
         path.write_bytes(content)
-        place = cluster or read_cluster(path)
-        work = made_workload(half=True) if cluster is None else Workload.read(path)
-        algorithms = place.probed.algorithms if place.probed else ALGORITHMS
+        place = cluster or PlanFile.read(path, "--cluster").planned_cluster()
+        work = made_workload(half=True)
+        if cluster is not None:
+            work = PlanFile.read(path, "--profile").profile
+        algorithms = place.probed.algorithms if place.probed else algorithm_names()
         question = Question(work, 16, algorithms)
         plan = best_plan(work, place, 16, algorithms)
         now = predict(work, place, plan, 16)
@@ -158,8 +173,7 @@ def _sizes(content: bytes, name: str, folder: Path) -> None:
     path = folder / name
     path.write_bytes(content)
     SizeTable.read(path).choose(5000)
-    with contextlib.suppress(PacelineError):
-        _strict_json(TuningFile.read(path).to_table())
+    _strict_json(PlanFile.read(path).to_tables())
     PlanChoice.read(CommSettings(algorithm="hybrid", sizes=str(path)), _TENSORS, _FACTS)
 
 

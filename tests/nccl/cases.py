@@ -11,10 +11,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.comm.algorithms.names import ALGORITHMS
+from paceline.plan.schedules import algorithm_names
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "algorithm": (*ALGORITHMS, "hybrid"),
+    "algorithm": (*algorithm_names(), "hybrid"),
     "wire": ("auto", "float32", "float16", "bfloat16"),
     "overlap": ("on", "off"),
     "graphs": ("on", "off"),

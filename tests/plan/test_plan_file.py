@@ -1,13 +1,20 @@
+"""plan.toml: one format for plans, tuned clusters, tables of sizes and profiles, old files included."""
+
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
 from paceline.core.errors import ConfigError
-from paceline.plan import FusionBuffer, FusionPlan
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan import ClusterFacts, FusionBuffer, FusionPlan, ModelFacts, PlanFile, SizeTable
+from paceline.plan.cluster import Link
+from paceline.plan.plan_file import Expected, LinkFacts, ProbedCluster
+from paceline.plan.size_table import MeasuredSize, choose_algorithms, table_of
+from plan.made import made_workload
 
 SIZES = [("fc.weight", 40), ("fc.bias", 4), ("conv.weight", 27)]
 MODEL, CLUSTER = ModelFacts.of(SIZES), ClusterFacts(ranks=16, nodes=4)
@@ -17,30 +24,80 @@ PLAN = FusionPlan(
         FusionBuffer(("conv.weight",), "hierarchical"),
     )
 )
+MEASURED = (
+    MeasuredSize(1024, {"native": 4e-3, "hierarchical": 1e-3}),
+    MeasuredSize(16384, {"native": 4e-3, "hierarchical": 2e-3}, 0.25),
+    MeasuredSize(1 << 20, {"native": 1e-2, "hierarchical": 2e-2}),
+)
+LINK = LinkFacts(1e-5, 1e-9, 0.1, 2.0)
+PROBED = ProbedCluster((2, 2), "gloo", "cpu", LINK, LinkFacts(1e-4, 4e-8, 0.2, 2.0), 0.4)
+CHOSEN = tuple(choose_algorithms(MEASURED))
+TUNED = PlanFile(
+    cluster=PROBED.facts, sizes=table_of(MEASURED, CHOSEN), measured=MEASURED, chosen=CHOSEN,
+    probed=PROBED, why=("measured: links", "chosen: hierarchical"),
+)  # fmt: skip
+EXPECTED = Expected(8, 0.1, 0.05, 0.03, 0.02, 0.1, (0.01, 0.02))
+FILES = {
+    "plan": PlanFile(PLAN, MODEL, CLUSTER, EXPECTED),
+    "tuned": TUNED,
+    "sizes": PlanFile(sizes=SizeTable.two_way(64)),
+    "profile": PlanFile(workload=made_workload(half=True)),
+    "all": PlanFile(
+        PLAN, MODEL, PROBED.facts, EXPECTED, TUNED.sizes, MEASURED, CHOSEN, PROBED, made_workload(),
+        ("why",),
+    ),
+    "alone": PlanFile(cluster=ClusterFacts(1, 1), probed=ProbedCluster((1,), "nccl", "cuda")),
+}  # fmt: skip
 
 
-def test_a_file_survives_and_reads_as_toml(tmp_path: Path) -> None:
-    path = tmp_path / "plan.toml"
-    PlanFile(PLAN, MODEL, CLUSTER).write(path)
-    again = PlanFile.read(path)
-    assert again == PlanFile(PLAN, MODEL, CLUSTER)
-    assert again.plan.fingerprint == PLAN.fingerprint
-    again.check(MODEL, CLUSTER, str(path))
-    tables = tomllib.loads(path.read_text())
-    assert tables["cluster"] == {"ranks": 16, "nodes": 4}
-    assert tables["model"]["elements"] == 71
+@pytest.mark.parametrize("name", FILES)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    FILES[name].write(tmp_path / "plan.toml")
+    assert PlanFile.read(tmp_path / "plan.toml") == FILES[name]
+
+
+def test_it_can_be_read_by_people(tmp_path: Path) -> None:
+    FILES["all"].write(tmp_path / "plan.toml")
+    text = (tmp_path / "plan.toml").read_text()
+    tables = tomllib.loads(text)
+    assert next(iter(tables)) == "why"
+    assert tables["cluster"]["ranks_per_node"] == [2, 2]
     assert tables["buffer"][0]["beside"] == "hierarchical"
     assert "beside" not in tables["buffer"][1]
+    assert "{ bytes = 1024, times_native = 4.0 }" in text
 
 
-def test_the_order_of_declaration_does_not_matter() -> None:
-    assert ModelFacts.of(reversed(SIZES)) == MODEL
-    assert ModelFacts.of([*SIZES[:2], ("conv.weight", 28)]) != MODEL
-    assert ModelFacts.of([*SIZES[:2], ("conv1.weight", 27)]) != MODEL
+def test_the_planner_sees_the_cluster_as_probed() -> None:
+    found = TUNED.planned_cluster()
+    assert (found.nodes, found.ranks_per_node, found.hidden_cost) == (2, 2, 0.4)
+    # Probed with all ranks sending, a link inside a node is as slow as in a real exchange.
+    assert found.intra == Link(1e-5, 2e-9)
+    assert found.inter == Link(1e-4, 4e-8)
+    assert found.probed is not None
+    assert found.probed.algorithms == ("native", "hierarchical")
+    assert SizeTable.two_way(64).choose(63) == "hierarchical"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "field"),
+    [
+        ("tuned", "plan", "comm.plan"), ("profile", "table", "comm.sizes"),
+        ("sizes", "profile", "--profile"), ("plan", "planned_cluster", "--cluster"),
+        ("alone", "planned_cluster", "cluster.ranks"),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_missing_is_named(name: str, part: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        getattr(FILES[name], part)()
+    assert caught.value.field == field
+    assert caught.value.remedy
 
 
 def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
-    file, other = PlanFile(PLAN, MODEL, CLUSTER), ModelFacts.of(SIZES[:2])
+    file, other = FILES["plan"], ModelFacts.of(SIZES[:2])
+    file.check(ModelFacts.of(reversed(SIZES)), CLUSTER, "p.toml")
+    assert ModelFacts.of([*SIZES[:2], ("conv.weight", 28)]) != MODEL
+    assert ModelFacts.of([*SIZES[:2], ("conv1.weight", 27)]) != MODEL
     with pytest.raises(ConfigError) as caught:
         file.check(other, CLUSTER, "p.toml")
     assert str(caught.value) == (
@@ -48,9 +105,7 @@ def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
         f"model has 2 tensors of 44 elements ({other.digest}); make a plan for this model, or leave "
         "comm.plan out"
     )
-    with pytest.raises(
-        ConfigError, match="a cluster with ranks = 16, nodes = 4, this cluster has ranks = 8"
-    ):
+    with pytest.raises(ConfigError, match="a cluster with ranks = 16, nodes = 4, this cluster has"):
         file.check(MODEL, ClusterFacts(8, 4), "p.toml")
 
 
@@ -62,26 +117,75 @@ def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
         ("[[buffer]]\ntensors = [1]\nalgorithm = 'ring'\nwire = 'auto'", "not a fusion plan"),
         ("[[buffer]]\ntensors = ['a']\nalgorithm = 'ring'\nwire = 'auto'", "no section [model]"),
         ("[[buffer", "is not TOML"),
+        ("[bufer]", "did you mean 'buffer'"),
+        ("[cluster]\nranks = 'many'\nnodes = 2", "no section [cluster] with ranks, nodes"),
+        ("[workload]\nmodel = 'x'", "not a profile"),
+        ("sizes = 3", "not a size table"),
+        ("measured = 3", "measured"),
+        ("why = 3", "why"),
     ],
 )
-def test_what_is_no_plan_file_is_told_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "p.toml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         PlanFile.read(tmp_path / "p.toml")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_facts_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "p.toml"
-    PlanFile(PLAN, MODEL, CLUSTER).write(path)
-    path.write_text(path.read_text().replace("ranks = 16", "ranks = 'many'"))
-    with pytest.raises(ConfigError, match=r"no section \[cluster\] with ranks, nodes"):
-        PlanFile.read(path)
+    assert caught.value.field == "comm.plan"
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read .No such file.*; check the path"):
-        PlanFile.read(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"comm.sizes = .*cannot be read \(No such file"):
+        SizeTable.read(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot be written"):
-        PlanFile(PLAN, MODEL, CLUSTER).write(tmp_path / "none" / "p.toml")
+        TUNED.write(tmp_path / "none" / "p.toml")
+
+
+def changed(path: Path, name: str, *keys: Any, value: Any) -> Path:
+    tables = FILES[name].to_tables()
+    inner = tables
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("ranks_per_node", value) for value in ([2, 3], [], [0, 0], [float("inf")], [10**18],
+                                                  [True], "8")),
+        ("hidden_cost", -0.1), ("hidden_cost", "much"), ("intra", 3), ("intra", {"alpha_s": 1.0}),
+        *(("intra", {"alpha_s": alpha, "beta_s_per_byte": 1e-9}) for alpha in (-1.0, float("nan"))),
+        ("intra", {"alpha_s": 1e-5, "beta_s_per_byte": 1e-9, "contention": [1]}),
+    ],
+)  # fmt: skip
+def test_clusters_that_cannot_be(tmp_path: Path, key: str, value: object) -> None:
+    path = changed(tmp_path / "c.toml", "tuned", "cluster", key, value=value)
+    with pytest.raises(ConfigError):
+        PlanFile.read(path, "--cluster").planned_cluster()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0, "1", [1.0], True])
+def test_medians_that_cannot_be(tmp_path: Path, seconds: object) -> None:
+    keys = ("measured", 0, "median_s", "native")
+    with pytest.raises(ConfigError, match="measured"):
+        PlanFile.read(changed(tmp_path / "c.toml", "tuned", *keys, value=seconds))
+    with pytest.raises(ConfigError, match="measured"):
+        PlanFile.read(changed(tmp_path / "c.toml", "tuned", "measured", 0, "bytes", value=seconds))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("half", "x"), ("half", float("nan")), ("half", [1, 2]), ("half", "x" * 3000), ("name", ["a"]),
+        ("name", "t1"), ("elements", 2**63), ("elements", 2**62), ("elements", 1.5), ("elements", -1),
+        ("ready", float("nan")), ("ready", True),
+    ],
+)  # fmt: skip
+def test_gradients_that_cannot_be(tmp_path: Path, field: str, value: object) -> None:
+    keys = ("workload", "gradients", 0, field)
+    with pytest.raises(ConfigError, match="gradients") as caught:
+        PlanFile.read(changed(tmp_path / "w.toml", "profile", *keys, value=value), "--profile")
+    assert len(str(caught.value)) < 700

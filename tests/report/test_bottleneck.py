@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.plan.choose_plan import best_plan
-from paceline.plan.expected import Expected
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.optimizer import best_plan
+from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.prediction import predict
 from paceline.report import RunFiles, bound_by, summary_rows
 from paceline.report.bottleneck import ExposedWaits, InputStall, traced_buckets

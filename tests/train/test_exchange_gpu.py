@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from paceline.comm import CommSettings, Group, ProcessGroups
-from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.comm.hybrid import PlannedAllReduce
 from paceline.comm.transport import Notify, Piece, Wait
 from paceline.core.topology import Topology
+from paceline.plan.schedules import algorithm_names
 from ranks import run_ranks
 from train.steps import Made, alone, make_step, weights
 
@@ -113,7 +113,7 @@ def _gloo_sums(rank: int) -> bool:
         groups = ProcessGroups(topology, timeout_s=60)
         planned = PlannedAllReduce(groups)
         good = True
-        for name in ALGORITHMS:
+        for name in algorithm_names():
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 buffer = torch.arange(1000, device="cuda").remainder(7).add(rank).to(dtype)
                 wanted = sum(torch.arange(1000).remainder(7) + r for r in range(group.world_size))
@@ -123,7 +123,7 @@ def _gloo_sums(rank: int) -> bool:
     return good
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_alone_over_nccl(group: Group, name: str) -> None:
     groups = ProcessGroups(group.topology, timeout_s=60)
     planned = PlannedAllReduce(groups)

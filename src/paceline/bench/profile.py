@@ -21,11 +21,30 @@ from paceline.comm.exchange import Signals
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
-from paceline.plan.profile_fit import StepAnatomy, fit_workload
-from paceline.plan.workload import Workload
+from paceline.plan.workload import StepAnatomy, Workload, fit_workload
+from paceline.train.inputs import resolve_batch_sizes
 from paceline.train.step import TrainStep
 
 _TAKEN_APART = 5
+# Settings of the data that the step depends on.
+_IMAGES = ("data.channels", "data.mean", "data.std", "data.augment", "data.crop", "data.cutout")
+
+
+def config_row(config: RunConfig, ranks: int, device: str, classes: int | None = None) -> StepRow:
+    """The step that `config` trains on each of `ranks`, with a micro-batch of synthetic images."""
+    sizes = resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, ranks)
+    known = 10 if config.data.source == "embedded" else 1000
+    usual = RunConfig().flat()
+    switches = {
+        name: value
+        for name, value in config.flat().items()
+        if value != usual.get(name) and name.startswith(("model.", "precision.", *_IMAGES))
+    }
+    return StepRow(
+        "tune", "ours", config.model.name, sizes.micro_batch, config.data.image_size,
+        config.model.num_classes or classes or known, device, 10, 3,
+        {**switches, "optim.name": config.optim.name},
+    )  # fmt: skip
 
 
 def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:

@@ -79,9 +79,9 @@ class SyntheticBatches:
 
     corrupt: tuple[CorruptSample, ...] = ()
 
-    def __init__(self, row: StepRow, device: torch.device) -> None:
+    def __init__(self, row: StepRow, device: torch.device, channels: int = 3) -> None:
         torch.manual_seed(0)
-        shape = (row.batch_size, row.image_size, row.image_size, 3)
+        shape = (row.batch_size, row.image_size, row.image_size, channels)
         self._batches = [
             Batch(
                 torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
@@ -121,7 +121,10 @@ def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
          "data.eval_resize": 0, **row.switches}
     )  # fmt: skip
     torch.manual_seed(0)
-    model = create_model(config.model, num_classes=row.classes, image_size=row.image_size)
+    model = create_model(
+        config.model, num_classes=row.classes, image_size=row.image_size,
+        in_channels=config.data.channels,
+    )  # fmt: skip
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     parts = create_parts(
@@ -131,7 +134,7 @@ def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
     steps = row.steps + 2 * row.warm_up + 8
     batch = row.batch_size * group.world_size
     plan = BatchPlan(batch, steps, batch, row.batch_size, group.world_size)
-    loader = SyntheticBatches(row, group.device)
+    loader = SyntheticBatches(row, group.device, config.data.channels)
     step = create_step(config, parts, loader, plan, group, StopSignals())
     return step, "; ".join(parts.describe().values())
 

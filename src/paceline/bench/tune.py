@@ -1,36 +1,41 @@
-"""`paceline tune`: measures this cluster and makes its table of sizes.
+"""`paceline tune`: measures this cluster, profiles a model on it, and plans its exchange.
 
-In: joined ranks and a `TuneJob`. Out: a `TuningFile`, the same on every rank. Each size is screened by a
-single sample of every algorithm; those that come near the best are then sampled in turn. Sizes ascend,
-and those that the time limit leaves no room for are left out and told. Rank 0 decides, all follow.
+In: joined ranks and a `TuneJob`, perhaps a profiled step. Out: a `PlanFile`, the same on every rank. Each
+size is screened by a single sample of every algorithm; those that come near the best are then sampled in
+turn. Sizes ascend, and those that the time limit leaves no room for are left out and reported. Rank 0
+decides, all follow.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.distributed as dist
 
-from paceline.bench.hidden_cost import hidden_cost
 from paceline.bench.ranks import RankGroup, interleaved
 from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.link_probe import LinkProbe
-from paceline.comm.size_table import SizeTable
-from paceline.comm.tuning_choice import (
-    NATIVE,
-    MeasuredSize,
-    choose_algorithms,
-    table_of,
-)
-from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
 from paceline.core.host_load import CoreUse, HostLoad, foreign_share
+from paceline.plan.cluster import Cluster
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.optimizer import best_plan, threshold_plan
+from paceline.plan.plan_file import Expected, LinkFacts, ModelFacts, PlanFile, ProbedCluster
+from paceline.plan.prediction import Prediction, predict
+from paceline.plan.schedules import NATIVE
+from paceline.plan.size_table import MeasuredSize, SizeTable, choose_algorithms, table_of
+from paceline.plan.workload import Workload
 
 # An algorithm that takes this many times as long as the best once is not sampled again.
 _SCREEN = 1.6
 _SCREENING_ROUNDS = 2
+# What a run does without a plan: native, with buffers of this size.
+_USUAL_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Tuner:
         names = dict.fromkeys((NATIVE, *job.algorithms))
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
 
-    def cluster(self) -> ClusterShape:
+    def cluster(self) -> ProbedCluster:
         """Probes the links, and what hiding an exchange costs."""
         ranks = self._ranks
         assert ranks.groups.world is not None
@@ -67,10 +72,9 @@ class Tuner:
             "the probe of the links", lambda: found.append((probe.inside(), probe.between()))
         )
         ((inside, between),) = found
-        return ClusterShape(
-            ranks.size, counts, ranks.group.backend, ranks.device.type, inside, between,
-            hidden_cost(ranks),
-        )  # fmt: skip
+        return ProbedCluster(
+            counts, ranks.group.backend, ranks.device.type, inside, between, hidden_cost(ranks)
+        )
 
     def measure(self, tell: Tell) -> list[MeasuredSize]:
         """All sizes that there is time for."""
@@ -119,10 +123,45 @@ class Tuner:
 
         return float(self._ranks.decided(decide))
 
-    def conclude(self, measured: list[MeasuredSize], cluster: ClusterShape) -> TuningFile:
+    def conclude(self, measured: list[MeasuredSize], probed: ProbedCluster) -> PlanFile:
         """Rank 0's choice."""
         chosen = self._ranks.decided(lambda: choose_algorithms(measured, self._job.margin))
-        return TuningFile(table_of(measured, chosen), tuple(measured), tuple(chosen), cluster)
+        return PlanFile(
+            cluster=probed.facts, sizes=table_of(measured, chosen), measured=tuple(measured),
+            chosen=tuple(chosen), probed=probed,
+        )  # fmt: skip
+
+
+def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
+    """With the best plan for this model, what it is expected to take, and why it was chosen."""
+    cluster = tuned.planned_cluster()
+    names = cluster.probed.algorithms if cluster.probed else None
+    plan = best_plan(work, cluster, batch, names)
+    now = predict(work, cluster, plan, batch)
+    usual = predict(work, cluster, threshold_plan(work, cluster, _USUAL_BYTES), batch)
+    return replace(
+        tuned,
+        fusion=plan,
+        model=ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients),
+        expected=Expected.of(now),
+        workload=work,
+        why=(*tuned.why, *_reasons(work, cluster, plan, now, usual)),
+    )
+
+
+def _reasons(
+    work: Workload, cluster: Cluster, plan: FusionPlan, now: Prediction, usual: Prediction
+) -> list[str]:
+    names = ", ".join(dict.fromkeys(buffer.algorithm for buffer in plan.buffers))
+    return [
+        f"measured: {work.model}, {work.source}: {1e3 * work.compute_s(now.batch):.3g} ms a step at "
+        f"batch {now.batch} without communication, {work.elements:,} trained elements",
+        f"chosen: {len(plan.buffers)} buffers by {names}, which end the last exchange soonest; native "
+        f"all-reduces of 16 MiB buffers are expected to take {1e3 * usual.step_s:.3g} ms a step",
+        f"expected: {1e3 * now.step_s:.3g} ms a step ± {now.uncertainty:.0%} on {cluster.ranks} ranks, "
+        f"{1e3 * now.exposed_comm_s:.3g} ms of it exposed communication; {now.images_per_s:,.0f} "
+        f"images/s, {now.efficiency:.0%} of {cluster.ranks} ranks alone",
+    ]
 
 
 def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
@@ -135,3 +174,85 @@ def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
 
 def _calling(made: HybridAllReduce, buffer: torch.Tensor) -> Callable[[], object]:
     return lambda: made.all_reduce(buffer)
+
+
+_BYTES = 512 * 1024
+# A piece of work is short against an exchange, so that its end is noticed soon.
+_EDGE = 160
+_PIECES = 200
+_ROUNDS = 5
+# Exchanges of a round, and about how long they take.
+_LEAST, _MOST, _SENDING_S = 4, 40, 1.0
+_LONGEST_S = 1.0
+
+
+def hidden_cost(ranks: RankGroup) -> float | None:
+    """The mean of all ranks, on every rank; one thread computes on each."""
+    if ranks.device.type != "cpu" or ranks.size < 2:
+        return None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _HiddenCostProbe(ranks).measure()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _HiddenCostProbe:
+    """Every method is called by all ranks alike."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._buffer = torch.zeros(_BYTES // 4)
+        self._matrix = torch.randn(_EDGE, _EDGE) / math.sqrt(_EDGE)
+        self._result = torch.empty_like(self._matrix)
+
+    def measure(self) -> float | None:
+        """None where an exchange takes too long for that."""
+        ranks = self._ranks
+        self._compute(_PIECES)  # warm
+        if ranks.slowest([ranks.timed(lambda: self._send().wait())])[0] > _LONGEST_S:
+            return None
+        exchange_s = self._slowest(lambda: self._send().wait())
+        own = [ranks.timed(lambda: self._compute(_PIECES)) for _ in range(_ROUNDS)]
+        piece_s = statistics.median(own) / _PIECES
+        # Agreed on, because all know the slowest rank's time: collectives must come out even.
+        count = min(max(round(_SENDING_S / exchange_s), _LEAST), _MOST)
+        costs = []
+        for _ in range(_ROUNDS):
+            ranks.barrier()
+            taken_s, pieces = self._both(count)
+            costs.append((taken_s - pieces * piece_s) / (count * exchange_s))
+        mean = torch.tensor([statistics.median(costs)], dtype=torch.float64)
+        ranks.group.completed("the mean of a cost", lambda: dist.all_reduce(mean))
+        return max(0.0, float(mean) / ranks.size)
+
+    def _slowest(self, work: Callable[[], object]) -> float:
+        """The median of some samples, each of the slowest rank."""
+        taken = [self._ranks.timed(work) for _ in range(_ROUNDS + 1)]
+        return statistics.median(self._ranks.slowest(taken[1:]))
+
+    def _compute(self, pieces: int) -> None:
+        for _ in range(pieces):
+            torch.mm(self._matrix, self._matrix, out=self._result)
+
+    def _send(self) -> dist.Work:
+        work: dist.Work | None = dist.all_reduce(
+            self._buffer, group=self._ranks.groups.world, async_op=True
+        )
+        assert work is not None
+        return work
+
+    def _both(self, count: int) -> tuple[float, int]:
+        """Seconds until `count` exchanges, one after the other, have ended, and the pieces of work done
+        beside them."""
+        begun, sent, pieces = time.perf_counter(), 1, 0
+        under_way = self._send()
+        while True:
+            self._compute(1)
+            pieces += 1
+            if under_way.is_completed():
+                under_way.wait()
+                if sent == count:
+                    return time.perf_counter() - begun, pieces
+                under_way, sent = self._send(), sent + 1

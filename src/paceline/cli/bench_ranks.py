@@ -16,12 +16,13 @@ import typer
 
 from paceline.bench.placement import Placement
 from paceline.cli.train import without_options
-from paceline.comm.algorithms.names import ALGORITHMS, check_name
-from paceline.comm.settings import WIRES, CommSettings
-from paceline.comm.size_table import SizeTable
+from paceline.comm.settings import CommSettings
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, LaunchError, nearest
 from paceline.core.units import parse_bytes
+from paceline.plan.fusion_plan import WIRES
+from paceline.plan.schedules import algorithm_names, check_name
+from paceline.plan.size_table import SizeTable
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ def allreduce(
     check_settings(device, backend, group_size)
     if wire not in WIRES or wire == "auto":
         raise ConfigError("--wire", wire, "unknown", "use float32, float16 or bfloat16")
-    names = algorithm_names(algorithms)
+    names = parse_algorithms(algorithms)
     table = None if sizes is None else SizeTable.read(sizes)
     check_at_least(1, {"--iterations": iterations})
     check_at_least(0, {"--warm-up": warm_up})
@@ -297,9 +298,17 @@ def _allreduce_line(row: dict[str, Any]) -> str:
     )
 
 
-def algorithm_names(text: str) -> tuple[str, ...]:
+def _plain(job: Any) -> dict[str, Any]:
+    """The settings as JSON can hold them."""
+    return {
+        name: value.to_table() if isinstance(value, SizeTable) else value
+        for name, value in vars(job).items()
+    }
+
+
+def parse_algorithms(text: str) -> tuple[str, ...]:
     if text == "all":
-        return ALGORITHMS
+        return algorithm_names()
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         check_name(name, "--algorithms")

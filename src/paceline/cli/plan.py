@@ -6,6 +6,7 @@ In: a model or a profile, a GPU, a cluster. Out: a table, JSON, a page, a plan f
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.plan.answer import Answer
     from paceline.plan.cluster import Cluster
     from paceline.plan.fusion_plan import FusionPlan
-    from paceline.plan.prediction import Prediction
+    from paceline.plan.plan_file import PlanFile
     from paceline.plan.workload import Workload
 
 
@@ -26,7 +27,7 @@ def plan(
     model: str = typer.Option("", help="Which model; resnet50, or the profile's."),
     gpu: str = typer.Option("", help="An accelerator of the catalogue, such as H100."),
     profile: Path | None = typer.Option(
-        None, help="What paceline profile wrote; --gpu then only tells the links inside a node."
+        None, help="What paceline profile or tune wrote; --gpu is then for the links inside a node."
     ),
     nodes: int | None = typer.Option(None, help="Nodes; 1, or as in the cluster file."),
     gpus_per_node: int | None = typer.Option(None, help="Ranks of a node; 8."),
@@ -50,21 +51,33 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
     """Predict a job's speed and choose its fusion plan."""
-    from paceline.plan.answer import Answer
-    from paceline.plan.choose_plan import ALGORITHMS, best_plan
+    from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
+    from paceline.plan.fusion_plan import wire_names
+    from paceline.plan.optimizer import best_plan
+    from paceline.plan.plan_file import PlanFile
     from paceline.plan.prediction import predict
-    from paceline.plan.scaling import Question, advise, largest_ranks, scaling_curve
-    from paceline.plan.wire_format import wire_names
+    from paceline.plan.schedules import algorithm_names
 
     if not 0 < epochs < float("inf") or dataset_size < 1:
         raise ConfigError("--epochs, --dataset-size", (epochs, dataset_size), "must be above 0")
-    work = _workload(model, gpu, profile, image_size, input_images_per_s)
     flags = {
         "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
         "links": links, "oversubscription": oversubscription,
     }  # fmt: skip
-    place = _cluster(gpu, cluster, nodes, {k: v for k, v in flags.items() if v is not None})
-    known = place.probed.algorithms if place.probed else ALGORITHMS
+    given = {name: value for name, value in flags.items() if value is not None}
+    if cluster is not None and given:
+        name, value = next(iter(given.items()))
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(flag, value, "is in the cluster file already", "leave out one of them")
+    file = PlanFile() if cluster is None else PlanFile.read(cluster, "--cluster")
+    if profile is not None:
+        file = replace(file, workload=PlanFile.read(profile, "--profile").profile)
+    elif gpu:
+        file = replace(file, workload=None)
+    work = _workload(model, gpu, file.workload, image_size, input_images_per_s)
+    place = _gpu_cluster(gpu, nodes, given) if cluster is None else file.planned_cluster()
+    place = place if nodes is None else place.with_nodes(nodes)
+    known = place.probed.algorithms if place.probed else algorithm_names()
     wires = wire_names(wire or ("auto",))
     question = Question(work, batch_size, tuple(algorithm) or known, wires)
     if with_plan is None:
@@ -82,7 +95,7 @@ def plan(
         tuple(advise(question, place, now)), epochs, dataset_size,
     )  # fmt: skip
     if plan_out is not None:
-        _write_plan(plan_out, chosen, work, place, now)
+        _write_plan(plan_out, file, chosen, answer)
     if as_json:
         typer.echo(json.dumps(answer.to_json()))
     else:
@@ -109,47 +122,36 @@ def _given_plan(path: Path, work: Workload, place: Cluster) -> FusionPlan:
 
 
 def _workload(
-    model: str, gpu: str, profile: Path | None, image_size: int | None, input_images_per_s: float
+    model: str, gpu: str, profiled: Workload | None, image_size: int | None, input_rate: float
 ) -> Workload:
-    from dataclasses import replace
+    from paceline.plan.cluster import accelerator, catalogue
+    from paceline.plan.networks import analytic_workload, network
+    from paceline.plan.workload import Affine
 
-    from paceline.plan.accelerator import accelerator, catalogue
-    from paceline.plan.analytic_workload import analytic_workload
-    from paceline.plan.network import network
-    from paceline.plan.workload import Affine, Workload
-
-    if profile is None and not gpu:
+    if profiled is None and not gpu:
         raise ConfigError(
             "--gpu", None, "give either --gpu or --profile",
             f"known GPUs are {', '.join(catalogue())}",
         )  # fmt: skip
-    if input_images_per_s < 0:
-        raise ConfigError("--input-images-per-s", input_images_per_s, "must be 0 or more")
-    if profile is None:
+    if input_rate < 0:
+        raise ConfigError("--input-images-per-s", input_rate, "must be 0 or more")
+    if profiled is None:
         work = analytic_workload(network(model or "resnet50", image_size or 224), accelerator(gpu))
     else:
         if image_size is not None:
             raise ConfigError("--image-size", image_size, "a profile has its own", "leave it out")
-        work = Workload.read(profile)
-        if model and work.model != model:
+        if model and profiled.model != model:
             raise ConfigError(
-                "--profile", str(profile), f"is of {work.model}, not of {model}",
+                "--model", model, f"the profile is of {profiled.model}",
                 f"profile {model}, or leave --model out",
             )  # fmt: skip
-    return replace(work, input=Affine(0.0, 1 / input_images_per_s)) if input_images_per_s else work
+        work = profiled
+    return replace(work, input=Affine(0.0, 1 / input_rate)) if input_rate else work
 
 
-def _cluster(gpu: str, file: Path | None, nodes: int | None, flags: dict[str, Any]) -> Cluster:
-    from paceline.plan.accelerator import accelerator
-    from paceline.plan.cluster_file import read_cluster
-    from paceline.plan.gpu_cluster import gpu_cluster
+def _gpu_cluster(gpu: str, nodes: int | None, flags: dict[str, Any]) -> Cluster:
+    from paceline.plan.cluster import accelerator, gpu_cluster
 
-    if file is not None:
-        for name, value in flags.items():
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(flag, value, "the cluster file tells", "leave out one of them")
-        found = read_cluster(file)
-        return found if nodes is None else found.with_nodes(nodes)
     values: dict[str, Any] = {"gpus_per_node": 8, "node_gbps": 100.0} | flags
     if not gpu and values["gpus_per_node"] > 1:
         raise ConfigError(
@@ -159,14 +161,18 @@ def _cluster(gpu: str, file: Path | None, nodes: int | None, flags: dict[str, An
     return gpu_cluster(accelerator(gpu or "CPU"), 1 if nodes is None else nodes, **values)
 
 
-def _write_plan(
-    path: Path, chosen: FusionPlan, work: Workload, place: Cluster, now: Prediction
-) -> None:
-    from paceline.plan.expected import Expected
-    from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
+    """What the cluster's file has stays in the new one, unless it is for another number of nodes."""
+    from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 
-    model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
-    PlanFile(chosen, model, ClusterFacts(place.ranks, place.nodes), Expected.of(now)).write(path)
+    work, place = answer.workload, answer.cluster
+    cluster = ClusterFacts(place.ranks, place.nodes)
+    kept = file if file.cluster == cluster else PlanFile(workload=file.workload)
+    sizes = ((gradient.name, gradient.elements) for gradient in work.gradients)
+    replace(
+        kept, fusion=chosen, model=ModelFacts.of(sizes), cluster=cluster,
+        expected=Expected.of(answer.now), why=(),
+    ).write(path)  # fmt: skip
 
 
 def _print(answer: Answer) -> None:
@@ -174,7 +180,7 @@ def _print(answer: Answer) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
+    from paceline.plan.answer import advice_rows, buffer_rows, curve_rows, fact_rows
 
     console = Console()
     facts = Table(show_header=False, box=None)

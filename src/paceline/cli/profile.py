@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from paceline.core.errors import ConfigError
+from paceline.plan.plan_file import PlanFile
 
 
 def profile(
@@ -28,6 +29,7 @@ def profile(
     """Measure a training step on this device, for the planner."""
     from paceline.bench.step import StepRow
     from paceline.cli.bench import chosen_device
+    from paceline.cli.tune import check_output
     from paceline.models.settings import check_model_name
 
     check_model_name(model)
@@ -36,17 +38,14 @@ def profile(
     for flag, count in (("--batch-size", min(batches)), ("--steps", steps), ("--warm-up", warm_up)):
         if count < 1:
             raise ConfigError(flag, count, "must be at least 1")
-    if output.exists() and not force:
-        raise ConfigError("--output", str(output), "is there already", "give --force, or another")
-    if not output.parent.is_dir():
-        raise ConfigError("--output", str(output), "its folder is not there", "make it first")
+    check_output(output, force)
     from paceline.bench.profile import profile_workload
 
     switches = {"precision.amp_dtype": amp_dtype}
     row = StepRow("profile", "ours", model, max(batches), image_size, classes, place, steps, warm_up,
                   switches)  # fmt: skip
     work = profile_workload(row, batches)
-    work.write(output)
+    PlanFile(workload=work).write(output)
     if as_json:
         typer.echo(json.dumps(work.to_table()))
         return 0

@@ -53,6 +53,7 @@ def train(
     amp_dtype: str | None = typer.Option(None, help="fp16, bf16, fp32 or auto."),
     compile: str | None = typer.Option(  # noqa: A002
         None, help="torch.compile: auto, off, blocks or model."),
+    plan: str | None = typer.Option(None, help="plan.toml of `paceline tune` or `paceline plan`."),
     trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
@@ -68,7 +69,7 @@ def train(
         "data.workers": workers, "run.output": output, "run.resume": resume,
         "run.log_interval": log_interval, "run.target_top1": target_top1,
         "run.pretrained": pretrained, "run.device": device, "precision.amp_dtype": amp_dtype,
-        "run.compile": compile, "run.trace": "true" if trace else None,
+        "run.compile": compile, "comm.plan": plan, "run.trace": "true" if trace else None,
     }  # fmt: skip
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
     config = resolve(recipe, flags, settings)

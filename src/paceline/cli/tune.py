@@ -1,13 +1,17 @@
-"""`paceline tune`: measures the cluster and writes the table of sizes that hybrid all-reduce goes by.
+"""`paceline tune`: measures the cluster, profiles a model on it, and writes the plan for training it.
 
-In: where the ranks run, which sizes and algorithms to try. Out: a TOML file with the table, the numbers
-behind it and the cost of the links (docs/communication.md), and a summary of it.
+In: where the ranks run, a recipe or a model, which sizes and algorithms to try. Out: plan.toml
+(`paceline.plan.plan_file`): the links, the times of every size and algorithm, the table of sizes; with a
+recipe or model also its profiled step, the best plan and what it is expected to take.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,29 +24,38 @@ from paceline.cli.bench_ranks import (
     RANKS,
     RANKS_PER_HOST,
     SHARE_GPUS,
-    algorithm_names,
     check_settings,
+    parse_algorithms,
     run_on_ranks,
 )
-from paceline.comm.algorithms.names import ALGORITHMS
-from paceline.comm.tuning_choice import MARGIN, MeasuredSize, check_noise
-from paceline.comm.tuning_file import ClusterShape, LinkFacts, TuningFile
+from paceline.config import RunConfig, load_config, parse_assignment
 from paceline.core.errors import ConfigError
+from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, parse_bytes
+from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
+from paceline.plan.schedules import tuned_names
+from paceline.plan.size_table import MARGIN, MeasuredSize, check_noise
 
-# All but the parameter server, which is there to be compared with.
-_WORTH_TRYING = tuple(name for name in ALGORITHMS if name != "central")
+if TYPE_CHECKING:
+    from paceline.bench.ranks import RankGroup
+    from paceline.plan.workload import Workload
 
 
 def tune(
-    output: Path = typer.Option(Path("sizes.toml"), "--output", "-o", help="The file to write."),
+    recipe: str | None = typer.Argument(None, help="A recipe whose model to profile and plan for."),
+    model: str = typer.Option("", help="A model instead of a recipe (docs/models.md)."),
+    batch_size: int = typer.Option(0, "--batch-size", "-b", help="Of one rank; else the recipe's."),
+    image_size: int = typer.Option(0, help="Edge of the images in pixels; else the recipe's."),
+    classes: int = typer.Option(0, help="Number of classes; else the recipe's."),
+    settings: list[str] = typer.Option([], "--set", help="section.key=value, as in training."),
+    output: Path = typer.Option(Path("plan.toml"), "--output", "-o", help="The file to write."),
     force: bool = typer.Option(False, "--force", help="Overwrite it."),
     hosts: int = HOSTS,
     ranks_per_host: int = RANKS_PER_HOST,
     link_mbit: float = LINK_MBIT,
     ranks: int = RANKS,
     algorithms: str = typer.Option(
-        ",".join(_WORTH_TRYING), help="Names, with commas; native always is one."
+        "", help="Names, with commas; native always is one. All but central."
     ),
     min_bytes: str = typer.Option("1KiB", help="First size."),
     max_bytes: str = typer.Option("64MiB", help="Last size, where the time suffices."),
@@ -55,13 +68,16 @@ def tune(
     backend: str = BACKEND,
     share_gpus: bool = SHARE_GPUS,
     accept_noise: bool = typer.Option(
-        False, "--accept-noise", help="Write the table even where repeated samples differ widely."
+        False, "--accept-noise", help="Write it even where repeated samples differ widely."
     ),
 ) -> int:
-    """Measure this cluster; write the table of sizes for hybrid all-reduce."""
+    """Measure this cluster, profile a model on it, and write the plan for training."""
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
-    names = algorithm_names(algorithms)
+    trained = {"model.name": model, "run.batch_size": batch_size, "data.image_size": image_size,
+               "model.num_classes": classes}  # fmt: skip
+    config = _config(recipe, {name: value for name, value in trained.items() if value}, settings)
+    names = parse_algorithms(algorithms) or tuned_names()
     for flag, value, least in (("--iterations", iterations, 3), ("--limit-s", limit_s, 1)):
         if value < least:
             raise ConfigError(flag, value, f"must be at least {least}")
@@ -72,18 +88,19 @@ def tune(
     low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
     if low > high:
         raise ConfigError("--min-bytes", min_bytes, f"is more than --max-bytes {max_bytes}")
-    launched = placement.is_launched()
-    if not launched:
+    if not placement.is_launched():
         check_output(output, force)
-        code = run_on_ranks(placement)
-        assert code is not None
+    code = run_on_ranks(placement)
+    if code is not None:
         return code
-    run_on_ranks(placement)
 
     from paceline.bench.allreduce import choose_sizes
     from paceline.bench.ranks import RankGroup
     from paceline.bench.tune import TuneJob, Tuner
 
+    # Before the ranks join: a profiled step makes a group of its own.
+    here = {"run.device": device, "comm.backend": backend, "comm.share_gpus": share_gpus}
+    profiled = None if config is None else _profile(config, RunConfig().with_values(here))
     job = TuneJob(choose_sizes(low, high, factor), names, iterations, limit_s, margin)
     with RankGroup(
         backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
@@ -92,25 +109,71 @@ def tune(
         main = joined.rank == 0
         joined.group.agree_on("output", lambda: check_output(output, force) if main else output)
 
-        def tell(row: MeasuredSize) -> None:
-            if main:
-                sys.stdout.write(_size_line(row))
+        def show(text: str) -> None:
+            if main and text:
+                sys.stdout.write(text + "\n")
                 sys.stdout.flush()
 
         tuner = Tuner(joined, job)
         cluster = tuner.cluster()
-        if main:
-            sys.stdout.write(_link_line("inside a node", cluster.intra))
-            sys.stdout.write(_link_line("between nodes", cluster.inter))
-            sys.stdout.write(_hidden_line(cluster))
-        measured = tuner.measure(tell)
+        links = [_link_line("inside a node", cluster.intra),
+                 _link_line("between nodes", cluster.inter), _hidden_line(cluster)]  # fmt: skip
+        for line in links:
+            show(line)
+        measured = tuner.measure(lambda row: show(_size_line(row)))
         noisy = check_noise(measured, tuner.foreign_share(), accept_noise)
         found = tuner.conclude(measured, cluster)
+        chosen = _size_lines(found, len(job.sizes))
+        why = [*(f"measured: {line}" for line in links if line),
+               *(f"chosen: {line}" for line in chosen)]  # fmt: skip
+        found = replace(found, why=tuple(why))
+        for line in chosen:
+            show(line)
+        if profiled is not None:
+            found = _planned(found, profiled, joined)
+            for line in found.why[len(why) :]:
+                show(line)
         if main:
             found.write(output)
-            sys.stdout.write(_conclusion(found, output, len(job.sizes)))
-            sys.stdout.write(f"warning: {noisy}\n" if noisy else "")
+        show(f"written to {output}; train with --plan {output}")
+        show(f"warning: {noisy}" if noisy else "")
     return 0
+
+
+def _config(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig | None:
+    """What is to be trained; None where neither a recipe nor a model is given."""
+    overrides = flags | dict(parse_assignment(text) for text in settings)
+    if recipe is None and "model.name" not in overrides:
+        if overrides:
+            name, value = next(iter(overrides.items()))
+            raise ConfigError(name, value, "has no model to belong to", "give --model or a recipe")
+        return None
+    if overrides.get("data.image_size"):
+        overrides.setdefault("data.eval_resize", 0)
+    return load_config(recipe, overrides)
+
+
+def _profile(config: RunConfig, here: RunConfig) -> tuple[Workload, int]:
+    """The step of this rank, while the others profile theirs, as they will train; and its batch."""
+    from paceline.bench.profile import config_row, profile_workload
+    from paceline.train.machine import choose_device
+
+    topology = Topology.from_env(os.environ)
+    row = config_row(config, topology.world_size, choose_device(here, topology).type)
+    return profile_workload(row, [row.batch_size]), row.batch_size
+
+
+def _planned(tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup) -> PlanFile:
+    """Rank 0's step counts."""
+    from paceline.bench.tune import plan_model
+    from paceline.plan.workload import Workload
+
+    assert tuned.probed is not None
+    counts, (work, batch) = tuned.probed.ranks_per_node, profiled
+    if len(set(counts)) > 1 or sum(counts) == 1:
+        reason = "nodes differ in their ranks" if sum(counts) > 1 else "one rank exchanges nothing"
+        return replace(tuned, why=(*tuned.why, f"chosen: no plan of the model, because {reason}"))
+    return plan_model(tuned, Workload.from_table(joined.decided(work.to_table)), batch)
 
 
 def check_output(output: Path, force: bool) -> Path:
@@ -126,34 +189,32 @@ def _link_line(where: str, link: LinkFacts | None) -> str:
         return ""
     return (
         f"{where}: {1e6 * link.alpha_s:.0f} µs + {8e-6 / (link.beta_s_per_byte or 1e-15):.0f} Mbit/s, "
-        f"fit off by {100 * link.residual:.0f} %; {link.contention:.1f} times as long when all send\n"
+        f"fit off by {100 * link.residual:.0f} %; {link.contention:.1f} times as long when all send"
     )
 
 
-def _hidden_line(cluster: ClusterShape) -> str:
+def _hidden_line(cluster: ProbedCluster) -> str:
     if cluster.hidden_cost is not None:
-        return f"an exchange behind compute costs it {cluster.hidden_cost:.2f} of its own time\n"
-    if cluster.device == "cpu" and cluster.ranks > 1:
-        return "what an exchange costs the compute that hides it was not measured: too slow\n"
+        return f"an exchange behind compute costs it {cluster.hidden_cost:.2f} of its own time"
+    if cluster.device == "cpu" and cluster.facts.ranks > 1:
+        return "what an exchange costs the compute that hides it was not measured: too slow"
     return ""
 
 
 def _size_line(row: MeasuredSize) -> str:
     ordered = sorted(row.medians_s.items(), key=lambda item: item[1])
-    words = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in ordered)
-    return f"{format_bytes(row.size_bytes):>9}: {words} ms\n"
+    times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in ordered)
+    return f"{format_bytes(row.size_bytes):>9}: {times} ms"
 
 
-def _conclusion(found: TuningFile, output: Path, wanted: int) -> str:
-    lines = []
-    for row in found.table.rows:
-        limit = "larger" if row.up_to_bytes is None else f"up to {format_bytes(row.up_to_bytes)}"
-        lines.append(f"{limit}: {row.algorithm}")
-    if len(found.table.rows) == 1:
-        lines = [f"every size: {found.table.rows[0].algorithm}"]
+def _size_lines(found: PlanFile, wanted: int) -> list[str]:
+    rows = found.table.rows
+    lines = [f"every size: {rows[0].algorithm}"]
+    if len(rows) > 1:
+        limits = [row.up_to_bytes for row in rows]
+        sizes = ["larger" if limit is None else f"up to {format_bytes(limit)}" for limit in limits]
+        lines = [f"{size}: {row.algorithm}" for size, row in zip(sizes, rows, strict=True)]
     if len(found.measured) < wanted:
         last = format_bytes(found.measured[-1].size_bytes)
         lines.append(f"sizes above {last} were not measured: no time left (--limit-s)")
-    lines.append(f"written to {output}; use it with --set comm.algorithm=hybrid "
-                 f"--set comm.sizes={output}")  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return lines

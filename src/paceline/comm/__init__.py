@@ -6,8 +6,9 @@ on first use: importing this package does not import torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from paceline.comm.agreement import AgreedError, PeerError
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from paceline.comm.process_groups import ProcessGroups
     from paceline.comm.progress import ExchangeObserver
     from paceline.comm.settings import CommSettings
-    from paceline.comm.size_table import SizeTable
     from paceline.comm.tracing import Timeline
     from paceline.comm.transport import Transport, create_transport
+    from paceline.plan.size_table import SizeTable
 
 __all__ = [
     "SIGNALS",
@@ -38,29 +39,22 @@ __all__ = [
     "create_transport",
 ]
 
-_HOME = {
-    "SIGNALS": "exchange",
-    "AgreedError": "agreement",
-    "CommSettings": "settings",
-    "ExchangeObserver": "progress",
-    "GradientExchange": "exchange",
-    "Group": "group",
-    "HybridAllReduce": "hybrid",
-    "PeerError": "agreement",
-    "ProcessGroups": "process_groups",
-    "Signals": "exchange",
-    "SizeTable": "size_table",
-    "Timeline": "tracing",
-    "Transport": "transport",
-    "create_transport": "transport",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "SIGNALS": "exchange",
+        "AgreedError": "agreement",
+        "CommSettings": "settings",
+        "ExchangeObserver": "progress",
+        "GradientExchange": "exchange",
+        "Group": "group",
+        "HybridAllReduce": "hybrid",
+        "PeerError": "agreement",
+        "ProcessGroups": "process_groups",
+        "Signals": "exchange",
+        "SizeTable": "paceline.plan.size_table",
+        "Timeline": "tracing",
+        "Transport": "transport",
+        "create_transport": "transport",
+    },
+)

@@ -1,8 +1,12 @@
-"""`HybridAllReduce`: for every buffer the algorithm that its size asks for, also as a hook of plain
-DDP.
+"""`HybridAllReduce`: for every buffer the algorithm that its size asks for.
+
+In: process groups, a `SizeTable` and a wire format; then buffers, or the buckets of DDP. Out: their sums
+or means, bit-identical on all ranks, summed on the communication thread with groups of its own:
 
     state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=1 << 20))
     ddp.register_comm_hook(state, HybridAllReduce.ddp_hook)
+
+It chooses; `PlannedAllReduce` executes, also what a fusion plan has chosen.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.
@@ -14,53 +18,49 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # public, not in __all__
 from torch.futures import Future
 
-from paceline.comm.algorithms.all_reduce import AllReduce, check_buffer
-from paceline.comm.algorithms.catalogue import create_algorithm
-from paceline.comm.algorithms.staging import Staging
 from paceline.comm.comm_thread import CommThread
+from paceline.comm.executor import Executor, check_buffer
 from paceline.comm.process_groups import ProcessGroups, backend_reason
-from paceline.comm.size_table import SizeTable
 from paceline.comm.wire import WireFormat
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
+from paceline.plan.size_table import SizeTable
 
 __all__ = ["HybridAllReduce", "PlannedAllReduce", "SizeTable"]
 
 
 class PlannedAllReduce:
-    """Casts a buffer to the wire format, sums it with the algorithm that it is given, casts it back; in
-    the caller's thread or on the communication thread.
+    """Casts to the wire format, sums by the algorithm that it is given, casts back; in the caller's
+    thread or on the communication thread.
 
-    Every rank runs the same buffers in the same order. An algorithm that fails raises a `CommError`,
-    and fails every later job of the thread; the timeout is that of the process groups.
+    Every rank hands over the same buffers in the same order. A failed exchange fails its future, and
+    every later one, with a `CommError`; the timeout is that of the process groups.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
-        self._staging = Staging()
-        self._algorithms: dict[str, AllReduce] = {}
+        self._executor = Executor(groups)
+        self.staging = self._executor.staging
         self._thread = CommThread()
 
     def prepare(self, algorithm: str) -> None:
-        """Connects the ranks as the algorithm needs it. All ranks call this at the same point;
-        otherwise they connect at the first use."""
-        if algorithm not in self._algorithms:
-            self._algorithms[algorithm] = create_algorithm(algorithm, self.groups, self._staging)
+        """Connects the ranks as the algorithm needs it. All ranks call this at the same point."""
+        self._executor.prepare(algorithm)
 
     def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
         """Sums `buffer` over ranks, in this thread; `auto` is the buffer's own format.
 
-        The sum must fit the format itself, as that of shares of a mean does.
+        The sum must have room in the format itself, as that of shares of a mean has.
         """
         self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
 
     def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        """Runs `run` on the communication thread, once what `device` still computes is complete."""
+        """`run` on the communication thread, once what `device` still computes is there."""
         return self._thread.submit(run, device)
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the first job that failed on the communication thread."""
+        """Why the communication thread carries nothing any more."""
         return self._thread.failure
 
     def close(self) -> None:
@@ -69,16 +69,16 @@ class PlannedAllReduce:
         self.groups.close()
 
     def run(self, buffer: Tensor, algorithm: str, wire: WireFormat, divide_by: int = 1) -> None:
-        """Replaces `buffer` by its sum over ranks, divided by `divide_by`, in this thread."""
         check_buffer(buffer)
+        staging = self.staging
         travelling = buffer
         if wire.dtype != buffer.dtype:
-            travelling = self._staging.take("wire", buffer.numel(), wire.dtype, buffer.device)
+            travelling = staging.take("wire", buffer.numel(), wire.dtype, buffer.device)
         wire.encode(buffer, travelling)
         # Gloo reads and writes memory of the host only.
         if buffer.is_cuda and self.groups.backend == "gloo":
             cpu = torch.device("cpu")
-            host = self._staging.take("host", buffer.numel(), wire.dtype, cpu, pinned=True)
+            host = staging.take("host", buffer.numel(), wire.dtype, cpu, pinned=True)
             host.copy_(travelling)
             self._all_reduce(algorithm, host)
             travelling.copy_(host)
@@ -88,13 +88,12 @@ class PlannedAllReduce:
 
     def _all_reduce(self, algorithm: str, buffer: Tensor) -> None:
         try:
-            self.prepare(algorithm)
-            self._algorithms[algorithm].all_reduce(buffer)
+            self._executor.all_reduce(buffer, algorithm)
         except torch.AcceleratorError:
             raise  # this rank's own device failed
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                raise  # of this rank, not of the others
+                raise  # this rank's own, and not the others'
             raise CommError(
                 f"{algorithm} all-reduce of {buffer.nbytes} bytes broke on rank "
                 f"{self.groups.rank} ({backend_reason(error)})",
@@ -103,12 +102,7 @@ class PlannedAllReduce:
 
 
 class HybridAllReduce:
-    """A `SizeTable` that chooses the algorithm by the bytes that travel, and a `PlannedAllReduce`.
-
-    Every rank hands over the same buffers in the same order; sums and means are bit-identical on all
-    ranks. A failed exchange fails its future, and every later one, with a `CommError`; the timeout is
-    that of the process groups.
-    """
+    """Chooses an algorithm by the bytes that travel, and has a `PlannedAllReduce` execute it."""
 
     def __init__(self, groups: ProcessGroups, table: SizeTable, wire: str = "float32") -> None:
         self.groups = groups

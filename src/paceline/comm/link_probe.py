@@ -7,9 +7,11 @@ each has the network to itself.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.tuning_file import LinkFacts
-from paceline.comm.tuning_fit import fit_cost
+from paceline.plan.plan_file import LinkFacts
 
 # The large ones show the bandwidth also of a link that lets short bursts pass.
 SIZES = (4, 1024, 16 * 1024, 128 * 1024, 1024 * 1024, 2 * 1024 * 1024)
@@ -67,12 +68,10 @@ class LinkProbe:
         for pair in pairs:
             points = [(size, self._round_trip_s(pair, size) / 2) for size in SIZES]
             costs.append(fit_cost(points))
-        slowest = max(costs, key=lambda cost: cost.seconds(max(SIZES)))
+        slowest = max(costs, key=lambda cost: cost.alpha_s + cost.beta_s_per_byte * max(SIZES))
         alone_s = self._shift_s([_only(rings[0], pairs[0])])
         all_s = self._shift_s(rings)
-        return LinkFacts(
-            slowest.alpha_s, slowest.beta_s_per_byte, slowest.residual, max(1.0, all_s / alone_s)
-        )
+        return replace(slowest, contention=max(1.0, all_s / alone_s))
 
     def _round_trip_s(self, pair: tuple[int, int], size: int) -> float:
         """The median over repeats, as the pair's first rank saw it, on every rank."""
@@ -143,3 +142,48 @@ def _only(ring: dict[int, tuple[int, int]], pair: tuple[int, int]) -> dict[int, 
 
 def _operation(kind: Any, tensor: Tensor, group: ProcessGroup, peer: int) -> dist.P2POp:
     return dist.P2POp(kind, tensor, group=group, group_peer=peer)
+
+
+def fit_cost(points: Sequence[tuple[int, float]]) -> LinkFacts:
+    """What a message of m bytes costs, α + β·m, from (bytes, seconds): least squares of
+    (α + β·m − t) / t, so that small messages weigh as much as large ones; neither α nor β becomes
+    negative. The residual is the root mean square of the relative errors: 0.1 is 10 %."""
+    if not points or any(seconds <= 0 for _, seconds in points):
+        raise ValueError("a fit needs points with a time above 0")
+    candidates = [
+        cost
+        for cost in (_both(points), _alpha_only(points), _beta_only(points))
+        if cost is not None
+    ]
+    alpha, beta = min(candidates, key=lambda cost: _residual(points, *cost))
+    return LinkFacts(alpha, beta, _residual(points, alpha, beta))
+
+
+def _both(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """The unbounded optimum, if it is one that a link can have."""
+    largest = max(size for size, _ in points) or 1
+    a = b = c = d = e = 0.0
+    for size, seconds in points:
+        x, y = 1 / seconds, (size / largest) / seconds
+        a, b, c, d, e = a + x * x, b + x * y, c + y * y, d + x, e + y
+    determinant = a * c - b * b
+    if determinant <= 1e-12 * a * c:
+        return None
+    alpha, beta = (d * c - e * b) / determinant, (a * e - b * d) / determinant
+    return (alpha, beta / largest) if alpha >= 0 and beta >= 0 else None
+
+
+def _alpha_only(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    weights = [1 / seconds for _, seconds in points]
+    return sum(weights) / sum(weight * weight for weight in weights), 0.0
+
+
+def _beta_only(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    shares = [size / seconds for size, seconds in points]
+    square = sum(share * share for share in shares)
+    return (0.0, sum(shares) / square) if square else None
+
+
+def _residual(points: Sequence[tuple[int, float]], alpha: float, beta: float) -> float:
+    errors = [(alpha + beta * size - seconds) / seconds for size, seconds in points]
+    return math.sqrt(sum(error * error for error in errors) / len(errors))

@@ -1,23 +1,27 @@
-"""`PlanChoice`: the fusion plan that the settings ask for.
+"""Which fusion plan a run executes, and the order of the gradients that it depends on.
 
-In: the settings, with the files that they name, the trained tensors and the cluster. Out: a `FusionPlan`,
-once the order of the gradients is known, where it matters. Without torch; every rank comes to the same.
+In: the settings, with the files that they name, the trained tensors and the cluster; for the order a
+function that runs one backward pass. Out: a `FusionPlan`; every rank comes to the same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.comm.algorithms.names import check_name
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
 from paceline.comm.messages import item_bytes
-from paceline.comm.settings import WIRES, CommSettings
-from paceline.comm.size_table import SizeTable
+from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.flat_layout import TensorSpec
-from paceline.plan.fusion_plan import FusionBuffer, FusionPlan
+from paceline.plan.fusion_plan import WIRES, FusionBuffer, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.schedules import check_name
+from paceline.plan.size_table import SizeTable
 
 # What goes beside the bulk of a buffer is some hundred numbers long: the signals, norms, biases.
 _BESIDE_BYTES = 4096
@@ -39,9 +43,14 @@ class PlanChoice:
         """`tensors` as the model declares them."""
         table, fixed = SizeTable.single("native"), None
         if settings.plan:
-            fixed = _read_plan(settings.plan, tensors, cluster)
+            file = PlanFile.read(Path(settings.plan))
+            if file.fusion is None and file.sizes is not None:
+                table = _checked_table(file, cluster, "comm.plan")
+            else:
+                fixed = _checked_plan(file, tensors, cluster)
         elif settings.algorithm == "hybrid" and settings.sizes:
-            table = _read_table(Path(settings.sizes), cluster)
+            file = PlanFile.read(Path(settings.sizes), "comm.sizes")
+            table = _checked_table(file, cluster, "comm.sizes")
         elif settings.algorithm == "hybrid":
             table = SizeTable.two_way(1024 * (settings.eta_kib or 0))
         elif settings.algorithm != "auto":
@@ -90,32 +99,62 @@ class PlanChoice:
         return max(totals.values(), default=0)
 
 
-def _read_table(path: Path, cluster: ClusterFacts) -> SizeTable:
+def _checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTable:
     """A table that says where it was measured is refused elsewhere, as a plan is."""
-    table, tuned = SizeTable.read(path), SizeTable.tuned_on(path)
-    here = (cluster.ranks, cluster.nodes)
-    if tuned is not None and tuned != here:
+    tuned = file.cluster
+    if tuned is not None and tuned != cluster:
         raise ConfigError(
-            "comm.sizes", str(path),
-            f"was tuned on {tuned[0]} ranks of {tuned[1]} nodes, here are {here[0]} of {here[1]}",
+            setting, file.path,
+            f"was tuned on {tuned.ranks} ranks of {tuned.nodes} nodes, here are {cluster.ranks} of "
+            f"{cluster.nodes}",
             "run paceline tune here, or take its [cluster] section out to use it all the same",
         )  # fmt: skip
-    return table
+    return file.table
 
 
-def _read_plan(path: str, tensors: Sequence[TensorSpec], cluster: ClusterFacts) -> FusionPlan:
-    file = PlanFile.read(Path(path))
-    model = ModelFacts.of((spec.name, spec.length) for spec in tensors)
-    file.check(model, cluster, path)
-    for number, buffer in enumerate(file.plan.buffers, start=1):
+def _checked_plan(
+    file: PlanFile, tensors: Sequence[TensorSpec], cluster: ClusterFacts
+) -> FusionPlan:
+    plan, path = file.plan, file.path
+    file.check(ModelFacts.of((spec.name, spec.length) for spec in tensors), cluster, path)
+    for number, buffer in enumerate(plan.buffers, start=1):
         check_name(buffer.algorithm, f"{path}: buffer {number}: algorithm")
         check_name(buffer.beside_algorithm, f"{path}: buffer {number}: beside")
         if buffer.wire not in WIRES:
-            raise ConfigError(
-                f"{path}: buffer {number}: wire",
-                buffer.wire,
-                "unknown",
-                nearest(buffer.wire, WIRES),
-            )
-    file.plan.check([spec.name for spec in tensors])
-    return file.plan
+            name = f"{path}: buffer {number}: wire"
+            raise ConfigError(name, buffer.wire, "unknown", nearest(buffer.wire, WIRES))
+    plan.check([spec.name for spec in tensors])
+    return plan
+
+
+def record_order(
+    trained: Mapping[str, nn.Parameter], backward: Callable[[], None]
+) -> tuple[str, ...]:
+    """A parameter that two layers share counts when its gradient is whole."""
+    arrived: dict[str, None] = {}
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        def arrives(parameter: Tensor) -> None:
+            arrived.pop(name, None)  # the last arrival counts
+            arrived[name] = None
+
+        return arrives
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(note(name))  # type: ignore[no-untyped-call]
+        for name, parameter in trained.items()
+    ]
+    try:
+        backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in trained.values():
+            parameter.grad = None
+    return (*arrived, *(name for name in reversed(list(trained)) if name not in arrived))
+
+
+def agree_order(group: Group, order: Sequence[str]) -> tuple[str, ...]:
+    """Rank 0's order, on every rank. All ranks must have the same parameters, as settled before."""
+    told = json.dumps(list(order)).encode() if group.rank == 0 else None
+    return tuple(json.loads(group.broadcast_bytes(told)))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from paceline.comm.algorithms.names import ALGORITHMS
 from paceline.core.errors import ConfigError, nearest
+from paceline.plan.fusion_plan import WIRES
+from paceline.plan.schedules import algorithm_names
 
 BACKENDS = ("auto", "gloo", "nccl")
-CHOICES = ("auto", "hybrid", *ALGORITHMS)
-WIRES = ("auto", "float32", "float16", "bfloat16")
 OVERLAPS = ("auto", "on", "off")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
@@ -55,7 +54,7 @@ class CommSettings:
     def __post_init__(self) -> None:
         for name, known in (
             ("backend", BACKENDS),
-            ("algorithm", CHOICES),
+            ("algorithm", ("auto", "hybrid", *algorithm_names())),
             ("wire", WIRES),
             ("overlap", OVERLAPS),
         ):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.plan.fusion_plan import SHORT_WIRES
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 WIRES = tuple(_DTYPES)
 
 
@@ -30,7 +30,7 @@ class WireFormat:
     @classmethod
     def named(cls, name: str, world_size: int = 1, *, scaled: bool | None = None) -> WireFormat:
         """`scaled`: room for a sum over `world_size` ranks; None means for fp16 alone."""
-        full = _SHORT.get(name, name)
+        full = SHORT_WIRES.get(name, name)
         if full not in _DTYPES:
             raise ConfigError("comm.wire", name, "unknown format", nearest(str(name), WIRES))
         wanted = full == "float16" if scaled is None else scaled

@@ -11,8 +11,8 @@ from typing import Any
 def lazy_exports(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package. `modules` names, for each public name, the module inside
-    the package that defines it.
+    """`__getattr__` and `__dir__` of a package. `modules` names, for each public name, the module that
+    defines it: of this package, or with its full name.
 
     >>> __getattr__, __dir__ = lazy_exports("paceline.optim", {"LARS": "lars"})
     """
@@ -20,7 +20,9 @@ def lazy_exports(
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        module = modules[name]
+        full = module if module.startswith("paceline.") else f"{package}.{module}"
+        value = getattr(importlib.import_module(full), name)
         setattr(sys.modules[package], name, value)
         return value
 

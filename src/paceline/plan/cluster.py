@@ -1,19 +1,26 @@
 """`Cluster`: how many ranks there are, and what a message costs between them.
 
-In: flags, or the file that `paceline tune` wrote on the real cluster. Out: start-up time and time a byte
-inside a node and between nodes, links, contention; and a ConfigError for figures that cannot be.
+In: flags and a GPU of the catalogue (`gpu_cluster`), or the file that `paceline tune` wrote on the real
+cluster (`paceline.plan.plan_file`). Out: start-up time and time a byte inside a node and between nodes,
+links, contention; and a ConfigError for figures that cannot be. The catalogue of accelerators is
+`accelerators.toml` beside this file, with a source for each figure.
 """
 
 from __future__ import annotations
 
+import math
+import tomllib
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
 from paceline.core.untrusted import LONGEST_S
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 # Far more than there is; within it no count of the planner overflows.
 RANKS_LIMIT = 1 << 20
@@ -118,3 +125,89 @@ class Cluster:
 
     def with_nodes(self, nodes: int) -> Cluster:
         return replace(self, nodes=nodes)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One whole training: images/s of one accelerator at `batch`, among `ranks` of one node."""
+
+    images_per_s: float
+    batch: int
+    ranks: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Peaks in FLOP/s and bytes/s; `measured` may be a sister chip's, then `like` names it."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    node_bytes_per_s: float
+    source: str
+    like: str = ""
+    measured: Measured | None = None
+
+
+@cache
+def catalogue() -> dict[str, Accelerator]:
+    text = files("paceline.plan").joinpath("accelerators.toml").read_text(encoding="utf-8")
+    return {name: _read(name, table) for name, table in tomllib.loads(text).items()}
+
+
+def _read(name: str, table: dict[str, Any]) -> Accelerator:
+    measured = table.get("measured")
+    return Accelerator(
+        name=name,
+        flops_per_s=table["tflops"] * 1e12,
+        memory_bytes_per_s=table["memory_gb_per_s"] * 1e9,
+        node_bytes_per_s=table["node_gb_per_s"] * 1e9,
+        source=table["source"],
+        like=table.get("like", ""),
+        measured=None if measured is None else Measured(**measured),
+    )
+
+
+def accelerator(name: str) -> Accelerator:
+    """ConfigError, with the nearest name, for one that is not in the catalogue."""
+    known = catalogue()
+    for key, found in known.items():
+        if key.lower() == name.lower():
+            return found
+    raise ConfigError(
+        "--gpu", name, "unknown accelerator",
+        nearest(name.upper(), tuple(known)) or f"known are {', '.join(known)}; or give --profile",
+    )  # fmt: skip
+
+
+# Of a link's signalling rate, what an all-reduce's payload gets.
+PAYLOAD_SHARE = 0.8
+INTRA_LATENCY_US = 3.0
+INTER_LATENCY_US = 10.0
+# Start of a collective: kernel launch and the ranks' handshake.
+LAUNCH_US = 20.0
+# A cast reads one format and writes the other, there and back: 2 · (4 + 2) bytes an element.
+CAST_BYTES = 12
+
+
+def gpu_cluster(
+    gpu: Accelerator, nodes: int, gpus_per_node: int, node_gbps: float,
+    latency_us: float = INTER_LATENCY_US, links: int = 1, oversubscription: float = 1.0,
+) -> Cluster:  # fmt: skip
+    """`node_gbps` is the sum over a node's links."""
+    for flag, value in (("--node-gbps", node_gbps), ("--latency-us", latency_us)):
+        if not 0 < value < math.inf:
+            raise ConfigError(flag, value, "must be above 0", "100 Gb/s and 10 us are usual")
+    if links < 1:
+        raise ConfigError("--links", links, "must be at least 1")
+    return Cluster(
+        nodes=nodes,
+        ranks_per_node=gpus_per_node,
+        intra=Link.of(INTRA_LATENCY_US, PAYLOAD_SHARE * gpu.node_bytes_per_s / 1e9),
+        inter=Link.of(latency_us, PAYLOAD_SHARE * node_gbps / links / 8),
+        links=links,
+        oversubscription=oversubscription,
+        launch_s=LAUNCH_US * 1e-6,
+        cast_s=CAST_BYTES / gpu.memory_bytes_per_s,
+    )

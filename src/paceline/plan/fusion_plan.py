@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.flat_layout import DEFAULT_ALIGN
+
+# The more exact first: of two that end as soon, the earlier one is taken. float32 comes after auto,
+# because what is computed in 16 bits gains little from a wider sum and takes twice the bytes.
+WIRES = ("auto", "float32", "float16", "bfloat16")
+SHORT_WIRES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Beside the gradients travel, in fp32, six numbers of the step and one for each tensor.
+_SIGNALS = 10
 
 
 @dataclass(frozen=True)
@@ -120,3 +129,49 @@ def _from_row(row: Mapping[str, Any]) -> FusionBuffer:
     if isinstance(row["tensors"], str) or not all(isinstance(w, str) for w in (*names, *words)):
         raise TypeError("a buffer has tensors, a list of names, and algorithm and wire, texts")
     return FusionBuffer(names, *words)
+
+
+# Wire formats: `auto` is each gradient's own, in which nothing is rounded. The communication module sends
+# the gradients of either width as a message of their own, in the buffer's format. Numbers of elements
+# may be integers or arrays.
+
+
+def wire_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Full names, each once, the most exact first; ConfigError for others."""
+    full = {SHORT_WIRES.get(name, name) for name in names}
+    for name in names:
+        if SHORT_WIRES.get(name, name) not in WIRES:
+            known = (*WIRES, *SHORT_WIRES)
+            raise ConfigError("--wire", name, "unknown", nearest(name, known) or "use auto or fp16")
+    return tuple(name for name in WIRES if name in full)
+
+
+def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
+    """Bytes of the message with what is held in 16 bits and of that with the rest, and the elements
+    that are cast there and back."""
+    width = _WIDTHS.get(wire)
+    cast = half * (width == 4) + full * (width == 2)
+    return half * (width or 2), full * (width or 4), cast
+
+
+def padded(elements: Any) -> Any:
+    """What tensors take in the flat buffers: each one begins on a boundary."""
+    return -(-elements // DEFAULT_ALIGN) * DEFAULT_ALIGN
+
+
+def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
+    """Whether the buffer's algorithm is for what is held in 32 bits, and the one beside it for what is
+    held in 16; from padded elements. As the communication module has it: before the signals are added,
+    and of two as large the 32 bits."""
+    narrow, wide, _ = travelling(half, full, wire)
+    return wide >= narrow
+
+
+def keeps_float32(wire: str) -> bool:
+    """Whether what is held in 32 bits travels in 32 bits, so that the signals may ride along."""
+    return wire in ("auto", "float32")
+
+
+def signal_bytes(tensors: int) -> int:
+    """Of what a step's last buffer carries besides gradients."""
+    return 4 * (_SIGNALS + tensors)

@@ -1,26 +1,58 @@
-"""`PlanFile`: a fusion plan on disk, with the model and the cluster that it was made for.
+"""`PlanFile`: plan.toml, the one file of tuning and planning. One reader, one writer; without torch.
 
-In: a TOML file, written by a planner or by hand. Out: the plan, or one line that says which model or
-cluster it belongs to. The facts are plain numbers and a digest: names and sizes of the trained tensors
-in any order, ranks and nodes. Without torch.
+`paceline tune` writes it, `paceline train --plan` executes it, `paceline plan --cluster` and `--profile`
+predict with it, and a run keeps in it what it executed. Each part may be missing:
+
+    why           what was measured and chosen, in sentences
+    [model]       which model the plan is for: count and sizes of its trained tensors
+    [cluster]     ranks and nodes; and as probed: backend, device, hidden_cost, and the cost of a message
+                  inside a node, [cluster.intra], and between nodes, [cluster.inter]
+    [expected]    what the planner predicts for the plan, so that a run can be compared with it
+    [[buffer]]    the plan: tensors that travel together, algorithm, wire format
+    [[sizes]]     which algorithm carries a buffer of which size
+    [[measured]]  the medians of every size and algorithm
+    [workload]    the profiled step
+
+So the files that earlier versions wrote (plans, tables of sizes, profiles) are read as what they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomli_w
 
-from paceline.core.errors import ConfigError
-from paceline.core.untrusted import ParseError, parse_toml
-from paceline.plan.expected import Expected
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.settings import convert, from_table
+from paceline.core.untrusted import (
+    LONGEST_S,
+    SHORTEST_S,
+    ParseError,
+    is_count,
+    is_finite,
+    parse_toml,
+    short_repr,
+)
+from paceline.plan.cluster import RANKS_LIMIT, Cluster, Link
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.schedules import NATIVE, check_name
+from paceline.plan.size_table import MeasuredSize, SizeTable
 
-_FIELD = "comm.plan"
+if TYPE_CHECKING:  # what reads a file needs no NumPy
+    from paceline.plan.prediction import Prediction
+    from paceline.plan.workload import Workload
+
+_SECTIONS = (
+    "why", "model", "cluster", "expected", "buffer", "sizes", "measured", "workload",
+)  # fmt: skip
+# To bring an element into a 16-bit format and back. A core of this project's CPU machine takes 0.15 to
+# 0.5 ns, by size and format; a GPU moves 12 bytes, at 1 TB/s or more. Neither is worth measuring: a
+# link of 10 Gbit/s takes 2 to 3 ns for the same element.
+_CAST_S = {"cpu": 0.4e-9, "cuda": 12e-12}
 Facts = TypeVar("Facts", "ModelFacts", "ClusterFacts")
 
 
@@ -56,69 +88,337 @@ class ClusterFacts:
 
 
 @dataclass(frozen=True)
-class PlanFile:
-    """A plan and what it was made for; and, from a planner, what it expects of it."""
+class LinkFacts:
+    """A link's cost by the slowest pair of ranks, and how many times longer a message takes when all
+    ranks send at once."""
 
-    plan: FusionPlan
-    model: ModelFacts
-    cluster: ClusterFacts
+    alpha_s: float
+    beta_s_per_byte: float
+    residual: float = 0.0
+    contention: float = 1.0
+
+
+@dataclass(frozen=True)
+class ProbedCluster:
+    """`intra` or `inter` is None where there is no such pair of ranks. `hidden_cost`: what a second of an
+    exchange costs the compute that hides it, None where that was not measured."""
+
+    ranks_per_node: tuple[int, ...]
+    backend: str
+    device: str
+    intra: LinkFacts | None = None
+    inter: LinkFacts | None = None
+    hidden_cost: float | None = None
+
+    @property
+    def facts(self) -> ClusterFacts:
+        return ClusterFacts(sum(self.ranks_per_node), len(self.ranks_per_node))
+
+    def to_table(self) -> dict[str, Any]:
+        links = {"intra": self.intra, "inter": self.inter}
+        return {
+            **asdict(self.facts), "ranks_per_node": list(self.ranks_per_node),
+            "backend": self.backend, "device": self.device,
+            **({} if self.hidden_cost is None else {"hidden_cost": self.hidden_cost}),
+            **{name: asdict(link) for name, link in links.items() if link is not None},
+        }  # fmt: skip
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> ProbedCluster:
+        counts = table["ranks_per_node"]
+        if not isinstance(counts, list) or not all(is_count(n, 1, RANKS_LIMIT) for n in counts):
+            raise ConfigError(
+                "cluster.ranks_per_node", counts,
+                f"must be a list of counts from 1 to {RANKS_LIMIT:,}", "run paceline tune again",
+            )  # fmt: skip
+        intra, inter = (
+            from_table(LinkFacts, f"cluster.{name}", table[name]) if name in table else None
+            for name in ("intra", "inter")
+        )
+        hidden = convert(table.get("hidden_cost"), float | None, "cluster.hidden_cost")
+        device = str(table.get("device", "cpu"))
+        return cls(tuple(counts), str(table.get("backend", "")), device, intra, inter, hidden)
+
+    def to_cluster(self) -> Cluster:
+        """As the planner sees it."""
+        counts, intra, inter = self.ranks_per_node, self.intra, self.inter
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                "cluster.ranks_per_node", list(counts), "nodes differ in their ranks",
+                "plan for the nodes that are alike, or run with comm.algorithm = 'hybrid'",
+            )  # fmt: skip
+        within, between = intra or inter, inter or intra
+        if not counts or within is None or between is None:
+            raise ConfigError(
+                "cluster.ranks", sum(counts), "has no probed links", "tune on at least two ranks"
+            )
+        # Probed with all ranks sending, a link inside a node is as slow as it is in a real exchange.
+        busy = within.beta_s_per_byte * max(1.0, within.contention)
+        return Cluster(
+            len(counts), counts[0], Link(within.alpha_s, busy),
+            Link(between.alpha_s, between.beta_s_per_byte),
+            oversubscription=max(1.0, between.contention / counts[0]),
+            cast_s=_CAST_S.get(self.device, _CAST_S["cpu"]), hidden_cost=self.hidden_cost or 0.0,
+            spread=0.15,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the planner predicts for a plan. `buffers_s` is the time that each buffer's exchange takes;
+    `batch` that of a rank."""
+
+    batch: int
+    step_s: float
+    compute_s: float
+    exposed_comm_s: float
+    input_stall_s: float
+    uncertainty: float
+    buffers_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> Expected:
+        return cls(
+            batch=prediction.batch,
+            step_s=prediction.step_s,
+            # A run sees its compute as it is, slowed by what it hides.
+            compute_s=prediction.compute_s + prediction.hidden_comm_s,
+            exposed_comm_s=prediction.exposed_comm_s,
+            input_stall_s=prediction.input_stall_s,
+            uncertainty=prediction.uncertainty,
+            buffers_s=tuple(score.cost_s for score in prediction.scores),
+        )
+
+    def to_table(self) -> dict[str, Any]:
+        return {**vars(self), "buffers_s": list(self.buffers_s)}
+
+    @classmethod
+    def from_table(cls, table: object) -> Expected | None:
+        """None for another table: nothing that a run depends on."""
+        if not isinstance(table, Mapping) or table.keys() != cls.__dataclass_fields__.keys():
+            return None
+        batch, buffers = table["batch"], table["buffers_s"]
+        parts = {k: v for k, v in table.items() if k not in ("batch", "buffers_s")}
+        if not isinstance(buffers, list) or not is_count(batch, 1):
+            return None
+        if not all(is_finite(seconds) and seconds >= 0 for seconds in (*buffers, *parts.values())):
+            return None
+        return cls(
+            batch=batch,
+            buffers_s=tuple(float(seconds) for seconds in buffers),
+            **{name: float(seconds) for name, seconds in parts.items()},
+        )
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """The parts of the file; `chosen` has an algorithm for each measured size. `path` is for messages."""
+
+    fusion: FusionPlan | None = None
+    model: ModelFacts | None = None
+    cluster: ClusterFacts | None = None
     expected: Expected | None = None
+    sizes: SizeTable | None = None
+    measured: tuple[MeasuredSize, ...] = ()
+    chosen: tuple[str, ...] = ()
+    probed: ProbedCluster | None = None
+    workload: Workload | None = None
+    why: tuple[str, ...] = ()
+    path: str = field(default="", compare=False)
+
+    @property
+    def plan(self) -> FusionPlan:
+        if self.fusion is None:
+            raise ConfigError(
+                "comm.plan", self.path, "has no plan: no [[buffer]]",
+                "run paceline tune with --model or a recipe",
+            )  # fmt: skip
+        return self.fusion
+
+    @property
+    def table(self) -> SizeTable:
+        if self.sizes is None:
+            raise ConfigError(
+                "comm.sizes", self.path, "has no table of sizes: no [[sizes]]",
+                "write rows of up_to_bytes and algorithm, or run paceline tune",
+            )  # fmt: skip
+        return self.sizes
+
+    @property
+    def profile(self) -> Workload:
+        if self.workload is None:
+            raise ConfigError(
+                "--profile", self.path, "has no profiled step: no [workload]",
+                "make it with paceline profile, or paceline tune with --model",
+            )  # fmt: skip
+        return self.workload
+
+    def planned_cluster(self) -> Cluster:
+        """With the measured times, which count before formulas."""
+        if self.probed is None:
+            raise ConfigError(
+                "--cluster", self.path, "has no [cluster] with probed links",
+                "make it with paceline tune",
+            )  # fmt: skip
+        from paceline.plan.cost import ProbedTable
+
+        found, points = self.probed.to_cluster(), self._points()
+        if not points:
+            return found
+        native = "ring" if self.probed.backend == "gloo" else NATIVE
+        return replace(found, probed=ProbedTable.of(found, points, native))
+
+    def _points(self) -> dict[str, list[tuple[float, float]]]:
+        points: dict[str, list[tuple[float, float]]] = {}
+        for row in self.measured:
+            for name, seconds in row.medians_s.items():
+                points.setdefault(name, []).append((float(row.size_bytes), float(seconds)))
+        # An algorithm that was left out at larger sizes says nothing about them.
+        most = max((len(rows) for rows in points.values()), default=0)
+        return {name: rows for name, rows in points.items() if len(rows) == most >= 2}
 
     def check(self, model: ModelFacts, cluster: ClusterFacts, path: str) -> None:
         """Refuses the plan of another model or cluster."""
-        there: ModelFacts | ClusterFacts
+        there: ModelFacts | ClusterFacts | None
         here: ModelFacts | ClusterFacts
         for what, there, here in (
             ("model", self.model, model),
             ("cluster", self.cluster, cluster),
         ):
-            if there != here:
+            if there is not None and there != here:
                 raise ConfigError(
-                    _FIELD, path,
+                    "comm.plan", path,
                     f"is for a {what} with {there.describe()}, this {what} has {here.describe()}",
                     f"make a plan for this {what}, or leave comm.plan out",
                 )  # fmt: skip
 
-    def write(self, path: Path) -> None:
-        tables = {"model": asdict(self.model), "cluster": asdict(self.cluster)}
+    def to_tables(self) -> dict[str, Any]:
+        tables: dict[str, Any] = {"why": list(self.why)} if self.why else {}
+        if self.model is not None:
+            tables["model"] = asdict(self.model)
+        if self.probed is not None:
+            tables["cluster"] = self.probed.to_table()
+        elif self.cluster is not None:
+            tables["cluster"] = asdict(self.cluster)
         if self.expected is not None:
             tables["expected"] = self.expected.to_table()
-        text = tomli_w.dumps(tables | self.plan.to_table(), multiline_strings=False)
+        if self.fusion is not None:
+            tables |= self.fusion.to_table()
+        if self.sizes is not None:
+            tables["sizes"] = self._size_rows(self.sizes)
+        if self.measured:
+            tables["measured"] = [
+                {
+                    "bytes": row.size_bytes,
+                    **({"chosen": name} if name else {}),
+                    "spread": float(f"{row.spread:.3g}"),
+                    "median_s": dict(row.medians_s),
+                }
+                for row, name in zip(self.measured, self._chosen(), strict=True)
+            ]
+        return tables | (self.workload.to_table() if self.workload is not None else {})
+
+    def _chosen(self) -> tuple[str, ...]:
+        return self.chosen or ("",) * len(self.measured)
+
+    def _size_rows(self, table: SizeTable) -> list[dict[str, Any]]:
+        """Each row with how much faster than the backend's own it was, at which sizes."""
+        rows: list[dict[str, Any]] = table.to_table()["sizes"]
+        for size, name in zip(self.measured, self._chosen(), strict=True):
+            if {NATIVE, name} <= size.medians_s.keys():
+                limit = size.size_bytes
+                row = next(r for r in rows if limit <= r.get("up_to_bytes", limit))
+                against = size.medians_s[NATIVE] / size.medians_s[name]
+                row.setdefault("measured", []).append(
+                    {"bytes": limit, "times_native": float(f"{against:.3g}")}
+                )
+        return rows
+
+    def write(self, path: Path) -> None:
         try:
-            path.write_text(text, encoding="utf-8")
+            path.write_text(tomli_w.dumps(self.to_tables()), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                "plan file", str(path), f"cannot be written ({error.strerror})", "mend the path"
+                "plan file", str(path), f"cannot be written ({error.strerror})", "choose another"
             ) from None
 
     @classmethod
-    def read(cls, path: Path) -> PlanFile:
-        """Unreadable, foreign and incomplete files fail in one line each."""
+    def read(cls, path: Path, setting: str = "comm.plan") -> PlanFile:
+        """`setting` names the file in errors. Unreadable, foreign and incomplete files fail in one line
+        each."""
         try:
             tables = parse_toml(path.read_bytes())
         except OSError as error:
-            raise ConfigError(
-                _FIELD, str(path), f"cannot be read ({error.strerror})", "check the path"
-            ) from None
+            problem, remedy = f"cannot be read ({error.strerror})", "check the path"
+            raise ConfigError(setting, str(path), problem, remedy) from None
         except ParseError as error:
-            raise ConfigError(
-                _FIELD, str(path), f"is not TOML: {error}", "mend it, or make it anew"
-            ) from None
+            problem, remedy = f"cannot be read (is not TOML: {error})", "mend it, or make it anew"
+            raise ConfigError(setting, str(path), problem, remedy) from None
+        for name in tables:
+            if name not in _SECTIONS:
+                raise ConfigError(
+                    setting, str(path), f"has an unknown section {short_repr(name)}",
+                    nearest(name, _SECTIONS),
+                )  # fmt: skip
         try:
-            plan = FusionPlan.from_table(tables)
+            return replace(_from_tables(tables), path=str(path))
         except ConfigError as error:
-            raise ConfigError(_FIELD, str(path), error.cause, "make it anew") from None
-        model = _facts(ModelFacts, tables.get("model"), path, "model")
-        cluster = _facts(ClusterFacts, tables.get("cluster"), path, "cluster")
-        return cls(plan, model, cluster, Expected.from_table(tables.get("expected")))
+            remedy = error.remedy or "make it anew"
+            raise ConfigError(setting, str(path), error.cause, remedy) from None
 
 
-def _facts(kind: type[Facts], table: object, path: Path, section: str) -> Facts:
+def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
+    fusion = FusionPlan.from_table(tables) if "buffer" in tables else None
+    model = cluster = probed = workload = None
+    if fusion is not None or "model" in tables:
+        model = _facts(ModelFacts, tables.get("model"), "model")
+    table = tables.get("cluster")
+    if isinstance(table, Mapping) and "ranks_per_node" in table:
+        probed = ProbedCluster.from_table(table)
+        cluster = probed.facts
+    elif fusion is not None or "cluster" in tables:
+        cluster = _facts(ClusterFacts, table, "cluster")
+    if "workload" in tables:
+        from paceline.plan.workload import Workload
+
+        workload = Workload.from_table(tables)
+    measured, chosen = _measured(tables.get("measured", []))
+    why = convert(tables.get("why", []), tuple[str, ...], "why")
+    sizes = SizeTable.from_table(tables) if "sizes" in tables else None
+    expected = Expected.from_table(tables.get("expected"))
+    return PlanFile(
+        fusion, model, cluster, expected, sizes, measured, chosen, probed, workload, why
+    )
+
+
+def _facts(kind: type[Facts], table: object, section: str) -> Facts:
     wanted = kind.__dataclass_fields__
-    if isinstance(table, Mapping) and table.keys() == wanted.keys():
-        values: dict[str, Any] = dict(table)
+    if isinstance(table, Mapping) and wanted.keys() <= table.keys():
+        values: dict[str, Any] = {name: table[name] for name in wanted}
         if all(type(values[name]).__name__ == field.type for name, field in wanted.items()):
             return kind(**values)
-    raise ConfigError(
-        _FIELD, str(path), f"has no section [{section}] with {', '.join(wanted)}", "make it anew"
-    )
+    raise ConfigError(section, None, f"has no section [{section}] with {', '.join(wanted)}")
+
+
+def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:
+    if not isinstance(rows, list):
+        raise ConfigError("measured", rows, "is not a list of tables", "run paceline tune again")
+    found, chosen = [], []
+    for number, row in enumerate(rows):
+        medians = row.get("median_s") if isinstance(row, Mapping) else None
+        name = f"measured[{number}]"
+        if not isinstance(medians, Mapping) or not is_count(row.get("bytes"), 1):
+            raise ConfigError(name, row, "needs bytes and median_s", "run paceline tune again")
+        spread = row.get("spread", 0.0)  # older files have none
+        for algorithm, seconds in medians.items():
+            check_name(algorithm, f"{name}.median_s")
+            if not is_finite(seconds) or not SHORTEST_S <= seconds <= LONGEST_S:
+                raise ConfigError(
+                    f"{name}.median_s.{algorithm}", seconds,
+                    f"must be from {SHORTEST_S:g} to {LONGEST_S:g} s", "run paceline tune again",
+                )  # fmt: skip
+        if not is_finite(spread) or row.get("chosen", "") not in ("", *medians):
+            raise ConfigError(name, row, "has another algorithm", "run paceline tune again")
+        found.append(MeasuredSize(row["bytes"], dict(medians), float(spread)))
+        chosen.append(row.get("chosen", ""))
+    return tuple(found), tuple(chosen) if any(chosen) else ()

@@ -1,26 +1,152 @@
-"""`Prediction`: how fast the job will be, where the time goes, and how sure that is.
+"""How fast a job will be with a plan, where the time goes, and how sure that is.
 
 In: a workload, a cluster, a plan and the batch of a rank. Out: step time and its parts, images/s,
 efficiency against one rank alone, each buffer, and the relative standard error that the uncertain figures
-behind it amount to.
+behind it amount to. The same plan is what the communication module executes, so that prediction and run
+can be compared, buffer by buffer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.overlap import Exchange, StepTimes, exchanges, exposed_s
-from paceline.plan.plan_score import BufferScore, score_plan
-from paceline.plan.straggler import RANK_SPREAD, slowest_of
-from paceline.plan.workload import Workload
+from paceline.plan.cost import all_reduce_s
+from paceline.plan.fusion_plan import (
+    FusionBuffer,
+    FusionPlan,
+    keeps_float32,
+    padded,
+    signal_bytes,
+    travelling,
+    wide_is_bulk,
+)
+from paceline.plan.workload import Gradient, Workload
 
+# GPUs of one type and lot differ by some percent in clock and temperature, and each in itself from
+# step to step. One round number for all clusters, chosen knowing the systems of the planner's record.
+RANK_SPREAD = 0.02
 # What an input delivers is told by hand, or measured elsewhere.
 _INPUT_SPREAD = 0.1
+
+
+def slowest_of(ranks: int, spread: float = RANK_SPREAD) -> float:
+    """How much longer than the mean the slowest rank takes, for which a synchronous step waits: the
+    expected maximum of normal times, by Blom's approximation."""
+    if ranks <= 1:
+        return 1.0
+    return 1.0 + spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+@dataclass(frozen=True)
+class BufferScore:
+    """`ready_s` is from the start of the backward pass."""
+
+    tensors: int
+    bytes: int
+    algorithm: str
+    wire: str
+    ready_s: float
+    cost_s: float
+
+
+def score_plan(
+    plan: FusionPlan, workload: Workload, cluster: Cluster, batch: int
+) -> list[BufferScore]:
+    """ConfigError where the plan is for another model."""
+    gradients = {gradient.name: gradient for gradient in workload.gradients}
+    plan.check(tuple(gradients))
+    backward = workload.backward.at(batch)
+    last = plan.buffers[-1]
+    signals = signal_bytes(len(gradients))
+    return [
+        _score(
+            buffer, [gradients[name] for name in buffer.tensors], cluster, backward,
+            signals if buffer is last else 0,
+        )
+        for buffer in plan.buffers
+    ]  # fmt: skip
+
+
+def _score(
+    buffer: FusionBuffer, gradients: list[Gradient], cluster: Cluster, backward_s: float,
+    signals: int,
+) -> BufferScore:  # fmt: skip
+    half, full = (sum(g.elements for g in gradients if g.half == held) for held in (True, False))
+    narrow, wide, cast = travelling(half, full, buffer.wire)
+    rides = signals if full and keeps_float32(buffer.wire) else 0
+    small, large = narrow, wide + rides
+    in_half, in_full = (
+        sum(padded(g.elements) for g in gradients if g.half == held) for held in (True, False)
+    )
+    if not wide_is_bulk(in_half, in_full, buffer.wire):
+        small, large = large, small
+    cost = float(all_reduce_s(buffer.algorithm, cluster, large))
+    for beside in (small, signals - rides):
+        cost += float(all_reduce_s(buffer.beside_algorithm, cluster, beside))
+    if cluster.ranks > 1:
+        cost += cast * cluster.cast_s
+    ready = max((g.ready for g in gradients), default=0.0) * backward_s
+    return BufferScore(len(gradients), narrow + wide, buffer.algorithm, buffer.wire, ready, cost)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Of one buffer; `start_s` is from the start of the backward pass."""
+
+    ready_s: float
+    start_s: float
+    end_s: float
+
+
+def exchanges(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[Exchange]:
+    """One after the other, in order, each once its buffer is ready."""
+    found: list[Exchange] = []
+    free = 0.0
+    for ready, cost in zip(ready_s, cost_s, strict=True):
+        start = max(free, ready)
+        free = start + cost
+        found.append(Exchange(ready, start, free))
+    return found
+
+
+def exposed_s(ready_s: Sequence[float], cost_s: Sequence[float], backward_s: float) -> float:
+    """What is left of the exchanges once backward is over."""
+    made = exchanges(ready_s, cost_s)
+    return max(0.0, made[-1].end_s - backward_s) if made else 0.0
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The parts of one rank's iteration, all in seconds; but `hidden_cost`, what a second of an exchange
+    costs the compute that hides it."""
+
+    input_s: float
+    copy_s: float
+    forward_s: float
+    backward_s: float
+    update_s: float
+    ready_s: tuple[float, ...] = ()
+    cost_s: tuple[float, ...] = ()
+    hidden_cost: float = 0.0
+
+    def overlapped(self) -> float:
+        """Input and exchanges both hidden as far as they can be."""
+        exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
+        return max(self.input_s + self.copy_s, self._compute() + exposed + self.slowed_s())
+
+    def slowed_s(self) -> float:
+        """By how much the exchanges that backward hides make it longer. They are taken to be slowed as
+        much, so that what is exposed stays."""
+        exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
+        return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
+
+    def _compute(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
 
 
 @dataclass(frozen=True)

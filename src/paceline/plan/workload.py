@@ -1,23 +1,25 @@
 """`Workload`: one rank's step without communication, as a function of its batch.
 
-In: a measured step (`paceline profile`) or an analysis of the model. Out: forward, backward, update and
-input times, and for each gradient its size and the share of the backward pass after which it is ready.
-Times are affine in the batch: a fixed part for launches and latency, and a part for each image.
+In: a measured step (`fit_workload`) or an analysis of the model (`paceline.plan.networks`). Out: forward,
+backward, update and input times, and for each gradient its size and the share of the backward pass after
+which it is ready. Times are affine in the batch: a fixed part for launches and latency, and a part for
+each image.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import tomli_w
+import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table
-from paceline.core.untrusted import LONGEST_S, SHORTEST_S, ParseError, parse_toml
+from paceline.core.untrusted import LONGEST_S, SHORTEST_S
 
 # The planner prices every run of neighbouring gradients: its tables grow with the square of their number.
 _MOST_GRADIENTS = 4096
@@ -143,19 +145,6 @@ class Workload:
             raise _error(missing[0], None, "is missing", "make it anew")
         return cls(**parts, **vars(facts))
 
-    @classmethod
-    def read(cls, path: Path) -> Workload:
-        try:
-            table = parse_toml(path.read_bytes())
-        except (OSError, ParseError) as error:
-            raise ConfigError(
-                "--profile", str(path), f"cannot be read ({error})", "make it with paceline profile"
-            ) from None
-        return cls.from_table(table)
-
-    def write(self, path: Path) -> None:
-        path.write_text(tomli_w.dumps(self.to_table()), encoding="utf-8")
-
 
 @dataclass(frozen=True)
 class _Facts:
@@ -174,3 +163,61 @@ def _check_seconds(field: str, value: float) -> None:
 
 def _error(field: str, value: object, problem: str, remedy: str) -> ConfigError:
     return ConfigError(f"profile: {field}", value, problem, remedy)
+
+
+@dataclass(frozen=True)
+class StepAnatomy:
+    """Seconds of the parts of one step, and for each gradient when it was ready, from the start of the
+    backward pass, in order of readiness."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    gradients: tuple[tuple[str, int, bool, float], ...]
+
+
+def fit_workload(
+    model: str, steps: Sequence[tuple[int, float]], anatomy: StepAnatomy, source: str
+) -> Workload:
+    """`steps` are (batch, seconds)."""
+    points = sorted(steps)
+    for (small, faster), (large, slower) in itertools.pairwise(points):
+        if large > small and slower <= faster:
+            raise ConfigError(
+                "--batch-size", f"{small}, {large}",
+                f"a step of {large} took {1e3 * slower:.3g} ms, one of {small} {1e3 * faster:.3g}",
+                "profile on a quiet machine, or with batches further apart",
+            )  # fmt: skip
+    # The update does not depend on the batch; what it took stays out of the line.
+    update = min(anatomy.update_s, 0.9 * points[0][1])
+    fixed, per_image, spread = _line([(batch, step - update) for batch, step in points])
+    share = anatomy.forward_s / (anatomy.forward_s + anatomy.backward_s)
+    gradients = []
+    last = 0.0
+    for name, elements, half, ready in anatomy.gradients:
+        last = min(1.0, max(last, ready / anatomy.backward_s))
+        gradients.append(Gradient(name, elements, half, last))
+    return Workload(
+        model=model,
+        gradients=tuple(gradients),
+        forward=Affine(fixed * share, per_image * share),
+        backward=Affine(fixed * (1 - share), per_image * (1 - share)),
+        update_s=update,
+        spread=max(0.02, spread),
+        source=source,
+    )
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Intercept, slope (neither negative) and relative residual; through the origin for one point."""
+    batches = np.array([batch for batch, _ in points], dtype=np.float64)
+    seconds = np.array([step for _, step in points])
+    if len(points) == 1:
+        return 0.0, float(seconds[0] / batches[0]), 0.1
+    # Weighted by 1/t: every batch counts by its relative error.
+    design = np.stack([np.ones_like(batches), batches], axis=1) / seconds[:, None]
+    (fixed, slope), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
+    if fixed < 0 or slope < 0:
+        fixed, slope = 0.0, float(np.mean(seconds / batches))
+    away = (fixed + slope * batches) / seconds - 1
+    return float(fixed), float(slope), float(math.sqrt(float(np.mean(away**2))))

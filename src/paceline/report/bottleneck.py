@@ -12,8 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.host_load import NOTABLE_WAIT
 from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
-from paceline.plan.expected import Expected
-from paceline.plan.plan_file import PlanFile
+from paceline.plan.plan_file import Expected, PlanFile
 from paceline.report.quantities import text_of
 from paceline.report.run_files import RunFiles, finite
 

@@ -3,8 +3,7 @@ buckets."""
 
 from __future__ import annotations
 
-from paceline.plan.answer import Answer
-from paceline.plan.answer_table import advice_rows, buffer_rows, curve_rows, fact_rows
+from paceline.plan.answer import Answer, advice_rows, buffer_rows, curve_rows, fact_rows
 from paceline.report.chart import Chart, Line
 from paceline.report.html import document, figures, section
 from paceline.report.quantities import markup

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, tensor_spec
-from paceline.comm.gradient_order import agree_order, record_order
 from paceline.comm.group import Group
-from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
@@ -28,9 +27,8 @@ from paceline.models.registry import parameter_groups
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
-from paceline.plan.expected import Expected
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem

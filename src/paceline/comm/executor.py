@@ -1,0 +1,394 @@
+"""`Executor`: runs the schedules of `paceline.plan` over torch.distributed.
+
+In: a contiguous 1-D tensor on every rank, of one size and number format, and the name of an algorithm.
+Out: the same tensor, holding the sum over ranks, bit-identical on all of them.
+
+Gloo sends a message only after its receiver has asked for it, so all receives of a segment are posted
+before its first round; several segments are under way at once, each with a tag of its own. NCCL runs
+messages in the order of posting, so there a buffer is one segment, and the sends are held back until a
+round waits: they go off in one batch with what it receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.program import Arrival, Departure, Op, Program, compile_rounds
+from paceline.core.errors import CommError
+from paceline.plan.schedules import NATIVE, algorithm, check_name
+from paceline.plan.steps import (
+    Algorithm,
+    Collective,
+    Groups,
+    Receive,
+    Segment,
+    Send,
+    Span,
+    interleave,
+)
+
+FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+# Elements of a buffer that takes an algorithm's way for long ones.
+_LONG = 1 << 24
+# Compiled segments that are kept: a training has some dozen sizes.
+_KEPT_PROGRAMS = 512
+
+
+def check_buffer(buffer: Tensor) -> None:
+    """CommError for what cannot travel as one message."""
+    if buffer.dim() != 1 or not buffer.is_contiguous():
+        raise CommError(
+            f"an all-reduce of a tensor of shape {tuple(buffer.shape)} and strides "
+            f"{buffer.stride()}: a buffer must be 1-D and contiguous",
+            "pass tensor.contiguous().view(-1), or a view of a flat buffer",
+        )
+    if buffer.dtype not in FORMATS:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
+        raise CommError(
+            f"an all-reduce of {str(buffer.dtype).removeprefix('torch.')}", f"use one of: {known}"
+        )
+
+
+class Staging:
+    """Memory for what is in flight, by name; kept between calls, and grown where more is asked for. Its
+    content is whatever was left there."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(
+        self, name: str, length: int, dtype: torch.dtype, device: torch.device, *,
+        pinned: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`pinned`: memory of the host that a GPU copies to and from without a detour."""
+        key = (name, dtype, device)
+        held = self._tensors.get(key)
+        if held is None or held.numel() < length:
+            held = torch.empty(length, dtype=dtype, device=device, pin_memory=pinned)
+            self._tensors[key] = held
+        return held[:length]
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+class Executor:
+    """All algorithms on the process groups of the communication thread. Every rank calls the same
+    methods in the same order, from one thread at a time."""
+
+    def __init__(self, groups: ProcessGroups, *, batched: bool | None = None) -> None:
+        """`batched`: each round's messages go off together; None means where the backend is NCCL."""
+        self.groups = groups
+        self.staging = Staging()
+        self._layout = Groups(groups.layout.groups, nested=groups.has_parts)
+        self._batched = groups.backend == "nccl" if batched is None else batched
+        self._programs: dict[tuple[str, Segment], Program] = {}
+        self._prepared: set[str] = set()
+
+    def all_reduce(self, buffer: Tensor, name: str) -> None:
+        """Replaces `buffer` by its sum over ranks."""
+        check_buffer(buffer)
+        self.prepare(name)
+        world, length = self.groups.world, buffer.numel()
+        if world is None or self.groups.world_size == 1 or length == 0:
+            return
+        if name == NATIVE:
+            dist.all_reduce(buffer, group=world)
+            return
+        if self.groups.backend == "gloo" and buffer.device.type != "cpu":
+            raise CommError(
+                f"{name} over Gloo cannot send memory of {buffer.device}",
+                "use HybridAllReduce, which copies it to the host",
+            )
+        chosen, item_bytes = algorithm(name), buffer.element_size()
+        whole = self._program(chosen, Segment(length, item_bytes))
+        if whole.is_collective:
+            _Collectives(self, buffer, whole).run()
+            return
+        # Without tags, as over NCCL, the messages of two segments could not be told apart.
+        cuts = [(0, length)] if self._batched else chosen.segments(length, item_bytes)
+        if len(cuts) == 1:
+            self._run([buffer], [whole], 1)
+            return
+        width = len(self._layout.columns)
+        programs = [
+            self._program(chosen, Segment(stop - start, item_bytes, number % width))
+            for number, (start, stop) in enumerate(cuts)
+        ]
+        segments = [buffer[start:stop] for start, stop in cuts]
+        self._run(segments, programs, min(chosen.depth, len(cuts)))
+
+    def _run(self, segments: list[Tensor], programs: list[Program], depth: int) -> None:
+        lanes: dict[int, _Lane] = {}
+        for segment, number, at in interleave([len(p.rounds) for p in programs], depth):
+            program = programs[segment]
+            if at == 0:
+                lanes[number] = _Lane(self, segments[segment], program, number, self._batched)
+            lanes[number].run(program.rounds[at])
+            if at + 1 == len(program.rounds):
+                lanes[number].finish()
+
+    def prepare(self, name: str) -> None:
+        """Opens NCCL's connections to all peers of an algorithm; once, and on all ranks at one point.
+
+        NCCL connects two ranks at their first message, and both must then post the same sends and
+        receives in one batch. The batches of an algorithm differ between its ranks: the root of a tree
+        receives and later sends, its children do both at once. So each pair connects beforehand, by a
+        message each way; pairs are taken in one order, and none waits in a circle.
+        """
+        if name in self._prepared:
+            return
+        check_name(name)
+        self._prepared.add(name)
+        group, rank = self.groups.world, self.groups.rank
+        if name == NATIVE or group is None or self.groups.backend != "nccl":
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
+        out, into = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        peers = schedule_peers(algorithm(name), rank, self._layout)
+        for peer in sorted(peers, key=lambda peer: (min(rank, peer), max(rank, peer))):
+            pair = [
+                dist.P2POp(dist.isend, out, group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, into, group=group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(pair):
+                work.wait()
+
+    def _program(self, chosen: Algorithm, segment: Segment) -> Program:
+        key = (chosen.name, segment)
+        found = self._programs.get(key)
+        if found is None:
+            if len(self._programs) >= _KEPT_PROGRAMS:
+                self._programs.clear()
+            found = compile_rounds(chosen.rounds(self.groups.rank, self._layout, segment))
+            self._programs[key] = found
+        return found
+
+    def part(self, members: Sequence[int]) -> ProcessGroup:
+        """The process group of a row, a column or the masters."""
+        layout, rank = self._layout, self.groups.rank
+        found: ProcessGroup | None
+        if members == layout.row_of(rank):
+            found = self.groups.row
+        elif members == layout.masters:
+            found = self.groups.masters
+        else:
+            found = self.groups.columns.get(layout.columns.index(tuple(members)))
+        if found is None:
+            raise CommError(
+                f"no process group of ranks {members}", "make ProcessGroups with subgroups=True"
+            )
+        return found
+
+
+def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
+    """The ranks with which `rank` exchanges messages; some algorithms have other rounds for short buffers
+    than for long ones."""
+    peers: set[int] = set()
+    for length in (4 * len(groups.order), _LONG):
+        for steps in chosen.rounds(rank, groups, Segment(length)):
+            for step in steps:
+                if isinstance(step, Send):
+                    peers.add(step.peer)
+                elif isinstance(step, Receive):
+                    peers.update(step.peers)
+    return peers
+
+
+class _Lane:
+    """A segment under way: one tag on one process group."""
+
+    def __init__(
+        self, executor: Executor, segment: Tensor, program: Program, number: int, batched: bool
+    ) -> None:
+        assert executor.groups.world is not None
+        self._group: ProcessGroup = executor.groups.world
+        self._staging, self._segment, self._program = executor.staging, segment, program
+        self._tag, self._batched = number, batched
+        self._half = segment.element_size() == 2
+        self._wide: Tensor | None = None
+        self._copies = self._scratch("copies", program.copies)
+        inbox = self._scratch("inbox", program.inbox)
+        self._into = [_targets(arrival, segment, inbox) for arrival in program.arrivals]
+        self._next = 0
+        self._sends: list[Any] = []
+        self._held: list[dist.P2POp] = []
+        self._works: list[list[Any]] = []
+        if not batched:
+            self._works = [
+                [self._post(into, peer) for into, peer in zip(row, a.step.peers, strict=True)]
+                for row, a in zip(self._into, program.arrivals, strict=True)
+            ]
+
+    def _scratch(self, name: str, length: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory that belongs to this lane until the segment is through."""
+        like = self._segment
+        place = f"{self._tag}.{name}"
+        return self._staging.take(place, length, dtype or like.dtype, like.device)
+
+    def _post(self, tensor: Tensor, peer: int) -> Any:
+        return dist.irecv(tensor, group=self._group, group_src=peer, tag=self._tag)
+
+    def run(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if isinstance(op, Departure):
+                self._send(op)
+            elif isinstance(op, Arrival):
+                self._receive(op)
+            elif self._half:
+                low, high = op.span
+                first = self._program.wide[0]
+                self._segment[low:high].copy_(self._sums()[low - first : high - first])
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left its memory."""
+        self._flush(())
+        for work in self._sends:
+            work.wait()
+
+    def _send(self, op: Departure) -> None:
+        (peer, (low, high)), tensor = op.step, self._segment[op.step.span[0] : op.step.span[1]]
+        if op.copy is not None:
+            copy = self._copies[op.copy : op.copy + high - low]
+            tensor = copy.copy_(tensor) if op.fill else copy
+        if self._batched:
+            self._held.append(self._op(dist.isend, tensor, peer))
+        else:
+            self._sends.append(dist.isend(tensor, group=self._group, group_dst=peer, tag=self._tag))
+
+    def _op(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self._group, group_peer=peer, tag=self._tag)
+
+    def _flush(self, numbers: Sequence[int]) -> None:
+        batch = self._held
+        for number in numbers:
+            peers = self._program.arrivals[number].step.peers
+            for into, peer in zip(self._into[number], peers, strict=True):
+                batch.append(self._op(dist.irecv, into, peer))
+        self._held = []
+        if batch:
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
+
+    def _receive(self, op: Arrival) -> None:
+        number, self._next = self._next, self._next + 1
+        if self._batched and op.batch:
+            self._flush(op.batch)
+        arrivals = self._arrivals(number)
+        step, (low, high) = op.step, op.step.span
+        if not step.add:
+            for _ in arrivals:
+                pass
+        elif step.wide:
+            first = self._program.wide[0]
+            sums = self._sums()[low - first : high - first]
+            for arrival in arrivals:
+                sums.add_(arrival)
+        else:
+            self._add(self._segment[low:high], arrivals, len(step.peers), step.own)
+
+    def _arrivals(self, number: int) -> Iterator[Tensor]:
+        """The messages in turn, each once it is there."""
+        for at, tensor in enumerate(self._into[number]):
+            if not self._batched:
+                self._works[number][at].wait()
+            yield tensor
+
+    def _add(self, own: Tensor, arrivals: Iterator[Tensor], count: int, place: int) -> None:
+        """own ← the sum, each added as soon as it is there; 16-bit numbers in fp32, rounded once. For a
+        single arrival fp32 memory gains nothing: torch adds two 16-bit numbers in fp32 anyway."""
+        if count == 1 or (place == 0 and not self._half):
+            for arrival in arrivals:
+                own.add_(arrival)
+            return
+        total = self._scratch("sum", own.numel(), torch.float32)
+        total.copy_(own if place == 0 else next(arrivals))
+        for at in range(1, count + 1):
+            total.add_(self._in_fp32(own if at == place else next(arrivals)))
+        own.copy_(total)
+
+    def _in_fp32(self, tensor: Tensor) -> Tensor:
+        """Over mixed formats torch's CPU loop for `add_` is not vectorised, 2.5 × as slow."""
+        if not self._half:
+            return tensor
+        return self._scratch("in fp32", tensor.numel(), torch.float32).copy_(tensor)
+
+    def _sums(self) -> Tensor:
+        """Sums that stay in fp32: the segment itself, where that is fp32."""
+        low, high = self._program.wide
+        if not self._half:
+            return self._segment[low:high]
+        if self._wide is None:
+            self._wide = self._scratch("wide", high - low, torch.float32)
+            self._wide.copy_(self._segment[low:high])
+        return self._wide
+
+
+def _targets(arrival: Arrival, segment: Tensor, inbox: Tensor) -> list[Tensor]:
+    low, high = arrival.step.span
+    if not arrival.step.add:
+        return [segment[low:high]]
+    each, first = high - low, arrival.inbox
+    return [
+        inbox[first + each * at : first + each * (at + 1)] for at in range(len(arrival.step.peers))
+    ]
+
+
+class _Collectives:
+    """A buffer on its way through the backend's own collectives in parts of the cluster."""
+
+    def __init__(self, executor: Executor, buffer: Tensor, program: Program) -> None:
+        self._executor, self._buffer, self._steps = executor, buffer, program.collectives
+        self._own: tuple[Span, Tensor] | None = None
+
+    def run(self) -> None:
+        buffer, staging = self._buffer, self._executor.staging
+        length, needed = buffer.numel(), max(step.span[1] for step in self._steps)
+        whole = buffer
+        if needed > length:
+            whole = staging.take("padded", needed, buffer.dtype, buffer.device)
+            whole[:length].copy_(buffer)
+            whole[length:].zero_()
+        for step in self._steps:
+            self._step(step, whole)
+        if whole is not buffer:
+            buffer.copy_(whole[:length])
+
+    def _step(self, step: Collective, whole: Tensor) -> None:
+        group, (low, high) = self._executor.part(step.members), step.span
+        kind, root = step.kind, step.members[0]
+        if kind == "reduce":
+            dist.reduce(whole[low:high], dst=root, group=group)
+        elif kind == "broadcast":
+            dist.broadcast(whole[low:high], src=root, group=group)
+        elif kind == "reduce_scatter":
+            each = (high - low) // len(step.members)
+            at = step.members.index(self._executor.groups.rank)
+            own = self._executor.staging.take("own", each, whole.dtype, whole.device)
+            self._own = ((low + each * at, low + each * (at + 1)), own)
+            _reduce_scatter(own, whole[low:high], group=group)
+        elif kind == "all_gather":
+            assert self._own is not None
+            _all_gather(whole[low:high], self._own[1], group=group)
+        else:
+            mine = self._own is not None and self._own[0] == step.span
+            tensor = self._own[1] if self._own is not None and mine else whole[low:high]
+            dist.all_reduce(tensor, group=group)
+
+
+def _either(new: str, old: str) -> Callable[..., Any]:
+    """Torch renamed two collectives: the old names warn from 2.13 on, and 2.11 has only them."""
+    found: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
+    return found
+
+
+_reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather = _either("all_gather_single", "all_gather_into_tensor")

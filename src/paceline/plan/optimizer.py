@@ -1,0 +1,252 @@
+"""The best plan for a workload on a cluster: which gradients travel together, by what, in which format.
+
+In: workload, cluster, batch of a rank, the algorithms and wire formats that may be used. Out: a
+`FusionPlan`. Dynamic programming, exact for one channel: F(j), the earliest end of the first j gradients,
+is the least over i of max(F(i), ready(j)) + cost(i, j), where the last buffer holds the gradients i to j.
+An earlier end of what came before never makes a later one end later, so the best of the parts is the best
+of the whole. A buffer costs its messages, each by the cheapest algorithm, in the cheapest format allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import ConfigError
+from paceline.plan.cluster import Cluster
+from paceline.plan.cost import all_reduce_s, is_priced
+from paceline.plan.fusion_plan import (
+    FusionBuffer,
+    FusionPlan,
+    keeps_float32,
+    padded,
+    signal_bytes,
+    travelling,
+    wide_is_bulk,
+    wire_names,
+)
+from paceline.plan.prediction import RANK_SPREAD, slowest_of
+from paceline.plan.schedules import algorithm_names
+from paceline.plan.workload import Gradient, Workload
+
+
+def best_plan(
+    workload: Workload, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
+    wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
+) -> FusionPlan:  # fmt: skip
+    """Boundaries, algorithms and formats that leave the least communication exposed; a buffer is
+    rounded to a format only where that ends the exchange sooner. `algorithms`: None means all."""
+    names = algorithm_names() if algorithms is None else algorithms
+    cost = BufferCost(workload.gradients, cluster, names, wires)
+    ready = _slowest_ready(workload, cluster, batch, spread)
+    found = optimal_buffers(Costs(ready, cost.wires, cost.of), cost.seconds)
+    return _with_names(workload, cost, found)
+
+
+def threshold_plan(
+    workload: Workload, cluster: Cluster, threshold: int,
+    algorithms: Sequence[str] = ("native",), wire: str = "auto",
+) -> FusionPlan:  # fmt: skip
+    """A buffer is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
+    cost = BufferCost(workload.gradients, cluster, algorithms, (wire,))
+    found, first = [], 0
+    for stop in range(1, len(workload.gradients) + 1):
+        if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):
+            found.append(Buffer((first, stop), cost.wires[0]))
+            first = stop
+    return _with_names(workload, cost, found)
+
+
+def _slowest_ready(workload: Workload, cluster: Cluster, batch: int, spread: float) -> list[float]:
+    """On the slowest rank, for which every exchange waits."""
+    slow = slowest_of(cluster.ranks, spread)
+    return [ready * slow for ready in workload.ready_s(batch)]
+
+
+def _with_names(workload: Workload, cost: BufferCost, found: Sequence[Buffer]) -> FusionPlan:
+    buffers = []
+    for (first, stop), wire in found:
+        names = tuple(gradient.name for gradient in workload.gradients[first:stop])
+        algorithm, beside = cost.names(wire, first, stop)
+        buffers.append(FusionBuffer(names, algorithm, wire, "" if beside == algorithm else beside))
+    return FusionPlan(tuple(buffers))
+
+
+Cut = tuple[int, int]
+
+
+class Buffer(NamedTuple):
+    cut: Cut
+    wire: str
+
+
+class Costs(NamedTuple):
+    """`wires` begin with the most exact; `of` is the seconds of a format and a cut."""
+
+    ready_s: Sequence[float]
+    wires: Sequence[str]
+    of: Callable[[str, int, int], float]
+
+    def cheapest(self, cut: Cut) -> Buffer:
+        return Buffer(cut, min(self.wires, key=lambda wire: self.of(wire, *cut)))
+
+    def seconds(self, buffer: Buffer) -> float:
+        return self.of(buffer.wire, *buffer.cut)
+
+    def start_s(self, buffer: Buffer, free_s: float) -> float:
+        """When its last gradient is ready and the channel is free."""
+        return max(free_s, self.ready_s[buffer.cut[1] - 1])
+
+    def end_s(self, buffers: Sequence[Buffer]) -> float:
+        free = 0.0
+        for buffer in buffers:
+            free = self.start_s(buffer, free) + self.seconds(buffer)
+        return free
+
+
+def optimal_buffers(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Buffer]:
+    """All end as soon as they can in the cheapest formats, `seconds`, and no single one could take a
+    more exact format. Joining rounds nothing: each gradient stays at least as exact as it was alone."""
+    cheapest = [costs.cheapest(cut) for cut in optimal_cuts(costs.ready_s, seconds)]
+    by_s = costs.end_s(cheapest) * (1 + 1e-12)
+    return _more_exact(_joined(_more_exact(cheapest, costs, by_s), costs, by_s), costs, by_s)
+
+
+def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
+    """Runs (first, stop) in order. `cost[i, j]` is for gradients i to j − 1."""
+    count = len(ready_s)
+    ends = np.zeros(count + 1)
+    origin = np.zeros(count + 1, dtype=np.int64)
+    for stop in range(1, count + 1):
+        found = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
+        origin[stop] = found.argmin()
+        ends[stop] = found[origin[stop]]
+    cuts = []
+    stop = count
+    while stop:
+        cuts.append((int(origin[stop]), stop))
+        stop = int(origin[stop])
+    return cuts[::-1]
+
+
+def _more_exact(buffers: Sequence[Buffer], costs: Costs, by_s: float) -> list[Buffer]:
+    """From the last one back, each takes the most exact format that ends by the time at which those
+    behind it must begin, if those before it stay as they are; never a less exact one than it has."""
+    starts, free = [], 0.0
+    for buffer in buffers:
+        starts.append(costs.start_s(buffer, free))
+        free = starts[-1] + costs.seconds(buffer)
+    chosen = []
+    for buffer, start in zip(reversed(buffers), reversed(starts), strict=True):
+        better = costs.wires[: costs.wires.index(buffer.wire)]
+        found = (
+            one for wire in better if start + costs.seconds(one := Buffer(buffer.cut, wire)) <= by_s
+        )
+        chosen.append(next(found, buffer))
+        by_s -= costs.seconds(chosen[-1])
+    return chosen[::-1]
+
+
+def _joined(buffers: Sequence[Buffer], costs: Costs, by_s: float) -> list[Buffer]:
+    """The same end with fewer messages: neighbours that backward hides either way become one, in the
+    more exact of their formats."""
+    latest = [by_s]  # when the channel must be free for those behind, the last buffer first
+    for buffer in reversed(buffers[1:]):
+        latest.append(latest[-1] - costs.seconds(buffer))
+    latest.reverse()
+    found, free, last = [], 0.0, buffers[0]
+    for buffer, due in zip(buffers[1:], latest[1:], strict=True):
+        wire = min((last.wire, buffer.wire), key=costs.wires.index)
+        both = Buffer((last.cut[0], buffer.cut[1]), wire)
+        if costs.start_s(both, free) + costs.seconds(both) <= due:
+            last = both
+            continue
+        free = costs.start_s(last, free) + costs.seconds(last)
+        found.append(last)
+        last = buffer
+    return [*found, last]
+
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+class BufferCost:
+    """Tables over all pairs of gradients: `seconds[i, j]` is for gradients i to j − 1."""
+
+    def __init__(
+        self, gradients: Sequence[Gradient], cluster: Cluster, algorithms: Sequence[str],
+        wires: Sequence[str] = ("auto",),
+    ) -> None:  # fmt: skip
+        if not algorithms:
+            known = ", ".join(algorithm_names())
+            raise ConfigError("--algorithm", None, "none given", f"use {known}")
+        algorithms = [name for name in algorithms if is_priced(name, cluster)] or algorithms
+        self.wires = wire_names(wires)
+        if not self.wires:
+            raise ConfigError("--wire", None, "none given", "use auto")
+        counts = np.array([[g.elements * g.half, g.elements * (not g.half)] for g in gradients])
+        held, in_buffers = _runs(counts), _runs(padded(counts))
+        tables = [_WireCost(held, in_buffers, wire, cluster, algorithms) for wire in self.wires]
+        self._by_wire = dict(zip(self.wires, tables, strict=True))
+        self.seconds: Floats = np.minimum.reduce([table.seconds for table in tables])
+
+    def bytes(self, first: int, stop: int) -> int:
+        """What travels of the gradients in the most exact format."""
+        return int(self._by_wire[self.wires[0]].bytes[first, stop])
+
+    def of(self, wire: str, first: int, stop: int) -> float:
+        """Seconds in this format."""
+        return float(self._by_wire[wire].seconds[first, stop])
+
+    def names(self, wire: str, first: int, stop: int) -> tuple[str, str]:
+        """The algorithms of the bulk, the larger message, and of those beside it."""
+        return self._by_wire[wire].names(first, stop)
+
+
+def _runs(counts: Counts) -> Counts:
+    """For gradients (16 bits, 32 bits), the sums of all runs: [kind, i, j] is for i to j − 1."""
+    before = np.concatenate([np.zeros((1, 2), dtype=np.int64), counts.cumsum(axis=0)]).T
+    return np.asarray(before[:, None, :] - before[:, :, None])
+
+
+class _WireCost:
+    """The tables of one format."""
+
+    def __init__(
+        self, held: Counts, in_buffers: Counts, wire: str, cluster: Cluster,
+        algorithms: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._cluster, self._algorithms = cluster, tuple(algorithms)
+        half, full = held
+        narrow, wide, cast = travelling(half.astype(float), full.astype(float), wire)
+        self.bytes: Floats = narrow + wide
+        # The last buffer's signals: within its fp32 message, or else beside.
+        signals = signal_bytes(len(half) - 1)
+        rides = (full[:, -1] > 0) & keeps_float32(wire)
+        wide[:, -1] += np.where(rides, signals, 0)
+        self._tail: Floats = np.where(rides, 0.0, float(signals))
+        bulk_is_wide = wide_is_bulk(in_buffers[0], in_buffers[1], wire)
+        self._large = np.where(bulk_is_wide, wide, narrow)
+        self._small = np.where(bulk_is_wide, narrow, wide)
+        beside = self._times(self._small)
+        beside[:, :, -1] += self._times(self._tail)
+        bulk = self._times(self._large)
+        self.seconds: Floats = bulk.min(axis=0) + beside.min(axis=0) + cast * cluster.cast_s
+        if cluster.ranks == 1:
+            self.seconds[:] = 0.0
+
+    def _times(self, sizes: npt.ArrayLike) -> Floats:
+        """By every algorithm, in the first dimension."""
+        return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._algorithms])
+
+    def names(self, first: int, stop: int) -> tuple[str, str]:
+        small = self._times(self._small[first, stop])
+        if stop == len(self._tail) - 1:
+            small = small + self._times(self._tail[first])
+        bulk = self._algorithms[int(self._times(self._large[first, stop]).argmin())]
+        beside = self._algorithms[int(small.argmin())] if small.any() else bulk
+        return bulk, beside

@@ -1,0 +1,423 @@
+"""All-reduce algorithms, each written once: what one rank sends, receives and adds.
+
+A schedule yields the steps of one rank for one segment of a buffer. `paceline.comm` executes it over Gloo
+or NCCL, `paceline.plan.player` times it. Rules that every schedule keeps, and that tests check:
+
+- Two ranks exchange their messages in one order: the n-th that one sends is the n-th that the other
+  receives, with the same span.
+- All ranks have equally many rounds, and no round waits for what is sent in a later one. So all ranks
+  can take the rounds of several segments in turn, and none waits in a circle.
+- What replaces a span depends on what this rank has sent of it: receives are posted in advance.
+
+A new algorithm is one function with the decorator `register`; every command knows it then. See `tree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.plan.steps import (
+    MIB,
+    PAUSE,
+    Algorithm,
+    Collective,
+    Groups,
+    Pause,
+    Receive,
+    Round,
+    Schedule,
+    Segment,
+    Send,
+    Span,
+    Step,
+    Steps,
+    cut,
+)
+
+KIB = 1024
+NATIVE = "native"
+REGISTRY: dict[str, Algorithm] = {}
+
+
+def register(
+    *, depth: int = 2, least_bytes: int = MIB, most_bytes: int = 8 * MIB, tuned: bool = True
+) -> Callable[[Schedule], Schedule]:
+    """Adds a schedule to the algorithms, under the name of its function."""
+
+    def add(schedule: Schedule) -> Schedule:
+        name = schedule.__name__
+        REGISTRY[name] = Algorithm(name, schedule, depth, least_bytes, most_bytes, tuned)
+        return schedule
+
+    return add
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """All that can be chosen; `native`, the backend's own all-reduce, has no schedule."""
+    return (NATIVE, *REGISTRY)
+
+
+def tuned_names() -> tuple[str, ...]:
+    """Those that `paceline tune` tries."""
+    return (NATIVE, *(name for name, algorithm in REGISTRY.items() if algorithm.tuned))
+
+
+def check_name(name: object, field: str = "comm.algorithm") -> None:
+    names = algorithm_names()
+    if name not in names:
+        raise ConfigError(field, name, "unknown algorithm", nearest(str(name), names))
+
+
+def algorithm(name: str) -> Algorithm:
+    if name == NATIVE:
+        raise ConfigError("algorithm", name, "has no schedule: it is the backend's own")
+    check_name(name, "algorithm")
+    return REGISTRY[name]
+
+
+# The algorithms.
+
+
+@register()
+def ring(rank: int, groups: Groups, segment: Segment) -> Steps:
+    """All ranks in one ring, neighbours on a node side by side: 2(p−1) rounds of 1/p of the segment.
+    Best for large buffers on links of equal speed."""
+    return _ring(rank, groups.order, (0, segment.length))
+
+
+@register(depth=8, least_bytes=512 * KIB, most_bytes=2 * MIB)
+def hierarchical(rank: int, groups: Groups, segment: Segment) -> Steps:
+    """Reduce in each group to its master, sum among the masters, broadcast in each group (the paper's,
+    and Goyal's). The ranks of a group take turns as its master, segment by segment, so that no process
+    has all the work, and the links between nodes stay busy while groups add up and broadcast."""
+    row, span = groups.row_of(rank), (0, segment.length)
+    if groups.nested:
+        return _nested_hierarchical(rank, row, groups.masters, span)
+    turn = segment.number % len(groups.columns)
+    masters, at = groups.columns[turn], turn % len(row)
+    place = _row_tree((*row[at:], *row[:at]), rank)
+    # As many rounds in every group, whatever its size.
+    levels = max(_row_tree(group, group[0]).levels for group in groups.groups)
+    place = place._replace(levels=levels)
+    size = segment.length * segment.item_bytes
+    count = sum(isinstance(s, Pause) for s in _sum_among(masters[0], masters, span, size))
+    among: Steps = iter((PAUSE,) * count)
+    if rank in masters:
+        among = _sum_among(rank, masters, span, size)
+    return _chained(
+        _joined(_up(place, span), levels + 1), _joined(among, count), _down(place, span)
+    )
+
+
+@register(least_bytes=2 * MIB)
+def torus2d(rank: int, groups: Groups, segment: Segment) -> Steps:
+    """Reduce-scatter in rows, all-reduce in columns, all-gather in rows (Horovod's and Sony's): no rank
+    has more to do than another, and each column carries its own chunk between the groups."""
+    row, columns = groups.row_of(rank), groups.columns
+    if groups.nested and groups.is_uniform:
+        return _nested_torus2d(rank, row, columns, segment.length)
+    owners = tuple(row[number % len(row)] for number in range(len(columns)))
+    chunks = cut((0, segment.length), len(columns))
+    # By the mean size of a chunk, not this one's: all columns must have as many rounds.
+    size = segment.length * segment.item_bytes // len(columns)
+    owned = [number for number, owner in enumerate(owners) if owner == rank]
+    sums = [_sum_among(rank, columns[number], chunks[number], size) for number in owned]
+    return _chained(
+        _to_owners(rank, row, owners, chunks),
+        _side_by_side(sums),
+        _from_owners(rank, row, owners, chunks),
+    )
+
+
+@register()
+def halving_doubling(rank: int, groups: Groups, segment: Segment) -> Steps:
+    """log2(p) rounds of halving, log2(p) of doubling (Rabenseifner's): as few bytes as the ring in far
+    fewer rounds. Neighbours exchange the largest parts, so that little crosses between nodes."""
+    return _halving(rank, groups.order, (0, segment.length))
+
+
+@register(most_bytes=4 * MIB)
+def tree(rank: int, groups: Groups, segment: Segment) -> Steps:
+    """Reduce up a binomial tree of all ranks, broadcast down: few messages, each of a whole segment."""
+    place, span = _tree(groups.order, rank, _binomial), (0, segment.length)
+    return _chained(_up(place, span), _down(place, span))
+
+
+@register(least_bytes=4 * MIB, most_bytes=16 * MIB, tuned=False)
+def central(rank: int, groups: Groups, segment: Segment) -> Steps:
+    """A synchronous parameter server, sharded over one rank of each group: the baseline that the field
+    left behind, because a server's link carries p times its shard."""
+    chunks = cut((0, segment.length), len(groups.masters))
+    return _chained(
+        _to_owners(rank, groups.order, groups.masters, chunks),
+        _from_owners(rank, groups.order, groups.masters, chunks),
+    )
+
+
+# The parts of which they are made.
+
+
+def _chained(*phases: Steps) -> Steps:
+    for phase in phases:
+        yield from phase
+
+
+def _joined(steps: Steps, rounds: int) -> Steps:
+    """A phase whose last round is the first of the next phase, so that no other segment comes between."""
+    for step in steps:
+        if isinstance(step, Pause):
+            rounds -= 1
+            if rounds <= 0:
+                continue
+        yield step
+
+
+def _side_by_side(parts: Sequence[Steps]) -> Steps:
+    """Several of equal length as one, round by round. What a round receives comes first: without tags, as
+    over NCCL, it goes off in one batch."""
+    live = list(parts)
+    while live:
+        steps: list[Step] = []
+        still = []
+        for part in live:
+            for step in part:
+                if isinstance(step, Pause):
+                    still.append(part)
+                    break
+                steps.append(step)
+        yield from sorted(steps, key=lambda step: not isinstance(step, Receive))
+        yield PAUSE
+        live = still
+
+
+def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
+    """Reduce-scatter and all-gather around a ring (Baidu's). A partial sum is rounded at every hop,
+    because it travels; its last owner passes on the very bits that it keeps."""
+    size, at = len(members), members.index(rank)
+    after, before = members[(at + 1) % size], members[at - 1]
+    chunks = cut(span, size)
+    yield Send(after, chunks[at])
+    yield PAUSE
+    for number in range(size - 1):
+        chunk = chunks[(at - number - 1) % size]
+        yield Receive((before,), chunk, add=True)
+        # The last of these is complete, and with it the way of the results begins.
+        yield Send(after, chunk)
+        yield PAUSE
+    for number in range(size - 1):
+        chunk = chunks[(at - number) % size]
+        yield Receive((before,), chunk)
+        if number < size - 2:
+            yield Send(after, chunk)
+        yield PAUSE
+
+
+def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
+    """Everything to everybody, in one round. All add in the order of the members, and so come to the
+    same bits."""
+    at = members.index(rank)
+    others = tuple(member for member in members if member != rank)
+    for other in (*others[at:], *others[:at]):
+        yield Send(other, span)
+    yield PAUSE
+    yield Receive(others, span, add=True, own=at)
+    yield PAUSE
+
+
+def _to_owners(
+    rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
+) -> Steps:
+    """Every chunk to its owner, who adds up."""
+    others = _others(rank, members)
+    for other in others:
+        for chunk, owner in zip(chunks, owners, strict=True):
+            if owner == other:
+                yield Send(other, chunk)
+    yield PAUSE
+    for chunk, owner in zip(chunks, owners, strict=True):
+        if owner == rank and others:
+            # Who comes before this rank has it early in its own turn.
+            yield Receive(others[::-1], chunk, add=True)
+    yield PAUSE
+
+
+def _from_owners(
+    rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
+) -> Steps:
+    """Every chunk from its owner to all."""
+    others = _others(rank, members)
+    for other in others:
+        for chunk, owner in zip(chunks, owners, strict=True):
+            if owner == rank:
+                yield Send(other, chunk)
+    yield PAUSE
+    for other in others[::-1]:
+        for chunk, owner in zip(chunks, owners, strict=True):
+            if owner == other:
+                yield Receive((owner,), chunk)
+    yield PAUSE
+
+
+def _others(rank: int, members: Sequence[int]) -> tuple[int, ...]:
+    """From the successor on, so that not all ranks write to the first at once."""
+    at = members.index(rank)
+    return (*members[at + 1 :], *members[:at])
+
+
+def _halving(rank: int, members: Sequence[int], span: Span) -> Steps:
+    """Recursive halving, then doubling. Where the members are no power of two, of the first ones every
+    even one sends all it has to its odd neighbour, who answers with the result. Sums stay in fp32 for
+    as long as a rank keeps them; what it sends, and at last its own part, is rounded."""
+    core = 1 << (len(members).bit_length() - 1)
+    extra, levels, at = len(members) - core, core.bit_length() - 1, members.index(rank)
+    partner = members[at ^ 1] if at < 2 * extra else None
+    if partner is not None and at % 2 == 0:
+        yield Send(partner, span)
+        for _ in range(2 * levels + 2):
+            yield PAUSE
+        yield Receive((partner,), span)
+        return
+    if extra:
+        yield PAUSE
+    if partner is not None:
+        yield Receive((partner,), span, add=True, wide=True)
+    place = at // 2 if at < 2 * extra else at - extra
+    halves: list[tuple[int, Span, Span]] = []
+    low, high = span
+    for level in range(levels):
+        other, middle = place ^ (1 << level), (low + high) // 2
+        lower, upper = (low, middle), (middle, high)
+        kept, given = (upper, lower) if place >> level & 1 else (lower, upper)
+        halves.append((members[2 * other + 1 if other < extra else other + extra], kept, given))
+        low, high = kept
+    for peer, kept, given in halves:
+        yield Round(given)
+        yield Send(peer, given)
+        yield PAUSE
+        yield Receive((peer,), kept, add=True, wide=True)
+    yield Round((low, high))
+    for peer, kept, given in reversed(halves):
+        yield Send(peer, kept)
+        yield PAUSE
+        yield Receive((peer,), given)
+    if extra:
+        if partner is not None:
+            yield Send(partner, span)
+        yield PAUSE
+
+
+# Measured over Gloo, four masters behind links of 200 Mbit/s. A flood is one round but sends all to
+# all; many senders to one link get in each other's way, so beyond small messages a ring is better.
+FEW_MEMBERS = 8
+FLOOD_BYTES, EXCHANGE_BYTES, HALVING_BYTES = 24 * KIB, 64 * KIB, MIB
+
+
+def _sum_among(rank: int, members: Sequence[int], span: Span, size_bytes: int) -> Steps:
+    """The sum over some ranks, by the way that suits their number and the size."""
+    count = len(members)
+    if count == 1:
+        return iter(())
+    if count > FEW_MEMBERS:
+        return (_halving if size_bytes <= HALVING_BYTES else _ring)(rank, members, span)
+    if size_bytes * (count - 1) <= FLOOD_BYTES:
+        return _flood(rank, members, span)
+    if size_bytes > EXCHANGE_BYTES:
+        return _ring(rank, members, span)
+    chunks = cut(span, count)
+    return _chained(
+        _to_owners(rank, members, members, chunks), _from_owners(rank, members, members, chunks)
+    )
+
+
+class _Place(NamedTuple):
+    """A rank's place in a tree: `height` rounds before it can send up, `depth` before the result reaches
+    it; the children that are ready first come first."""
+
+    parent: int | None
+    children: tuple[int, ...]
+    height: int
+    depth: int
+    levels: int
+
+
+def _binomial(at: int) -> int:
+    """⌈log2 n⌉ rounds; neighbours meet first."""
+    return at & (at - 1)
+
+
+def _flat(at: int) -> int:
+    """All members beneath the root: one round, in which the root has all the work."""
+    return 0
+
+
+def _row_tree(row: Sequence[int], rank: int) -> _Place:
+    return _tree(row, rank, _flat if len(row) <= FEW_MEMBERS else _binomial)
+
+
+def _tree(members: Sequence[int], rank: int, parent_of: Callable[[int], int]) -> _Place:
+    size = len(members)
+    children: list[list[int]] = [[] for _ in members]
+    height, depth = [0] * size, [0] * size
+    for at in range(1, size):
+        depth[at] = depth[parent_of(at)] + 1
+    for at in range(size - 1, 0, -1):
+        above = parent_of(at)
+        children[above].append(at)
+        height[above] = max(height[above], height[at] + 1)
+    at = members.index(rank)
+    soonest = sorted(children[at], key=lambda child: (height[child], child))
+    return _Place(
+        None if at == 0 else members[parent_of(at)],
+        tuple(members[child] for child in soonest),
+        height[at],
+        depth[at],
+        max(depth),
+    )
+
+
+def _up(place: _Place, span: Span) -> Steps:
+    for number in range(place.levels + 1):
+        if number == place.height:
+            if place.children:
+                yield Receive(place.children, span, add=True)
+            if place.parent is not None:
+                yield Send(place.parent, span)
+        yield PAUSE
+
+
+def _down(place: _Place, span: Span) -> Steps:
+    for number in range(place.levels + 1):
+        if number == place.depth:
+            if place.parent is not None:
+                yield Receive((place.parent,), span)
+            # Deepest branches first: theirs is the longest way.
+            for child in reversed(place.children):
+                yield Send(child, span)
+        yield PAUSE
+
+
+def _nested_hierarchical(
+    rank: int, row: tuple[int, ...], masters: tuple[int, ...], span: Span
+) -> Steps:
+    if len(row) > 1:
+        yield Collective("reduce", row, span)
+    if rank in masters and len(masters) > 1:
+        yield Collective("all_reduce", masters, span)
+    if len(row) > 1:
+        yield Collective("broadcast", row, span)
+
+
+def _nested_torus2d(
+    rank: int, row: tuple[int, ...], columns: Sequence[tuple[int, ...]], length: int
+) -> Steps:
+    """In equal chunks: the last one may end behind the segment."""
+    at, width = row.index(rank), len(row)
+    each = -(-length // width)
+    if width > 1:
+        yield Collective("reduce_scatter", row, (0, each * width))
+    if len(columns[at]) > 1:
+        yield Collective("all_reduce", columns[at], (each * at, each * (at + 1)), beside=width)
+    if width > 1:
+        yield Collective("all_gather", row, (0, each * width))

@@ -1,0 +1,104 @@
+"""Overlap, predictions, scaling and advice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.plan.answer import Question, advise, largest_ranks, node_counts, scaling_curve
+from paceline.plan.cluster import accelerator, gpu_cluster
+from paceline.plan.networks import analytic_workload, network
+from paceline.plan.optimizer import threshold_plan
+from paceline.plan.plan_file import Expected
+from paceline.plan.prediction import StepTimes, exchanges, exposed_s, predict, slowest_of
+from paceline.plan.schedules import algorithm_names
+
+P40 = accelerator("P40")
+
+
+def question(model: str = "resnet50", batch: int = 64) -> Question:
+    return Question(analytic_workload(network(model), P40), batch, algorithm_names())
+
+
+def test_an_exchange_waits_for_its_buffer_and_for_the_channel() -> None:
+    made = exchanges([1.0, 2.0, 5.0], [2.0, 1.0, 1.0])
+    assert [(m.start_s, m.end_s) for m in made] == [(1, 3), (3, 4), (5, 6)]
+    assert exposed_s([1.0, 2.0, 5.0], [2.0, 1.0, 1.0], 5.0) == 1
+    assert exposed_s([], [], 5.0) == 0
+
+
+def test_an_iteration_is_as_long_as_what_is_not_hidden() -> None:
+    """Of 0.3 s of exchanges 0.1 are exposed: 0.2 are hidden, and cost half as much."""
+    times = StepTimes(0.0, 0.0, 0.1, 0.4, 0.05, (0.2,), (0.3,), hidden_cost=0.5)
+    assert times.slowed_s() == pytest.approx(0.1)
+    assert times.overlapped() == pytest.approx(0.1 + 0.4 + 0.05 + 0.1 + 0.1)
+    assert replace(times, ready_s=(0.4,)).slowed_s() == pytest.approx(0, abs=1e-12)
+    assert replace(times, hidden_cost=0.0).overlapped() == pytest.approx(0.65)
+    # Input that takes longer than all of it is what the step waits for.
+    assert replace(times, input_s=0.7, copy_s=0.2).overlapped() == pytest.approx(0.9)
+
+
+def test_the_expected_slowest_is_that_of_many_draws() -> None:
+    draw = np.random.default_rng(0)
+    for ranks in (2, 16, 256):
+        found = 1 + 0.03 * draw.standard_normal((4000, ranks)).max(axis=1).mean()
+        assert slowest_of(ranks, 0.03) == pytest.approx(found, rel=0.002)
+    assert slowest_of(1) == 1
+
+
+def test_efficiency_falls_with_ranks() -> None:
+    curve = scaling_curve(question(), gpu_cluster(P40, 16, 8, 100))
+    found = [point.efficiency for point in curve]
+    assert found == sorted(found, reverse=True)
+    assert [point.ranks for point in curve] == [8, 16, 32, 64, 128, 256]
+    assert 24 in node_counts(gpu_cluster(P40, 24, 8, 100))
+
+
+def test_the_largest_job_that_stays_efficient() -> None:
+    ask, place = question("alexnet", 128), gpu_cluster(P40, 4, 4, 10)
+    most = largest_ranks(ask, place, 0.5)
+    assert most is not None
+    assert ask.answer(place.with_nodes(most // 4)).efficiency >= 0.5
+    assert ask.answer(place.with_nodes(most // 4 * 2)).efficiency < 0.5
+    assert largest_ranks(ask, place, 1.1) is None
+
+
+def test_the_advice_fits_the_bottleneck() -> None:
+    ask, place = question("alexnet", 32), gpu_cluster(P40, 16, 8, 10)
+    advice = advise(ask, place, ask.answer(place))
+    assert advice[0].change in ("twice the bandwidth between nodes", "twice the batch a GPU")
+    assert advice[0].gain > 0.5
+    alone = advise(ask, place.with_nodes(1), ask.answer(place.with_nodes(1)))
+    assert not any("between nodes" in one.change for one in alone)
+
+
+def test_each_technique_of_the_paper_gains() -> None:
+    """A ring for every gradient; fused buffers; hierarchical or ring by size; the best plan."""
+    ask, place = question(), gpu_cluster(P40, 128, 8, 100)
+
+    def best(names: tuple[str, ...], thresholds: tuple[int, ...]) -> float:
+        plans = [threshold_plan(ask.workload, place, size, names) for size in thresholds]
+        return max(predict(ask.workload, place, plan, 64).images_per_s for plan in plans)
+
+    sizes = tuple(1 << power for power in range(16, 29))
+    speeds = [
+        best(("ring",), (0,)), best(("ring",), sizes), best(("ring", "hierarchical"), sizes),
+        ask.answer(place).images_per_s,
+    ]  # fmt: skip
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > 5 * speeds[0]
+
+
+def test_what_is_hidden_counts_where_it_costs() -> None:
+    ask, place = question(), gpu_cluster(P40, 16, 8, 100)
+    free, slowed = ask.answer(place), ask.answer(replace(place, hidden_cost=0.25))
+    hidden_s = sum(score.cost_s for score in free.scores) - free.exposed_comm_s
+    assert free.hidden_comm_s == 0
+    assert slowed.hidden_comm_s == pytest.approx(0.25 * hidden_s)
+    assert slowed.step_s == pytest.approx(free.step_s + slowed.hidden_comm_s)
+    assert slowed.input_stall_s == pytest.approx(free.input_stall_s, abs=1e-12)
+    expected = Expected.of(slowed)
+    parts = expected.compute_s + expected.exposed_comm_s + expected.input_stall_s
+    assert parts == pytest.approx(expected.step_s)
