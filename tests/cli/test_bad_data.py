@@ -21,70 +21,52 @@ KILL = partial(faults.signal_self, signal.SIGKILL)
 SAVES = ("--set", "checkpoint.interval_steps=3")
 
 
-def _missing(folder: Path) -> None:
-    """Nothing there."""
+def _add_class(folder: Path, split: str, name: str, images: int) -> None:
+    (folder / split / name).mkdir()
+    for number in range(images):
+        (folder / split / name / f"{number}.png").write_bytes(png(number))
 
 
-def _a_file(folder: Path) -> None:
-    folder.write_text("not a directory")
-
-
-def _other_layout(folder: Path) -> None:
-    write_shards(folder / "imagenet")
-
-
-def _no_validation(folder: Path) -> None:
-    (write_shards(folder) / "val-0.tar").unlink()
-
-
-def _truncated(folder: Path) -> None:
-    shard = write_shards(folder) / "train-1.tar"
-    os.truncate(shard, shard.stat().st_size - 12_000)
-
-
-def _no_tar(folder: Path) -> None:
-    (write_shards(folder) / "train-1.tar").write_bytes(b"\x89PNG this is not a tar archive" * 99)
-
-
-def _broken_gzip(folder: Path) -> None:
-    (write_shards(folder) / "train-2.tar.gz").write_bytes(b"\x1f\x8b\x08 but then nothing")
-
-
-def _foreign_label(folder: Path) -> None:
-    write_shards(folder, labels=lambda i: 4 if i == 23 else i % 4)
-
-
-def _foreign_validation_label(folder: Path) -> None:
+def _no_classes_file(folder: Path) -> None:
     write_shards(folder, labels=lambda i: 7 if i == 1003 else i % 4)
     (folder / "classes.json").unlink()
 
 
-def _foreign_class(folder: Path) -> None:
-    (write_folders(folder) / "val/zebra").mkdir()
-    (folder / "val/zebra/1.png").write_bytes(png(1))
+SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda folder: None, "data: "),
+    "empty": (Path.mkdir, "data: "),
+    "a file": (lambda folder: folder.write_text("no directory"), "data: "),
+    "other layout": (lambda folder: write_shards(folder / "imagenet"), "data: "),
+    "no validation": (lambda folder: (write_shards(folder) / "val-0.tar").unlink(), "data: "),
+    "truncated": (
+        lambda folder: os.truncate(write_shards(folder) / "train-1.tar", 12_000),
+        "data/train-1.tar: ",
+    ),
+    "no tar": (
+        lambda folder: (write_shards(folder) / "train-1.tar").write_bytes(b"\x89PNG, no tar" * 99),
+        "data/train-1.tar: ",
+    ),
+    "no gzip": (
+        lambda folder: (write_shards(folder) / "train-2.tar.gz").write_bytes(b"\x1f\x8b\x08 cut"),
+        "data/train-2.tar.gz: ",
+    ),
+    "label": (
+        lambda folder: write_shards(folder, labels=lambda i: 4 if i == 23 else i % 4),
+        "train-1.tar:0023.png: label 4",
+    ),
+    "validation label": (_no_classes_file, "val-0.tar:1003.png: label 7"),
+    "class": (
+        lambda folder: _add_class(write_folders(folder), "val", "zebra", images=1),
+        "data/val/zebra: ",
+    ),
+    "empty class": (
+        lambda folder: _add_class(write_folders(folder), "train", "empty", images=0),
+        "data/train: ",
+    ),
+}
 
 
-def _empty_class(folder: Path) -> None:
-    (write_folders(folder) / "train/empty").mkdir()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "cause"),
-    [
-        (_missing, "data: "),
-        (Path.mkdir, "data: "),
-        (_a_file, "data: "),
-        (_other_layout, "data: "),
-        (_no_validation, "data: neither val-"),
-        (_truncated, "data/train-1.tar: "),
-        (_no_tar, "data/train-1.tar: "),
-        (_broken_gzip, "data/train-2.tar.gz: "),
-        (_foreign_label, "train-1.tar:0023.png: label 4"),
-        (_foreign_validation_label, "val-0.tar:1003.png: label 7"),
-        (_foreign_class, "data/val/zebra: "),
-        (_empty_class, "data/train: "),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "cause"), SPOILT.values(), ids=SPOILT)
 def test_bad_data(call: Call, tmp_path: Path, spoil: Callable[[Path], Any], cause: str) -> None:
     spoil(tmp_path / "data")
     done = call(*small_on("data"))

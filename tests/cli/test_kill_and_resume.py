@@ -20,7 +20,6 @@ from cli_runs import (
     run,
     run_two,
     small,
-    started,
     started_ranks,
     steps,
     summary,
@@ -48,38 +47,33 @@ def assert_same_end(folder: Path, undisturbed: Path) -> None:
     assert (folder / "weights.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("fault", "resumed_at"),
-    [
-        pytest.param(partial(faults.at_micro_batch, 0, 0, KILL), [], id="in-the-first-step"),
-        pytest.param(partial(faults.at_micro_batch, 4, 0, KILL), [3], id="between-two-saves"),
-        pytest.param(partial(faults.at_micro_batch, 6, 0, KILL), [6], id="right-after-a-save"),
-        pytest.param(
-            partial(faults.at_micro_batch, 12, 0, KILL), [12], id="in-the-short-last-step"
-        ),
-        pytest.param(partial(faults.at_evaluation, 1, KILL), [6], id="in-an-evaluation"),
-        pytest.param(
-            partial(faults.at_rename, "step-", 2, partial(faults.halve_and_die, CHECKPOINTS)),
-            [3],
-            id="in-the-middle-of-a-write",
-        ),
-        pytest.param(partial(faults.at_rename, "step-", 2, KILL), [3], id="before-the-rename"),
-        pytest.param(
-            partial(faults.at_rename, "best.pt", 1, KILL, after=True),
-            [6],
-            id="between-the-best-and-the-last",
-        ),
-        pytest.param(
-            partial(faults.at_rename, "weights.safetensors", 1, KILL), [13], id="before-the-weights"
-        ),
-        pytest.param(
-            partial(faults.at_rename, "report.html", 1, KILL), [13], id="before-the-report"
-        ),
-        pytest.param(
-            partial(faults.at_rename, "summary.json", 1, KILL), [13], id="before-the-summary"
-        ),
-    ],
-)
+def in_step(step: int, number: int = 0) -> Any:
+    return partial(faults.at_micro_batch, step, number, KILL)
+
+
+def at_rename(part: str, nth: int = 1, **more: Any) -> Any:
+    return partial(faults.at_rename, part, nth, KILL, **more)
+
+
+KILLS = {
+    "in the first step": (in_step(0), []),
+    "between two saves": (in_step(4), [3]),
+    "right after a save": (in_step(6), [6]),
+    "in the short last step": (in_step(12), [12]),
+    "in an evaluation": (partial(faults.at_evaluation, 1, KILL), [6]),
+    "in the middle of a write": (
+        partial(faults.at_rename, "step-", 2, partial(faults.halve_and_die, CHECKPOINTS)),
+        [3],
+    ),
+    "before the rename": (at_rename("step-", 2), [3]),
+    "between the best and the last": (at_rename("best.pt", after=True), [6]),
+    "before the weights": (at_rename("weights.safetensors"), [13]),
+    "before the report": (at_rename("report.html"), [13]),
+    "before the summary": (at_rename("summary.json"), [13]),
+}
+
+
+@pytest.mark.parametrize(("fault", "resumed_at"), KILLS.values(), ids=KILLS)
 def test_killed_anywhere(
     tmp_path: Path, reference: Reference, fault: Any, resumed_at: list[int]
 ) -> None:
@@ -91,45 +85,6 @@ def test_killed_anywhere(
     assert summary(tmp_path / "run")["resumed_at_steps"] == resumed_at
     best = f"step-{summary(reference())['best_step']:08d}.pt"
     assert (tmp_path / CHECKPOINTS / "best.pt").samefile(tmp_path / CHECKPOINTS / best)
-
-
-def test_killed_from_outside_again_and_again(tmp_path: Path, reference: Reference) -> None:
-    """After each two more steps, at a random moment within a step."""
-    arguments = small("--output", "run", "--resume", "auto", *SAVES)
-    folder, kills = tmp_path / "run", 0
-    while not (folder / "summary.json").exists():
-        assert kills < 12, "the run makes no progress"
-        recorded = len(steps(folder))
-        with started(arguments, tmp_path, partial(_slow_steps, 0.03)) as process:
-            enough = 4 if kills < 4 else 99
-
-            def reached(recorded: int = recorded, enough: int = enough) -> bool:
-                return len(steps(folder)) >= recorded + enough or (folder / "summary.json").exists()
-
-            process.wait_until(reached)
-            if not (folder / "summary.json").exists():
-                process.send(signal.SIGKILL)
-                assert process.wait().code == -signal.SIGKILL
-                kills += 1
-            else:
-                process.wait()
-    assert kills >= 2
-    assert_same_end(folder, reference())
-
-
-def _slow_steps(seconds: float) -> None:
-    """Steps that take long enough for another process to see them one by one."""
-    import time
-
-    import paceline.train.step as module
-
-    real = module.seed_micro_batch
-
-    def seed(*parts: int) -> None:
-        time.sleep(seconds)
-        real(*parts)
-
-    module.seed_micro_batch = seed
 
 
 def test_a_half_written_file_beside_the_good_ones_is_no_checkpoint(
@@ -164,7 +119,7 @@ def test_two_ranks_killed_together(tmp_path: Path, reference: Reference) -> None
 
 def test_a_rank_that_dies_ends_the_other_within_seconds(tmp_path: Path) -> None:
     arguments = small("--output", "run", "-b", "8", *SAVES)
-    fault = partial(faults.at_micro_batch, 5, 1, KILL)
+    fault = in_step(5, 1)
     survivor, dead = run_two(arguments, tmp_path, [None, fault], timeout_s=15)
     assert dead.code == -signal.SIGKILL
     assert "rank 1" in survivor.error_line()
@@ -185,7 +140,7 @@ def test_a_killed_rank_that_broke_a_shared_gpu_is_named(tmp_path: Path, shared: 
     )
     actions = [
         partial(faults.at_micro_batch, 5, 0, _fail_the_device),
-        partial(faults.at_micro_batch, 5, 1, KILL),
+        in_step(5, 1),
     ]
     survivor, _ = run_two(arguments, tmp_path, actions, timeout_s=15)
     assert "rank 0: cpu failed" in survivor.error_line()
@@ -197,7 +152,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(
     tmp_path: Path, reference: Reference, before: int, after: int
 ) -> None:
     arguments = small("--output", "run", "-b", "8")
-    fault = partial(faults.at_micro_batch, 9, 0, KILL)
+    fault = in_step(9)
     start(before, arguments, tmp_path, fault)
     assert steps(tmp_path / "run")[-1] == 9
     assert all(code == 0 for code in start(after, [*arguments, "--resume", "auto"], tmp_path))
@@ -220,7 +175,7 @@ def start(ranks: int, arguments: list[str], cwd: Path, fault: Any = None) -> lis
 def test_auto_finds_the_newest_unfinished_run_of_this_configuration(
     tmp_path: Path, reference: Reference
 ) -> None:
-    killed = partial(faults.at_micro_batch, 8, 0, KILL)
+    killed = in_step(8)
     for more in ((), (), ("--seed", "7")):
         run(small(*SAVES, *more), tmp_path, killed)
     names = ["run-001", "run-002", "run-003"]
@@ -246,7 +201,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, reference: Refere
 
 def test_a_run_killed_at_its_target_ends_there(tmp_path: Path) -> None:
     arguments = small("--output", "run", "--target-top1", "1")
-    killed = partial(faults.at_rename, "weights.safetensors", 1, KILL)
+    killed = at_rename("weights.safetensors")
     assert run(arguments, tmp_path, killed).code == -signal.SIGKILL
     assert run([*arguments, "--resume", "auto"], tmp_path).code == 0
     ended = summary(tmp_path / "run")
@@ -255,7 +210,7 @@ def test_a_run_killed_at_its_target_ends_there(tmp_path: Path) -> None:
 
 
 def test_an_output_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
-    run(small("--output", "run"), tmp_path, partial(faults.at_micro_batch, 8, 0, KILL))
+    run(small("--output", "run"), tmp_path, in_step(8))
     before = contents(tmp_path / "run")
     assert "config.toml" in str(before)
     line = run(small("--output", "run", "--seed", "3"), tmp_path).error_line()
@@ -270,7 +225,7 @@ def test_dropout_draws_the_same_numbers_after_a_resume(
     """With dropout in the small net, because AlexNet is too slow for two cores."""
     assert run(small("--output", "whole", *SAVES), tmp_path, _add_dropout).code == 0
     arguments = small("--output", "run", *SAVES)
-    kill = partial(faults.at_micro_batch, 7, 0, KILL)
+    kill = in_step(7)
     run(arguments, tmp_path, partial(faults.several, _add_dropout, kill))
     assert run([*arguments, "--resume", "auto"], tmp_path, _add_dropout).code == 0
     assert_same_end(tmp_path / "run", tmp_path / "whole")

@@ -70,19 +70,19 @@ def test_an_undisturbed_run_is_the_same(tmp_path: Path, amp: str) -> None:
     assert (first["skipped_steps"] > 0) is (amp == "fp16")
 
 
-@pytest.mark.parametrize(
-    ("own", "step"),
-    [
-        pytest.param([None, at(8, 1, TERM)], 8, id="in-mid-step-on-rank-1"),
-        pytest.param([at(8, 2, INT), None], 9, id="in-the-last-micro-batch-of-rank-0"),
-        pytest.param([None, at(6, 1, TERM)], 6, id="in-a-step-that-would-be-evaluated"),
-        pytest.param([None, at(4, 1, TERM)], 4, id="in-a-step-that-would-be-saved"),
-        pytest.param([at(4, 2, TERM), None], 5, id="at-the-end-of-a-step-that-is-saved"),
-        pytest.param([at(0, 0, TERM), None], 0, id="in-the-first-step"),
-        pytest.param([None, at(12, 1, TERM)], 13, id="in-the-last-step"),
-        pytest.param([at(8, 0, INT), at(8, 1, TERM)], 8, id="on-both"),
-    ],
-)
+STOPS: dict[str, tuple[Faults, int]] = {
+    "in mid-step on rank 1": ([None, at(8, 1, TERM)], 8),
+    "in the last micro-batch of rank 0": ([at(8, 2, INT), None], 9),
+    "in a step that would be evaluated": ([None, at(6, 1, TERM)], 6),
+    "in a step that would be saved": ([None, at(4, 1, TERM)], 4),
+    "at the end of a step that is saved": ([at(4, 2, TERM), None], 5),
+    "in the first step": ([at(0, 0, TERM), None], 0),
+    "in the last step": ([None, at(12, 1, TERM)], 13),
+    "on both": ([at(8, 0, INT), at(8, 1, TERM)], 8),
+}
+
+
+@pytest.mark.parametrize(("own", "step"), STOPS.values(), ids=STOPS)
 def test_a_signal_stops_at_the_same_step_without_a_trace(
     tmp_path: Path, own: Faults, step: int
 ) -> None:
@@ -97,14 +97,8 @@ def test_a_signal_stops_at_the_same_step_without_a_trace(
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        pytest.param(
-            [None, partial(faults.out_of_memory, 7)], "rank 1: out of memory at step 4", id="memory"
-        ),
-        pytest.param(
-            [partial(faults.full_disk, "step-", 1), None],
-            "rank 0: no space left",
-            id="between-steps",
-        ),
+        ([None, partial(faults.out_of_memory, 7)], "rank 1: out of memory at step 4"),
+        ([partial(faults.full_disk, "step-", 1), None], "rank 0: no space left"),
     ],
 )
 def test_a_fault_on_one_rank_is_the_same_line_on_both(

@@ -23,6 +23,10 @@ ARGUMENTS = small(
 REFUSED = ("--set", "checkpoint.accept_salvaged=false")
 
 
+def in_step(step: int, number: int = 3) -> Any:
+    return partial(faults.at_micro_batch, step, number, KILL)
+
+
 def lose(cwd: Path, rank: int, fault: Any, *more: str, both: Any = None) -> Done:
     """Two ranks, of which `fault` kills one; returns how the other ended. `both` happens to both."""
     of_ranks = [both, both]
@@ -48,7 +52,7 @@ def salvaged(cwd: Path) -> list[str]:
 def test_the_rank_that_is_left_saves_and_the_weights_stay_exact(
     tmp_path: Path, reference: Reference, rank: int, micro_batch: int
 ) -> None:
-    left = lose(tmp_path, rank, partial(faults.at_micro_batch, 4, micro_batch, KILL))
+    left = lose(tmp_path, rank, in_step(4, micro_batch))
     left.error_line()
     assert salvaged(tmp_path) == ["step-00000004.salvaged.pt"]
     file = tmp_path / "run/checkpoints/step-00000004.salvaged.pt"
@@ -65,7 +69,7 @@ def test_the_rank_that_is_left_saves_and_the_weights_stay_exact(
 
 def test_its_statistics_are_those_of_the_last_completed_step(tmp_path: Path) -> None:
     """What the broken step has added to them is gone."""
-    kill = partial(faults.at_micro_batch, 4, 3, KILL)
+    kill = in_step(4)
     lose(tmp_path, 1, kill, "--set", "checkpoint.keep=9")
     alone = Checkpoint.read(tmp_path / "run/checkpoints/step-00000004.salvaged.pt")
     every = ["--set", "checkpoint.interval_steps=1", "--set", "checkpoint.keep=20"]
@@ -78,7 +82,7 @@ def test_its_statistics_are_those_of_the_last_completed_step(tmp_path: Path) -> 
 
 
 def test_a_setting_refuses_it(tmp_path: Path, reference: Reference) -> None:
-    lose(tmp_path, 1, partial(faults.at_micro_batch, 4, 3, KILL))
+    lose(tmp_path, 1, in_step(4))
     file = "run/checkpoints/step-00000004.salvaged.pt"
     named = run_two([*small("--resume", file, "-b", "4"), *REFUSED], tmp_path)
     assert len({end.error_line() for end in named}) == 1
@@ -92,25 +96,21 @@ def test_a_setting_refuses_it(tmp_path: Path, reference: Reference) -> None:
     assert salvaged(tmp_path) == [], "a regular checkpoint has taken its place"
 
 
-@pytest.mark.parametrize(
-    ("fault", "more"),
-    [
-        pytest.param(partial(faults.at_micro_batch, 3, 3, KILL), (), id="that-step-is-saved"),
-        pytest.param(partial(faults.at_micro_batch, 0, 3, KILL), (), id="no-step-is-done"),
-        pytest.param(
-            partial(faults.at_micro_batch, 4, 3, KILL),
-            ("--set", "checkpoint.salvage=false"),
-            id="by-setting",
-        ),
-    ],
-)
+NOTHING: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "that step is saved": (in_step(3), ()),
+    "no step is done": (in_step(0), ()),
+    "by setting": (in_step(4), ("--set", "checkpoint.salvage=false")),
+}
+
+
+@pytest.mark.parametrize(("fault", "more"), NOTHING.values(), ids=NOTHING)
 def test_nothing_is_salvaged(tmp_path: Path, fault: Any, more: tuple[str, ...]) -> None:
     lose(tmp_path, 1, fault, *more).error_line()
     assert salvaged(tmp_path) == []
 
 
 def test_a_step_that_is_under_way_counts(tmp_path: Path, reference: Reference) -> None:
-    kill = partial(faults.at_micro_batch, 5, 3, KILL)
+    kill = in_step(5)
     lose(tmp_path, 1, kill, both=faults.lag)
     assert salvaged(tmp_path) == ["step-00000005.salvaged.pt"]
     run_two([*ARGUMENTS, "--resume", "auto"], tmp_path)
@@ -129,7 +129,7 @@ def test_a_rank_lost_in_an_evaluation(tmp_path: Path, reference: Reference) -> N
 def test_the_lowest_of_several_saves_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     # Batches of 12: three ranks with a micro-batch of 4 each.
     arguments = [*ARGUMENTS, "--global-batch-size", "12"]
-    kill = partial(faults.at_micro_batch, 4, 0, KILL)
+    kill = in_step(4, 0)
     with started_ranks([arguments] * 3, tmp_path, [kill, None, None]) as ranks:
         codes = [process.wait().code for process in ranks]
     assert codes[0] == -signal.SIGKILL

@@ -29,6 +29,10 @@ def at(step: int, micro_batch: int, *numbers: signal.Signals) -> Any:
     return partial(faults.at_micro_batch, step, micro_batch, partial(faults.signal_self, *numbers))
 
 
+def in_evaluation(nth: int, number: signal.Signals) -> Any:
+    return partial(faults.at_evaluation, nth, partial(faults.signal_self, number))
+
+
 def assert_same_end(cwd: Path, reference: Reference, ranks: int = 1) -> None:
     ended, expected = summary(cwd / "run"), summary(reference("-b", "4", ranks=ranks))
     for name in ("weights_sha256", "top1", "val_loss", "best_top1", "steps", "images"):
@@ -51,42 +55,29 @@ def assert_stopped(done: Done, cwd: Path, number: signal.Signals, step: int) -> 
     assert not list((cwd / "run").rglob("*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("fault", "number", "step"),
-    [
-        pytest.param(at(4, 3, TERM), TERM, 5, id="in-the-last-micro-batch-the-step-counts"),
-        pytest.param(at(4, 0, TERM), TERM, 4, id="in-the-first-micro-batch"),
-        pytest.param(at(9, 1, INT), INT, 9, id="in-the-middle-of-a-step"),
-        pytest.param(at(9, 1, INT, TERM, TERM), INT, 9, id="again-and-again"),
-        pytest.param(at(12, 1, TERM), TERM, 13, id="in-the-very-last-step"),
-        pytest.param(
-            partial(faults.several, HEARS_HANGUP, at(4, 3, HUP)), HUP, 5, id="a-lost-terminal"
+STOPS = {
+    "in the last micro-batch, so the step counts": (at(4, 3, TERM), TERM, 5),
+    "in the first micro-batch": (at(4, 0, TERM), TERM, 4),
+    "in the middle of a step": (at(9, 1, INT), INT, 9),
+    "again and again": (at(9, 1, INT, TERM, TERM), INT, 9),
+    "in the very last step": (at(12, 1, TERM), TERM, 13),
+    "a lost terminal": (partial(faults.several, HEARS_HANGUP, at(4, 3, HUP)), HUP, 5),
+    "by setting": (at(9, 1, USR2), USR2, 9),
+    "in an evaluation": (in_evaluation(1, TERM), TERM, 7),
+    "in the last evaluation": (in_evaluation(2, INT), INT, 13),
+    "again in the save": (
+        partial(
+            faults.several,
+            at(5, 2, TERM),
+            partial(faults.at_rename, "step-", 1, partial(faults.signal_self, TERM, INT)),
         ),
-        pytest.param(at(9, 1, USR2), USR2, 9, id="by-setting"),
-        pytest.param(
-            partial(faults.at_evaluation, 1, partial(faults.signal_self, TERM)),
-            TERM,
-            7,
-            id="in-an-evaluation",
-        ),
-        pytest.param(
-            partial(faults.at_evaluation, 2, partial(faults.signal_self, INT)),
-            INT,
-            13,
-            id="in-the-last-evaluation",
-        ),
-        pytest.param(
-            partial(
-                faults.several,
-                at(5, 2, TERM),
-                partial(faults.at_rename, "step-", 1, partial(faults.signal_self, TERM, INT)),
-            ),
-            TERM,
-            5,
-            id="a-second-one-in-the-save",
-        ),
-    ],
-)
+        TERM,
+        5,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "number", "step"), STOPS.values(), ids=STOPS)
 def test_a_signal_saves_and_nothing_of_a_half_step_remains(
     tmp_path: Path, reference: Reference, fault: Any, number: signal.Signals, step: int
 ) -> None:
@@ -141,27 +132,19 @@ def saved_steps(folder: Path, rank: int = 0) -> list[int]:
     return [record["step"] for record in events(folder, "checkpoint", rank)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "saved"),
-    [
-        pytest.param(at(3, 1, USR1), [4, 7, 13], id="once"),
-        pytest.param(at(3, 1, USR1, USR1, USR1), [4, 7, 13], id="thrice-in-a-step"),
-        pytest.param(at(6, 1, USR1), [7, 13], id="where-a-save-is-due-anyway"),
-        pytest.param(at(12, 1, USR1), [7, 13], id="in-the-last-step"),
-        pytest.param(
-            partial(faults.several, at(3, 1, USR1), at(8, 0, USR1)), [4, 7, 9, 13], id="twice"
-        ),
-        pytest.param(
-            # The step after it is under way already.
-            partial(faults.several, faults.lag, at(3, 1, USR1)), [5, 7, 13], id="on-a-device"
-        ),
-        pytest.param(
-            partial(faults.at_evaluation, 1, partial(faults.signal_self, USR1)),
-            [7, 13],
-            id="in-an-evaluation-that-saves",
-        ),
-    ],
-)  # fmt: skip
+SAVES = {
+    "once": (at(3, 1, USR1), [4, 7, 13]),
+    "thrice in a step": (at(3, 1, USR1, USR1, USR1), [4, 7, 13]),
+    "where a save is due anyway": (at(6, 1, USR1), [7, 13]),
+    "in the last step": (at(12, 1, USR1), [7, 13]),
+    "twice": (partial(faults.several, at(3, 1, USR1), at(8, 0, USR1)), [4, 7, 9, 13]),
+    # On a device the step after it has been launched already.
+    "with a lag": (partial(faults.several, faults.lag, at(3, 1, USR1)), [5, 7, 13]),
+    "in an evaluation that saves": (in_evaluation(1, USR1), [7, 13]),
+}
+
+
+@pytest.mark.parametrize(("fault", "saved"), SAVES.values(), ids=SAVES)
 def test_a_run_that_is_asked_to_save_goes_on_to_the_same_end(
     tmp_path: Path, reference: Reference, fault: Any, saved: list[int]
 ) -> None:
@@ -225,11 +208,7 @@ def test_a_signal_that_comes_before_there_is_anything_to_save_ends_the_ranks(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [TERM, INT])
-def test_a_process_of_its_own_leaves_with_the_usual_code(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    """The whole way, through `python -m paceline` and a signal from outside."""
+def test_a_signal_from_outside_to_python_m_paceline(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", *ARGUMENTS, "--epochs", "500"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -241,9 +220,9 @@ def test_a_process_of_its_own_leaves_with_the_usual_code(
                 assert process.poll() is None, process.communicate()
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            process.send_signal(number)
+            process.send_signal(INT)
             out, err = process.communicate(timeout=20)
         finally:
             process.kill()
     done = Done(process.returncode, out, err)
-    assert_stopped(done, tmp_path, number, steps(tmp_path / "run")[-1])
+    assert_stopped(done, tmp_path, INT, steps(tmp_path / "run")[-1])

@@ -104,7 +104,7 @@ def test_on_a_gpu_only_idle_time_counts(
 ) -> None:
     """The host waits for 20 ms."""
     marks, clock = iter((Clocked(0.0), Clocked(idle_ms))), iter((0.0, 0.02))
-    monkeypatch.setattr("paceline.train.input_report.marked", lambda device: next(marks))
+    monkeypatch.setattr("paceline.train.input_report.mark_stream", lambda device: next(marks))
     monkeypatch.setattr("paceline.train.input_report.time.perf_counter", lambda: next(clock))
     wait = InputWait(torch.device("cuda"))
     with wait:
