@@ -130,7 +130,8 @@ def test_an_emulated_cluster(tmp_path: Path) -> None:
 def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
     """Links, times and a profiled step are measured; the same file trains, predicts and is kept."""
     flags = ("tune", "quickstart", "--ranks", "2", "--max-bytes", "4KiB", "--algorithms", "ring,tree",
-             "--iterations", "3", "--accept-noise", "-b", "4", "--set", "run.global_batch_size=8")  # fmt: skip
+             "--iterations", "3", "--accept-noise", "-b", "4", "--set",
+             "run.global_batch_size=8")  # fmt: skip
     assert "plan.toml" in on_ranks(tmp_path, *flags)
     found = PlanFile.read(tmp_path / "plan.toml")
     assert [row.size_bytes for row in found.measured] == [1024, 4096]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from comm.algorithms.clusters import made_groups, run_cluster, topology
+from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm import CommSettings, Group, PeerError, ProcessGroups
 from paceline.comm.group import choose_backend
 from paceline.comm.group_layout import GroupLayout, Place
