@@ -8,11 +8,12 @@ step s on.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from paceline.data.prefetch import Job, Prefetcher, Progress
 from paceline.data.randomness import Int64
 
 _Job = Job[Chunk, Batch]
+# What says which samples a batch has: a position of the stream, or their indices.
+Samples = TypeVar("Samples")
 
 
 class _Loader(Protocol):
@@ -67,7 +70,7 @@ class EvalBatches(_Loader, Protocol):
     def __len__(self) -> int: ...
 
 
-class _Base:
+class _Base(ABC, Generic[Samples]):
     """What both loaders have in common. DataError comes out of `next` where more samples are
     corrupt than `max_corrupt_share` allows among those that this rank met, and where storage fails.
     """
@@ -81,6 +84,19 @@ class _Base:
 
     def _prefetcher(self, jobs: Iterator[_Job]) -> Prefetcher[Chunk, Batch]:
         return Prefetcher(jobs, self._decoder.workers, self._depth)
+
+    def _job(self, count: int, samples: Samples) -> _Job:
+        """A function of its own: nothing may hold the batch but its job, so that its memory serves
+        again."""
+        batch = self._decoder.begin(count)
+        chunks = [partial(self._fill, batch, samples, rows) for rows in batch.cuts]
+        return Job(chunks, partial(self._finish, batch), batch.complete)
+
+    @abstractmethod
+    def _fill(
+        self, batch: BatchInProgress, samples: Samples, rows: tuple[int, int], progress: Progress
+    ) -> Chunk:
+        """The chunk of the batch of `samples` that holds `rows`."""
 
     def _finish(self, batch: BatchInProgress, chunks: list[Chunk]) -> Batch:
         corrupt = self._log.report(sample for chunk in chunks for sample in chunk.corrupt)
@@ -97,8 +113,8 @@ class _Base:
     def corrupt(self) -> tuple[CorruptSample, ...]:
         return self._log.reported
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -107,7 +123,7 @@ class _Base:
         self.close()
 
 
-class TrainLoader(_Base):
+class TrainLoader(_Base[int]):
     """This rank's micro-batches in order, from `first_step` to the end of the run."""
 
     def __init__(
@@ -131,9 +147,7 @@ class TrainLoader(_Base):
     def _jobs(self, rank: int, first_step: int) -> Iterator[_Job]:
         for step in range(first_step, self._plan.total_steps):
             for start, stop in self._plan.micro_batches(step, rank):
-                batch = self._decoder.begin(stop - start)
-                chunks = [partial(self._fill, batch, start, rows) for rows in batch.cuts]
-                yield Job(chunks, partial(self._finish, batch), batch.complete)
+                yield self._job(stop - start, start)
 
     def _fill(
         self, batch: BatchInProgress, start: int, rows: tuple[int, int], progress: Progress
@@ -153,7 +167,7 @@ class TrainLoader(_Base):
         self._batches.close()
 
 
-class EvalLoader(_Base):
+class EvalLoader(_Base[Int64]):
     """Passes over this rank's samples: rank, rank + world_size, … in order. Every `iter` is one
     pass.
 
@@ -199,9 +213,7 @@ class EvalLoader(_Base):
     def _jobs(self) -> Iterator[_Job]:
         for start in range(0, len(self._indices), self._batch_size):
             indices = self._indices[start : start + self._batch_size]
-            batch = self._decoder.begin(len(indices))
-            chunks = [partial(self._fill, batch, indices, rows) for rows in batch.cuts]
-            yield Job(chunks, partial(self._finish, batch), batch.complete)
+            yield self._job(len(indices), indices)
 
     def _fill(
         self, batch: BatchInProgress, indices: Int64, rows: tuple[int, int], progress: Progress
