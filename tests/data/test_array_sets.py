@@ -80,12 +80,6 @@ def test_a_missing_file_is_named(tmp_path: Path, small_cifar: Any, form: str) ->
     assert len(Cifar10(tmp_path, "val")) == 4
 
 
-def test_missing_labels_are_named(tmp_path: Path, small_cifar: Any) -> None:
-    (small_cifar.write(tmp_path, "png") / "train_lables.json").unlink()
-    with pytest.raises(DataError, match=r"train_lables.json: is missing"):
-        Cifar10(tmp_path, "train")
-
-
 def test_a_label_too_few(tmp_path: Path, small_cifar: Any) -> None:
     (small_cifar.write(tmp_path, "png") / "test_lables.json").write_text(json.dumps([1, 2, 3]))
     with pytest.raises(DataError, match=r"test_lables.json: 3 labels for 4 images"):
@@ -150,20 +144,6 @@ def test_planes_become_pixels(tmp_path: Path) -> None:
     assert int(pixels.sum()) == 60
 
 
-def test_all_forms_hold_the_same(tmp_path: Path, small_cifar: Any) -> None:
-    for form in ("bin", "png", "py"):
-        small_cifar.write(tmp_path, form)
-    want = small_cifar.pixels[2]
-    for got, labels in (
-        read_binary(tmp_path / "data_batch_3.bin"),
-        read_pickle(tmp_path / "data_batch_3"),
-    ):
-        assert np.array_equal(got, want)
-        assert labels.tolist() == small_cifar.labels[2].tolist()
-    assert np.array_equal(read_sheet(tmp_path / "data_batch_3.png"), want)
-    assert read_labels(tmp_path / "test_lables.json").tolist() == small_cifar.labels[5].tolist()
-
-
 def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
     path.write_bytes(change(path.read_bytes()))
     return path
@@ -224,14 +204,6 @@ def test_a_missing_batch_is_named(tmp_path: Path, read: Callable[[Path], object]
 
 
 # --- pickles ---------------------------------------------------------------------------------------
-
-
-def test_a_batch_of_python_2(small_cifar: Any, tmp_path: Path) -> None:
-    content = (small_cifar.write(tmp_path, "py") / "data_batch_2").read_bytes()
-    shape, data, labels = read_pickled_batch(content)
-    assert shape == (4, 3072)
-    assert data == small_cifar.pixels[1].transpose(0, 3, 1, 2).tobytes()
-    assert labels == small_cifar.labels[1].tolist()
 
 
 def test_a_batch_of_todays_numpy() -> None:
@@ -482,16 +454,6 @@ def test_counts_and_balance(split: str, per_class: int) -> None:
     assert source.name(17) == f"{split}-0000.tar.gz:000017.png"
     # Mixed, not sorted: the first samples already hold every class.
     assert set(source.labels[:100].tolist()) == set(range(10))
-
-
-def test_images_are_28_by_28_png() -> None:
-    source = open_source(DataSettings(source="embedded"), "val")
-    for i in range(0, len(source), 97):
-        data = source.read(i)
-        assert isinstance(data, bytes)
-        image = Image.open(io.BytesIO(data))
-        assert (image.format, image.size, image.mode) == ("PNG", (28, 28), "L")
-        assert np.asarray(image).std() > 5
 
 
 def test_small_enough_and_licensed() -> None:

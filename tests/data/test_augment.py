@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -172,13 +171,6 @@ def test_pad_crop_equals_the_reference(small_settings: Make, channels: int) -> N
     assert len(places) > 90  # of 98
 
 
-def test_no_padding_is_no_change(small_settings: Make) -> None:
-    transform = TrainTransform(small_settings(augment="pad_crop", crop_padding=0))
-    image = photo(8, 8, 1)
-    for row in rows(10, transform.draws):
-        np.testing.assert_array_equal(apply(transform, image, row, 8)[..., 0], np.asarray(image))
-
-
 @pytest.mark.parametrize("flip", [False, True])
 def test_none_only_flips(small_settings: Make, flip: bool) -> None:
     transform, image = TrainTransform(small_settings(flip=flip)), photo(8, 8, 1)
@@ -314,28 +306,6 @@ def test_a_transform_applies_them_to_the_crop_before_the_hole() -> None:
     hole = (out == 0).all(axis=2)
     assert 16 <= hole.sum() <= 64
     assert np.array_equal(out[~hole], plain[~hole])
-
-
-def test_workers_do_not_matter(
-    memory_source: Any, small_settings: Callable[..., DataSettings]
-) -> None:
-    stream = io.BytesIO()
-    Image.fromarray(pixels(size=8)).save(stream, "PNG")
-    batches = []
-    for workers in (0, 3):
-        source = memory_source(12)
-        source._images = [stream.getvalue()] * 12
-        settings = small_settings(
-            channels=3, workers=workers, color_jitter=JITTER, randaugment=(2, 20)
-        )
-        plan = BatchPlan(12, 1, 12, 12, 1)
-        loader = create_train_loader(
-            source, plan, settings, seed=5, rank=0, first_step=0, device=torch.device("cpu")
-        )
-        with loader:
-            batches.append(next(loader).images)
-    assert torch.equal(batches[0], batches[1])
-    assert len({tuple(image.flatten().tolist()) for image in batches[0]}) > 6
 
 
 def test_where_the_host_does_not_prepare_they_are_refused(

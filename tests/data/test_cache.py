@@ -175,41 +175,6 @@ def test_it_passes_on_what_the_source_is(tmp_path: Path) -> None:
     assert source.note.endswith("0 of 1 reads from it")
 
 
-@pytest.mark.parametrize("cache", ["memory", "disk"])
-@pytest.mark.parametrize("form", ["raw", "decoded"])
-def test_training_sees_the_same_batches(
-    tmp_path: Path,
-    write_tar: Write,
-    samples: Samples,
-    small_settings: Callable[..., DataSettings],
-    cache: str,
-    form: str,
-) -> None:
-    (tmp_path / "data").mkdir()
-    write_tar(tmp_path / "data" / "train-0.tar", [*samples(20), ("x.png", b"bad"), ("x.cls", b"1")])
-    plan = BatchPlan(21, 3, 8, 4, 1)
-    seen = []
-    for name in ("none", cache):
-        place = {"cache_dir": str(tmp_path / "cache")} if name == "disk" else {}
-        chosen = small_settings(
-            dir=str(tmp_path / "data"), cache=name, cache_form=form, workers=2, augment="pad_crop",
-            max_corrupt_share=0.1, **place,
-        )  # fmt: skip
-        with create_train_loader(
-            open_source(chosen, "train"),
-            plan,
-            chosen,
-            seed=1,
-            rank=0,
-            first_step=0,
-            device=torch.device("cpu"),
-        ) as loader:
-            seen.append([(b.images.numpy().copy(), b.labels.tolist()) for b in loader])
-    for (images_a, labels_a), (images_b, labels_b) in zip(*seen, strict=True):
-        assert np.array_equal(images_a, images_b)
-        assert labels_a == labels_b
-
-
 def jpeg_samples(count: int) -> list[tuple[str, bytes]]:
     """JPEGs of unequal sizes, and all else under their name; one is no image."""
     members = []

@@ -103,11 +103,6 @@ def test_a_file_that_vanishes_is_no_corrupt_image(root: Path) -> None:
     source.close()
 
 
-def test_missing_root(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent: cannot be listed"):
-        ImageFolder(tmp_path / "absent")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may list every directory")
 def test_a_directory_that_may_not_be_listed(root: Path) -> None:
     (root / "cat/x").chmod(0)
@@ -177,10 +172,6 @@ def test_every_label_file(imagenet: Path, name: str, place: str) -> None:
     assert source.labels.tolist() == LABELS
     assert [source.read(i) for i in range(5)] == [bytes([i]) for i in range(5)]
     assert source.name(0).endswith("val/ILSVRC2012_val_00000001.JPEG")
-
-
-def test_class_folders_need_no_file(imagenet: Path) -> None:
-    assert open_source(DataSettings(dir=str(imagenet)), "train").labels.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -380,10 +371,4 @@ def test_absent_is_not_wrong(tmp_path: Path) -> None:
 def test_wrong_files_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "classes.json").write_text(text)
     with pytest.raises(DataError, match=r"classes\.json: .*write it as"):
-        read_classes(tmp_path)
-
-
-def test_not_text(tmp_path: Path) -> None:
-    (tmp_path / "classes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="is not JSON"):
         read_classes(tmp_path)

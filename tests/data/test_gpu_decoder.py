@@ -52,8 +52,9 @@ for cutout in (0, 16):
 
 
 @needs_triton
+@pytest.mark.timeout(240)
 def test_the_decoder_with_the_kernel_in_tritons_interpreter() -> None:
-    run_interpreted(CASES, at_least=9)
+    run_interpreted(CASES, at_least=9, timeout_s=220)
 
 
 @needs_triton

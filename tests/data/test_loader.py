@@ -227,15 +227,6 @@ def test_a_plan_for_other_data(memory_source: Any, small_settings: Make) -> None
         train_loader(memory_source(19), BatchPlan(20, 1, 4, 4, 1), small_settings())
 
 
-def test_synthetic_pixels_pass_through(small_settings: Make) -> None:
-    chosen = small_settings(source="synthetic", synthetic_samples=12, synthetic_classes=3)
-    source = open_source(chosen, "train")
-    (batch,) = train_batches(source, BatchPlan(12, 1, 12, 12, 1), chosen)
-    stream = SampleOrder(12, seed=4).at(0, 12)[1].tolist()
-    for i, index in enumerate(stream):
-        assert torch.equal(batch.images[i], torch.from_numpy(source.read(index)))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_tiny_imagenet(tiny_imagenet: Path, workers: int) -> None:
     chosen = DataSettings(dir=str(tiny_imagenet), image_size=48, eval_resize=56, workers=workers)

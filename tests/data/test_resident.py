@@ -112,31 +112,6 @@ def test_boxes_too(tiny_imagenet: Path) -> None:
     source.close()
 
 
-def test_every_step_can_be_resumed(memory_source: Any, augmented: Make) -> None:
-    plan = BatchPlan(samples=23, epochs=2, global_batch=8, micro_batch=4, world_size=1)
-    chosen, source = augmented(workers=1), memory_source(23, corrupt={3})
-    whole = resident(source, plan, chosen)
-    for step in range(plan.total_steps + 1):
-        rest = sum(len(plan.micro_batches(s, 0)) for s in range(step, plan.total_steps))
-        got = resident(source, plan, chosen, first_step=step)
-        assert_equal(got, whole[len(whole) - rest :], corrupt=False)
-
-
-@pytest.mark.parametrize("augment", ["pad_crop", "random_resized_crop"])
-def test_ranks_share_out_what_one_would_take(
-    memory_source: Any, augmented: Make, augment: str
-) -> None:
-    source, chosen = memory_source(31), augmented(augment=augment)
-    alone = resident(source, BatchPlan(31, 2, 12, 2, 1), chosen)
-    plan = BatchPlan(31, 2, 12, 2, 3)
-    shares = [iter(resident(source, plan, chosen, rank=rank)) for rank in range(3)]
-    merged = []
-    for step in range(plan.total_steps):
-        pieces = sum(len(plan.micro_batches(step, rank)) for rank in range(3))
-        merged += [next(shares[j % 3]) for j in range(pieces)]
-    assert_equal(merged, alone)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_corrupt_samples_stop_the_run_at_the_same_batch(
     memory_source: Any, small_settings: Make, workers: int
@@ -152,12 +127,6 @@ def test_too_many_corrupt_samples_stop_the_run_at_the_same_batch(
             sizes.extend(len(batch) for batch in made)
         ends.append((len(made.corrupt), str(caught.value), sizes))
     assert ends[0] == ends[1]
-
-
-def test_all_corrupt_ends(memory_source: Any, small_settings: Make) -> None:
-    chosen = small_settings(max_corrupt_share=0.9)
-    with pytest.raises(DataError, match="corrupt of 20 samples"):
-        resident(memory_source(20, corrupt=set(range(20))), BatchPlan(20, 1, 4, 4, 1), chosen)
 
 
 def test_closing_in_the_middle(memory_source: Any, augmented: Make) -> None:

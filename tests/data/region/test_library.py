@@ -71,21 +71,6 @@ def test_results_that_are_no_square(library: RegionLibrary, shape: tuple[int, ..
     assert not out.any()
 
 
-def test_memory_that_is_not_contiguous(library: RegionLibrary) -> None:
-    out = np.zeros((8, 16, 3), dtype=np.uint8)[:, ::2]
-    with pytest.raises(ValueError, match="contiguous square"):
-        library.prepare(jpeg(20, 10), (20, 10), (0, 0, 20, 10), False, "bilinear", out)
-
-
-@pytest.mark.parametrize(
-    "box",
-    [(0, 0, 21, 10), (-1, 0, 20, 10), (5, 0, 5, 10), (9, 0, 5, 10), (0, float("nan"), 20, 10)],
-)
-def test_boxes_outside_of_the_image(library: RegionLibrary, box: tuple[float, ...]) -> None:
-    out = np.zeros((8, 8, 3), dtype=np.uint8)
-    assert not library.prepare(jpeg(20, 10), (20, 10), box, False, "bilinear", out)  # type: ignore[arg-type]
-
-
 def test_threads_do_not_meet(library: RegionLibrary) -> None:
     files = [jpeg(30 + i, 90 - i) for i in range(24)]
 
