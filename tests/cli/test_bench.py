@@ -61,7 +61,9 @@ def test_input(call: Call, tmp_path: Path) -> None:
     assert all(len(row["rounds"]) == 1 for row in report["rows"])
     assert any(name.endswith("/ dataloader × 1") for name in report["ratios"])
     assert len(names) == 4 or "webdataset" in report["notes"][0]
-    assert report["training"]["share"] > 0
+    training = report["training"]
+    rates = training["input_images_per_s"] / training["synthetic_images_per_s"]
+    assert training["share"] == pytest.approx(rates)
     assert report["versions"]["torch"]
     plain = call(
         *INPUT, "--seconds", "0.01", "--workers", "1", "--peers", "", "--decoder", "pillow"
