@@ -17,8 +17,6 @@ from data_sets import write_folders, write_shards
 from paceline.core.signal_context import SignalContext
 from paceline.data.sources.tar_index import scan_shard
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "imagenet200"
-
 
 def test_from_folders_to_shards_and_back(call: Call, tmp_path: Path) -> None:
     write_folders(tmp_path / "in")
@@ -125,16 +123,3 @@ def test_control_c(tmp_path: Path) -> None:
     for path in shards:
         with path.open("rb") as content:
             assert len(scan_shard(path, content)) == 2
-
-
-def test_real_photographs(call: Call, tmp_path: Path) -> None:
-    if not SHARED.is_dir():
-        pytest.skip("imagenet200 is not here: ../shared/data is absent")
-    done = call("pack", str(SHARED), "out", "--short-side", "256", "--quality", "90")
-    assert done.code == 0
-    report = json.loads(call("inspect", "out", "--all", "--json").out)
-    facts = report["splits"]["train"]
-    assert report["problems"] == []
-    assert facts["samples"] == 200
-    assert facts["modes"] == {"RGB": 197, "L": 3}
-    assert 20_000 < facts["mean_bytes"] < 32_000

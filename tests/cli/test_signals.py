@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -206,23 +203,3 @@ def test_a_signal_that_comes_before_there_is_anything_to_save_ends_the_ranks(
         ranks[0].send(TERM)
         assert ranks[0].wait(10).code == -TERM
     assert not (tmp_path / "run").exists()
-
-
-def test_a_signal_from_outside_to_python_m_paceline(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "paceline", *ARGUMENTS, "--epochs", "500"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as process:  # fmt: skip
-        try:
-            deadline = time.monotonic() + 40
-            while len(steps(tmp_path / "run")) < 3:
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            process.send_signal(INT)
-            out, err = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    done = Done(process.returncode, out, err)
-    assert_stopped(done, tmp_path, INT, steps(tmp_path / "run")[-1])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paceline.core.units import format_duration
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import keeps_float32
@@ -224,7 +225,7 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("speed", f"{now.images_per_s:,.0f} images/s {sure}, {now.images_per_s_per_gpu:,.0f} a GPU"),
         ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
         ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
-                 f"{duration(answer.train_s)} {sure}"),
+                 f"{format_duration(answer.train_s)} {sure}"),
         ("ranks at 90 %", most + _or_more(answer)),
         ("verdict", f"bound by {answer.bound_by}"),
     ]  # fmt: skip
@@ -284,12 +285,3 @@ def curve_rows(answer: Answer) -> list[Row]:
 
 def advice_rows(answer: Answer) -> list[Row]:
     return [(advice.change, f"{advice.gain:+.1%}") for advice in answer.advice]
-
-
-def duration(seconds: float) -> str:
-    """2 h 5 min, 8 min 42 s, 12.3 s."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
-    return (
-        f"{int(seconds // 60)} min {int(seconds % 60)} s" if seconds >= 60 else f"{seconds:.1f} s"
-    )
