@@ -6,8 +6,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from paceline.bench.profile import take_apart
-from paceline.bench.step import StepRow
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.plan import PlanFile
@@ -40,15 +38,6 @@ def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
             app, ["plan", "--profile", str(file), "--model", "alexnet"], catch_exceptions=False,
             standalone_mode=False,
         )  # fmt: skip
-
-
-def test_gradients_come_in_the_order_of_backward() -> None:
-    row = StepRow("p", "ours", "resnet_tiny", 4, 32, 10, "cpu", 1, 1, {})
-    found = take_apart(row)
-    times = [at for *_, at in found.gradients]
-    assert times == sorted(times)
-    assert found.gradients[0][0].startswith("fc")
-    assert min(found.forward_s, found.backward_s, found.update_s) > 0
 
 
 @pytest.mark.parametrize(

@@ -60,21 +60,6 @@ def test_each_buffer_goes_by_its_bytes_on_the_wire() -> None:
     ]  # fmt: skip
 
 
-def test_what_goes_beside_the_bulk_has_the_algorithm_of_its_own_size() -> None:
-    plan = choose(fusion_mib=KIB, algorithm="hybrid", eta_kib=5).plan(ORDER)
-    large = next(b for b in plan.buffers if b.algorithm == "ring")
-    assert large.beside_algorithm == "hierarchical"
-    assert all(b.beside == "" for b in plan.buffers if b.algorithm == "hierarchical")
-
-
-def test_the_largest_piece_of_one_format_counts() -> None:
-    mixed = (TensorSpec("a", (3000,), "float16"), TensorSpec("b", (100,)))
-    plan = choose(mixed, fusion_mib=1.0, algorithm="hybrid", eta_kib=6).plan(("b", "a"))
-    assert plan.buffers[0].algorithm == "hierarchical"  # 6000 bytes, of 6400 in all
-    plan = choose(mixed, algorithm="hybrid", eta_kib=6, wire="float32").plan(("b", "a"))
-    assert plan.buffers[0].algorithm == "ring"
-
-
 def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
     SizeTable((SizeRow("tree", 1700), SizeRow("torus2d"))).write(tmp_path / "sizes.toml")
     choice = choose(fusion_mib=0.0, algorithm="hybrid", sizes=str(tmp_path / "sizes.toml"))

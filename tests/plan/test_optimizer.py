@@ -19,10 +19,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan import FusionBuffer, FusionPlan, PlanFile
 from paceline.plan.answer import Question, advise
-from paceline.plan.cluster import Cluster, Link, accelerator, gpu_cluster
+from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import all_reduce_s
-from paceline.plan.fusion_plan import WIRES, signal_bytes, travelling, wire_names
-from paceline.plan.networks import analytic_workload, network
+from paceline.plan.fusion_plan import WIRES, signal_bytes, wire_names
 from paceline.plan.optimizer import (
     best_plan,
     optimal_cuts,
@@ -88,26 +87,6 @@ def test_what_backward_hides_anyway_travels_together() -> None:
     assert [len(buffer.tensors) for buffer in plan.buffers] == [3, 1]
 
 
-def test_small_messages_may_go_another_way() -> None:
-    """A half-precision bulk by one algorithm, a few fp32 values beside it by another."""
-    work = made_workload((5_000_000, 64), ready=(1.0, 1.0))
-    first, second = work.gradients
-    work = replace(work, gradients=(replace(first, half=True), second))
-    cluster = Cluster(32, 1, Link(0, 0), Link(1e-4, 1e-9))
-    buffer = best_plan(work, cluster, 8, ("ring", "tree")).buffers[0]
-    assert (buffer.algorithm, buffer.beside) == ("ring", "tree")
-
-
-def test_it_is_best_for_the_slowest_rank_which_the_prediction_counts() -> None:
-    """Seen: planned for the mean rank, a plan for 2 × 8 H100 lost by 0.8 % to a threshold."""
-    gpu = accelerator("H100")
-    work, cluster = analytic_workload(network("resnet18"), gpu), gpu_cluster(gpu, 2, 8, 100)
-    best = predict(work, cluster, best_plan(work, cluster, 16, ("ring",)), 16).step_s
-    for power in range(16, 28):
-        rival = threshold_plan(work, cluster, 1 << power, ("ring",))
-        assert best <= predict(work, cluster, rival, 16).step_s * (1 + 1e-9)
-
-
 BOTH = ("auto", "float16")
 
 
@@ -152,26 +131,6 @@ def test_no_plan_of_all_there_are_ends_sooner(
     assert best == pytest.approx(least, rel=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.integers(1, 2_000_000), min_size=1, max_size=12), st.integers(1, 64),
-    st.floats(1e-7, 1e-3), st.floats(1e-11, 1e-8), st.floats(0, 1e-8), st.booleans(),
-)  # fmt: skip
-def test_no_baseline_in_any_allowed_format_is_better(
-    sizes: list[int], nodes: int, alpha: float, beta: float, cast_s: float, half: bool
-) -> None:
-    work = made_workload(tuple(sizes), half=half)
-    cluster = Cluster(nodes, 4, Link(alpha / 3, beta / 5), Link(alpha, beta), cast_s=cast_s)
-    best = step_s(work, cluster, best_plan(work, cluster, 8, wires=WIRES))
-    for wire in WIRES:
-        for rival in (
-            *(threshold_plan(work, cluster, 1 << power, ("ring",), wire) for power in (0, 16, 22)),
-            merged_plan(work, cluster, 8, "ring", wire),
-            best_plan(work, cluster, 8, wires=(wire,)),
-        ):
-            assert best <= step_s(work, cluster, rival) * (1 + 1e-9)
-
-
 def test_only_what_is_exposed_is_rounded() -> None:
     """The first buffer's exchange is over before the last gradient is ready, in 32 bits as well."""
     work = made_workload((100_000, 4_000_000), ready=(0.1, 1.0))
@@ -180,18 +139,16 @@ def test_only_what_is_exposed_is_rounded() -> None:
     assert best_plan(work, slow(), 64).buffers[-1].wire == "auto"
     exact = best_plan(work, slow(), 64, wires=("auto",))
     assert step_s(work, slow(), plan) < 0.7 * step_s(work, slow(), exact)
-
-
-def test_a_cast_that_costs_more_than_it_saves_is_left_out() -> None:
-    work = made_workload((100_000, 4_000_000), ready=(0.1, 1.0))
-    plan = best_plan(work, slow(cast_s=1e-7), 64, wires=BOTH)
-    assert {buffer.wire for buffer in plan.buffers} == {"auto"}
-
-
-def test_half_precision_gradients_travel_as_they_are() -> None:
-    work = made_workload((100_000, 4_000_000), half=True)
-    plan = best_plan(work, slow(), 8, wires=WIRES)
-    assert {buffer.wire for buffer in plan.buffers} == {"auto"}
+    # Neither where a cast costs more than it saves, nor what is held in 16 bits already.
+    for other, cluster in (
+        (work, slow(cast_s=1e-7)),
+        (made_workload((100_000, 4_000_000), half=True), slow()),
+    ):
+        found = best_plan(other, cluster, 64, wires=WIRES if other is not work else BOTH)
+        assert {buffer.wire for buffer in found.buffers} == {"auto"}
+    with pytest.raises(ConfigError, match="did you mean 'float16'"):
+        wire_names(["flaot16"])
+    assert wire_names(["bf16", "fp32", "auto", "float32"]) == ("auto", "float32", "bfloat16")
 
 
 def test_the_command_chooses_among_the_formats_that_it_is_given(tmp_path: Path) -> None:
@@ -209,12 +166,6 @@ def test_the_command_chooses_among_the_formats_that_it_is_given(tmp_path: Path) 
         assert list(dict.fromkeys(found)) == wanted
         assert ("float16" in done.output) == ("float16" in wanted)
         assert ("--wire fp16" in done.output) == (wanted == ["auto"])
-
-
-def test_what_travels() -> None:
-    assert [float(x) for x in travelling(10, 3, "auto")] == [20, 12, 0]
-    assert [float(x) for x in travelling(10, 3, "float32")] == [40, 12, 10]
-    assert [float(x) for x in travelling(10, 3, "bfloat16")] == [20, 6, 3]
 
 
 def test_signals_ride_in_fp32_or_follow() -> None:
@@ -243,15 +194,6 @@ def test_rounding_is_advised_where_32_bits_travel_and_it_was_not_allowed() -> No
         rounding = [gain for change, gain in advice.items() if "16 bits" in change]
         assert bool(rounding) == expected
         assert not rounding or rounding[0] > 0.3
-
-
-def test_names_of_formats() -> None:
-    assert wire_names(["fp16", "auto", "float16"]) == ("auto", "float16")
-    assert wire_names(["bf16", "fp32"]) == ("float32", "bfloat16")
-    with pytest.raises(ConfigError, match="did you mean 'float16'"):
-        wire_names(["flaot16"])
-    with pytest.raises(ConfigError, match="none given"):
-        best_plan(made_workload(), slow(), 8, wires=())
 
 
 def test_joining_rounds_nothing() -> None:

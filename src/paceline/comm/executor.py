@@ -215,9 +215,10 @@ class _Lane:
         self._tag, self._batched = number, batched
         self._half = segment.element_size() == 2
         self._wide: Tensor | None = None
-        self._copies = self._scratch("copies", program.copies)
-        inbox = self._scratch("inbox", program.inbox)
-        self._into = [_targets(arrival, segment, inbox) for arrival in program.arrivals]
+        self._views: dict[Span, Tensor] = {}
+        self._copies = self._scratch("copies", program.copies) if program.copies else segment
+        inbox = self._scratch("inbox", program.inbox) if program.inbox else segment
+        self._into = [self._targets(arrival, inbox) for arrival in program.arrivals]
         self._next = 0
         self._sends: list[Any] = []
         self._held: list[dist.P2POp] = []
@@ -234,6 +235,21 @@ class _Lane:
         place = f"{self._tag}.{name}"
         return self._staging.take(place, length, dtype or like.dtype, like.device)
 
+    def _view(self, span: Span) -> Tensor:
+        """Of the segment; most spans are sent and received several times."""
+        view = self._views.get(span)
+        if view is None:
+            view = self._views[span] = self._segment[span[0] : span[1]]
+        return view
+
+    def _targets(self, arrival: Arrival, inbox: Tensor) -> list[Tensor]:
+        """Where the messages of a receive go."""
+        step, first = arrival.step, arrival.inbox
+        if not step.add:
+            return [self._view(step.span)]
+        each = step.span[1] - step.span[0]
+        return [inbox[first + each * at : first + each * (at + 1)] for at in range(len(step.peers))]
+
     def _post(self, tensor: Tensor, peer: int) -> Any:
         return dist.irecv(tensor, group=self._group, group_src=peer, tag=self._tag)
 
@@ -244,9 +260,7 @@ class _Lane:
             elif isinstance(op, Arrival):
                 self._receive(op)
             elif self._half:
-                low, high = op.span
-                first = self._program.wide[0]
-                self._segment[low:high].copy_(self._sums()[low - first : high - first])
+                self._view(op.span).copy_(self._sums(op.span))
 
     def finish(self) -> None:
         """Waits until all that was sent has left its memory."""
@@ -255,9 +269,10 @@ class _Lane:
             work.wait()
 
     def _send(self, op: Departure) -> None:
-        (peer, (low, high)), tensor = op.step, self._segment[op.step.span[0] : op.step.span[1]]
+        peer, span = op.step
+        tensor = self._view(span)
         if op.copy is not None:
-            copy = self._copies[op.copy : op.copy + high - low]
+            copy = self._copies[op.copy : op.copy + tensor.numel()]
             tensor = copy.copy_(tensor) if op.fill else copy
         if self._batched:
             self._held.append(self._op(dist.isend, tensor, peer))
@@ -282,18 +297,17 @@ class _Lane:
         number, self._next = self._next, self._next + 1
         if self._batched and op.batch:
             self._flush(op.batch)
-        arrivals = self._arrivals(number)
-        step, (low, high) = op.step, op.step.span
-        if not step.add:
-            for _ in arrivals:
-                pass
-        elif step.wide:
-            first = self._program.wide[0]
-            sums = self._sums()[low - first : high - first]
-            for arrival in arrivals:
-                sums.add_(arrival)
-        else:
-            self._add(self._segment[low:high], arrivals, len(step.peers), step.own)
+        step = op.step
+        if len(step.peers) > 1:
+            self._add(step, self._arrivals(number))
+            return
+        if not self._batched:
+            self._works[number][0].wait()
+        if step.wide:
+            self._sums(step.span).add_(self._into[number][0])
+        elif step.add:
+            # Torch adds two 16-bit numbers in fp32 and rounds once: fp32 memory gains nothing.
+            self._view(step.span).add_(self._into[number][0])
 
     def _arrivals(self, number: int) -> Iterator[Tensor]:
         """The messages in turn, each once it is there."""
@@ -302,16 +316,20 @@ class _Lane:
                 self._works[number][at].wait()
             yield tensor
 
-    def _add(self, own: Tensor, arrivals: Iterator[Tensor], count: int, place: int) -> None:
-        """own ← the sum, each added as soon as it is there; 16-bit numbers in fp32, rounded once. For a
-        single arrival fp32 memory gains nothing: torch adds two 16-bit numbers in fp32 anyway."""
-        if count == 1 or (place == 0 and not self._half):
+    def _add(self, step: Receive, arrivals: Iterator[Tensor]) -> None:
+        """The sum of several, each added as soon as it is there; 16-bit numbers in fp32, rounded once."""
+        own, place = self._view(step.span), step.own
+        if step.wide:
+            for arrival in arrivals:
+                self._sums(step.span).add_(arrival)
+            return
+        if place == 0 and not self._half:
             for arrival in arrivals:
                 own.add_(arrival)
             return
         total = self._scratch("sum", own.numel(), torch.float32)
         total.copy_(own if place == 0 else next(arrivals))
-        for at in range(1, count + 1):
+        for at in range(1, len(step.peers) + 1):
             total.add_(self._in_fp32(own if at == place else next(arrivals)))
         own.copy_(total)
 
@@ -321,25 +339,15 @@ class _Lane:
             return tensor
         return self._scratch("in fp32", tensor.numel(), torch.float32).copy_(tensor)
 
-    def _sums(self) -> Tensor:
-        """Sums that stay in fp32: the segment itself, where that is fp32."""
-        low, high = self._program.wide
+    def _sums(self, span: Span) -> Tensor:
+        """Sums that stay in fp32: in the segment itself, where that is fp32."""
         if not self._half:
-            return self._segment[low:high]
+            return self._view(span)
+        low, high = self._program.wide
         if self._wide is None:
             self._wide = self._scratch("wide", high - low, torch.float32)
             self._wide.copy_(self._segment[low:high])
-        return self._wide
-
-
-def _targets(arrival: Arrival, segment: Tensor, inbox: Tensor) -> list[Tensor]:
-    low, high = arrival.step.span
-    if not arrival.step.add:
-        return [segment[low:high]]
-    each, first = high - low, arrival.inbox
-    return [
-        inbox[first + each * at : first + each * (at + 1)] for at in range(len(arrival.step.peers))
-    ]
+        return self._wide[span[0] - low : span[1] - low]
 
 
 class _Collectives:
