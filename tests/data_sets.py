@@ -1,8 +1,5 @@
-"""Small data sets on disk, in the layouts that users have.
-
-In: a folder and how many images. Out: shards or class folders of 28 × 28 PNGs with four classes that a
-model can learn to tell apart; with samples spoilt on demand.
-"""
+"""Small data sets on disk, as shards or class folders: 28 × 28 PNGs of four classes that a model can
+learn, with corrupt samples on demand."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def write_folders(folder: Path, train: int = 40, val: int = 8) -> Path:
 
 
 def png(number: int) -> bytes:
-    """28 × 28 of noise whose level tells the class."""
+    """28 × 28 pixels of noise whose level depends on the class."""
     noise = np.random.default_rng(number).integers(0, 120, (28, 28), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(noise + np.uint8(40 * (number % 4))).save(stream, "PNG")

@@ -1,8 +1,8 @@
-"""Scripted faults: at this very moment of a run, do that.
+"""Fault injection: an action at a given moment of a run, such as a micro-batch, an evaluation or a
+rename.
 
-In: a moment (a micro-batch, an evaluation, a file that is about to take its place) and an action. Out:
-nothing; the program is patched for the rest of its process, so these belong into processes that end.
-All are plain functions, which `functools.partial` carries into another process.
+The functions patch the program for the rest of its process, so they belong into processes that end.
+They are plain functions, so that `functools.partial` objects of them can be pickled.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def freeze(name: str) -> None:
 
 
 def other_plan(threshold: int) -> None:
-    """This rank closes its buffers at another size."""
+    """This rank closes its buckets at another size."""
     from paceline.plan.fusion_plan import FusionPlan
 
     real = FusionPlan.by_threshold
@@ -170,7 +170,7 @@ def no_memory_for_gradients() -> None:
 
 
 def poison(nth: int, layer: str = "fc", passes: float = float("inf")) -> None:
-    """From the model's nth training pass on, so many times, what `layer` gives is not a number."""
+    """The output of `layer` is NaN in `passes` training passes of the model, from the nth on."""
     import torch
 
     from paceline.models.resnet import SmallResNet
@@ -189,7 +189,7 @@ def poison(nth: int, layer: str = "fc", passes: float = float("inf")) -> None:
 
 
 def slow_to_hear(phase: str, seconds: float) -> None:
-    """This rank asks for the verdict on `phase` only after the others have long heard it."""
+    """This rank asks for the result of `phase` long after the others."""
     from paceline.comm.agreement import Agreement
 
     real = Agreement._wait

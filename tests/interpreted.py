@@ -1,7 +1,7 @@
 """Triton's interpreter on the CPU, for tests in a process of their own.
 
-In: import this before any kernel's module. Out: kernels run in Python, element by element. It shows
-their logic, not races or rounding.
+Import this before any module with kernels. They then run in Python, element by element, which checks
+their logic, but neither races nor rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Cases that need Triton's interpreter, run in a process of their own.
+"""Runs a file of tests that needs Triton's interpreter in a process of its own.
 
-In: a file of cases. Out: an error with its output unless at least so many pass and none is skipped.
-Triton reads TRITON_INTERPRET as it is imported, so the process that asks cannot run them itself.
+Triton reads TRITON_INTERPRET when it is imported, so the calling process cannot run them itself.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def run_interpreted(cases: Path, at_least: int, timeout_s: float = 110) -> None:
+    """Fails unless at least so many tests pass, and none is skipped."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,

@@ -1,6 +1,6 @@
 """`run_ranks(n, fn)`: runs `fn(rank, *args)` on n real processes that can form a Gloo group.
 
-In: a function at a module's top level. Out: what each rank returned, in order of rank. Processes are
+`fn` must be at the top level of a module; the results are in order of rank. Processes are
 forks of a server that has imported torch, and those of a pool live on between calls; each call gets a
 port of its own. A rank that fails shows its traceback, and a rank that hangs is killed with its pool.
 """
@@ -79,7 +79,7 @@ def run_ranks(
                 results[rank] = value
             else:
                 failures.append((rank, value))
-                # The others may wait for this one for ever; a moment tells who follows it.
+                # The others may wait for this one for ever; give them a moment to end.
                 deadline = min(deadline, time.monotonic() + 5)
     if len(results) == size:
         return [results[rank] for rank in range(size)]

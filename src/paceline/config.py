@@ -1,7 +1,7 @@
-"""`RunConfig`: everything that defines a run, assembled from the rooms' own settings.
+"""`RunConfig`: everything that defines a run, composed of the settings of the packages.
 
-In: a recipe (shipped, by name, or a TOML file) and overriding values. Order: defaults < recipe <
-flags. Out: one frozen object, and the TOML that reproduces it. Unknown keys fail.
+Values come from defaults, then a recipe (shipped, by name, or a TOML file), then flags. Unknown keys
+fail.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One section for each room that has settings."""
+    """One section for each package that has settings."""
 
     run: RunSettings = field(default_factory=RunSettings)
     data: DataSettings = field(default_factory=DataSettings)

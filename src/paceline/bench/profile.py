@@ -27,7 +27,10 @@ from paceline.train.step import TrainStep
 
 _TAKEN_APART = 5
 # Settings of the data that the step depends on.
-_IMAGES = ("data.channels", "data.mean", "data.std", "data.augment", "data.crop", "data.cutout")
+_IMAGES = (
+    "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",
+    "data.crop_ratio", "data.cutout",
+)  # fmt: skip
 
 
 def config_row(config: RunConfig, ranks: int, device: str, classes: int | None = None) -> StepRow:

@@ -196,7 +196,7 @@ class Comparison:
 
 
 def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareRow]:
-    """Incomplete rows of equal settings are told apart by seed, else by folder."""
+    """Incomplete rows of equal settings are distinguished by seed, else by folder."""
     # `run.name` is no setting of a row, but makes a plain `name` ambiguous.
     short = short_names([*(name for row in rows for name in row.settings), "run.name"])
     plain = [
