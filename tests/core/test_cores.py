@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from paceline.core.cores import available_cores
+from paceline.core.host import available_cores
 
 
 def test_the_affinity_counts_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

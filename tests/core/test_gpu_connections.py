@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.core import gpu_connections
-from paceline.core.gpu_connections import ask_for_connections, connections, few_connections
+from paceline.core import host
+from paceline.core.host import ask_for_connections, connections, few_connections
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -26,7 +26,7 @@ def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def drive(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     """A driver that answers so."""
     driver = SimpleNamespace(cuDeviceGetCount=lambda count: status)
-    monkeypatch.setattr(gpu_connections.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda name: driver)
 
 
 def test_asked_for_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_without_a_driver_there_is_nothing_to_be_late_for(
     def load(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(gpu_connections.ctypes, "CDLL", load)
+    monkeypatch.setattr(host.ctypes, "CDLL", load)
     ask_for_connections()
     assert connections() == "32"
 
@@ -67,7 +67,7 @@ def test_what_a_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("before", ["pass", "torch.cuda.is_available()"])
 def test_a_question_starts_cuda(before: str) -> None:
     script = (
-        "import os, torch; from paceline.core.gpu_connections import ask_for_connections as ask; "
+        "import os, torch; from paceline.core.host import ask_for_connections as ask; "
         f"{before}; ask(); print(os.environ.get('{NAME}'))"
     )
     found = subprocess.run(

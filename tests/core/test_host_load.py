@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.host_load import CoreUse, HostLoad, LoadReading, foreign_share
+from paceline.core.host import CoreUse, HostLoad, LoadReading, foreign_share
 
 NS = 1_000_000_000
 

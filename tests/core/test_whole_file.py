@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core import whole_file as module
-from paceline.core.whole_file import LEFTOVERS, open_part, part_path, sync_directory, whole_file
+from paceline.core import files as module
+from paceline.core.files import LEFTOVERS, open_part, part_path, sync_directory, whole_file
 
 
 def _names(directory: Path) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core import whole_file
+from paceline.core import files
 from paceline.core.errors import DataError
 from paceline.core.events import CheckpointEvent, CorruptEvent, Event, NoteEvent, StopEvent
 from paceline.report import (
@@ -333,7 +333,7 @@ def test_a_failed_write_leaves_the_old_report(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole_file.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(DataError, match="No space left on device"):
         write_report(finished_run)
     assert (finished_run / "report.html").read_text("utf-8") == "old"

@@ -8,7 +8,7 @@ import pytest
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.train.pinned_plan import PinnedPlan
+from paceline.train.run_state import PinnedPlan
 from paceline.train.step_parts import plan_exchange
 from train.steps import Net, alone
 

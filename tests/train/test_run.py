@@ -19,7 +19,7 @@ import faults
 from data_sets import write_folders
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import EvalEvent, NoteEvent, StepEvent, TrustEvent, read_events
-from paceline.core.host_load import LoadReading
+from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
 from paceline.precision import PrecisionSettings, choose_policy

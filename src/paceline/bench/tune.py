@@ -21,7 +21,7 @@ import torch.distributed as dist
 from paceline.bench.ranks import RankGroup, interleaved
 from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.link_probe import LinkProbe
-from paceline.core.host_load import CoreUse, HostLoad, foreign_share
+from paceline.core.host import CoreUse, HostLoad, foreign_share
 from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan

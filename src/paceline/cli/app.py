@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli import bench, data, doctor, evaluate, plan, profile, report, train, tune
+from paceline.cli import bench, data, doctor, evaluate, plan, report, train, tune
 from paceline.cli.failure import Failure
 from paceline.cli.launcher_watch import LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
@@ -48,7 +48,7 @@ app.command("compare")(report.compare_runs)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)
-app.command("profile")(profile.profile)
+app.command("profile")(plan.profile)
 app.command("pack")(data.pack_data)
 app.command("inspect")(data.inspect_data)
 app.add_typer(bench.bench, name="bench")

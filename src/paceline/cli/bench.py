@@ -299,7 +299,7 @@ def chosen_device(name: str) -> str:
     """`cpu` or `cuda`, for --device."""
     import torch
 
-    from paceline.core.gpu_connections import ask_for_connections
+    from paceline.core.host import ask_for_connections
 
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("--device", name, "unknown", "use auto, cpu or cuda")

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.display import ProgressBars
-from paceline.core.cores import available_cores
 from paceline.core.errors import ConfigError
+from paceline.core.host import available_cores
 from paceline.core.units import format_bytes, format_duration
 from paceline.core.untrusted import one_line
 

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.core.cores import available_cores
 from paceline.core.errors import PacelineError
+from paceline.core.host import available_cores
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes
 from paceline.core.untrusted import one_line

@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from paceline.cli.failure import LAUNCHER_VARIABLE, root_cause
-from paceline.core.cores import available_cores
 from paceline.core.errors import LaunchError
+from paceline.core.host import available_cores
 from paceline.core.signal_context import SignalContext
 
 ADDRESS = "127.0.0.1"

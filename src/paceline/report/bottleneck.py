@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from paceline.core.errors import ConfigError
-from paceline.core.host_load import NOTABLE_WAIT
+from paceline.core.host import NOTABLE_WAIT
 from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.plan.plan_file import Expected, PlanFile

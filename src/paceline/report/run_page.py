@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import DataError
-from paceline.core.whole_file import whole_file
+from paceline.core.files import whole_file
 from paceline.report import tables
 from paceline.report.bottleneck import InputStall, bound_by
 from paceline.report.html import (

@@ -32,10 +32,9 @@ from paceline.train.inputs import (
     resolve_batch_sizes,
 )
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
-from paceline.train.pinned_plan import PinnedPlan
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
 from paceline.train.run_lock import RunLock
-from paceline.train.run_state import Progress, RunState, changes
+from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
+from paceline.core.files import LEFTOVERS, part_path, sync_directory, whole_file
 from paceline.core.untrusted import is_count
-from paceline.core.whole_file import LEFTOVERS, part_path, sync_directory, whole_file
 from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"

@@ -23,7 +23,7 @@ from paceline.core.events import (
     StopEvent,
     TrustEvent,
 )
-from paceline.core.host_load import HostLoad
+from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.build import Training
 from paceline.train.divergence import check_divergence

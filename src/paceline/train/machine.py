@@ -14,9 +14,8 @@ import PIL
 import torch
 
 from paceline.config import RunConfig
-from paceline.core.cores import available_cores
 from paceline.core.errors import ConfigError, RunError
-from paceline.core.gpu_connections import ask_for_connections, connections
+from paceline.core.host import ask_for_connections, available_cores, connections
 from paceline.core.topology import Topology
 from paceline.version import __version__
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.core.files import LEFTOVERS
 from paceline.core.settings import flatten
 from paceline.core.untrusted import ParseError, parse_toml
-from paceline.core.whole_file import LEFTOVERS
 from paceline.train.checkpoint import CheckpointStore, write_atomically
 from paceline.train.run_lock import RunLock
 

@@ -273,3 +273,28 @@ def _shown(classes: Sequence[str]) -> str:
 
 def _is_statistic(name: str) -> bool:
     return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
+
+
+# Settings that decide the plan.
+_MAKE_PLANS = (
+    "comm.algorithm", "comm.sizes", "comm.eta_kib", "comm.fusion_mib", "comm.wire", "comm.plan",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PinnedPlan:
+    """The plan of a checkpoint. A resumed run keeps it whole where neither the settings that decide it
+    nor the number of ranks have changed; otherwise (`whole` is False) it keeps the order of the gradients
+    and makes a new plan. Either way it does not measure the order again."""
+
+    plan: FusionPlan
+    whole: bool
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> PinnedPlan:
+        there, here = flatten(checkpoint.config), config.flat()
+        # A checkpoint from before these settings was made as by their defaults, and pins what it has.
+        usual = RunConfig().flat()
+        same = all(there.get(name, usual.get(name)) == here.get(name) for name in _MAKE_PLANS)
+        plan = FusionPlan.from_table(checkpoint.plan)
+        return cls(plan, same and checkpoint.world_size == world_size)

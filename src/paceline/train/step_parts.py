@@ -34,7 +34,7 @@ from paceline.train.batch_norm import BatchNormState
 from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
 from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
-from paceline.train.pinned_plan import PinnedPlan
+from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update

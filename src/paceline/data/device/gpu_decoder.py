@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.gpu_connections import few_connections
+from paceline.core.host import few_connections
 from paceline.data.augment import SquareTransform, extra_draws
 from paceline.data.batch import Batch, kept_rows
 from paceline.data.chunk import Chunk

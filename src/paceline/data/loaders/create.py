@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.gpu_connections import ask_for_connections
+from paceline.core.host import ask_for_connections
 from paceline.data.augment import EvalTransform, SquareTransform, TrainTransform, extra_draws
 from paceline.data.decode.decoder import Decoder, PillowDecoder
 from paceline.data.decode.library import RegionUnavailableError, region_library

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import DataError
-from paceline.core.whole_file import LEFTOVERS
+from paceline.core.files import LEFTOVERS
 from paceline.data.chunk import CorruptSample, allowed_corrupt
 from paceline.data.image import CorruptImage
 from paceline.data.pack.manifest import (

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.whole_file import open_part, part_path
+from paceline.core.files import open_part, part_path
 from paceline.data.image import CorruptImage, decode
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Split, Stored, source_identity

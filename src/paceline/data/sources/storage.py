@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from paceline.core.errors import DataError
-from paceline.core.whole_file import whole_file
+from paceline.core.files import whole_file
 
 T = TypeVar("T")
 TRANSIENT = frozenset(

@@ -1,20 +1,18 @@
-"""`HostLoad`: how long this process's threads wait for a core, and what keeps the cores busy.
+"""The host: how long threads wait for a core (`HostLoad`), usable cores, connections to the GPU.
 
-In: Linux's own accounts (`/proc`, and the container's CPU quota). Out: shares of the time since the last
-reading, and one sentence with the remedy where they explain a slow run. A thread that could run but has
-no core adds to the run delay in `schedstat`; slow compute does not. Where the system keeps no such
-account, nothing is reported.
+`HostLoad` reads Linux's accounts (`/proc`, and the container's CPU quota) and explains a slow run in one
+sentence with the remedy. A thread that could run but has no core adds to the run delay in `schedstat`;
+slow compute does not. Where the system keeps no such account, nothing is reported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from paceline.core.cores import available_cores
 
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
@@ -189,3 +187,48 @@ class HostLoad:
         except (OSError, ValueError, StopIteration):
             pass
         return 0.0
+
+
+def available_cores() -> int:
+    """Those that the scheduler, a container or taskset left to us; all where that cannot be asked."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# Connections of a process to its GPU are the hardware queues of its streams. CUDA opens eight, unless the
+# environment asks for more before CUDA starts. Further streams share a queue, whose work runs in order:
+# the two dozen streams of a decoder then wait for whole training steps.
+_NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+_FEWEST, _USUAL, _MOST = 2, 8, 32
+_DRIVER = "libcuda.so.1"
+_NOT_STARTED = 3
+
+
+def ask_for_connections(sharing: int = 1) -> None:
+    """Before anything else asks CUDA. What a user set stays. `sharing`: processes on one GPU, which MPS
+    gives about a hundred connections in all; one process too many gets "out of memory"."""
+    if _NAME not in os.environ and not _has_started():
+        os.environ[_NAME] = str(max(_FEWEST, _MOST // sharing))
+
+
+def connections() -> str:
+    """How many there are, unless somebody set the variable after CUDA had started."""
+    return os.environ.get(_NAME, str(_USUAL))
+
+
+def few_connections() -> str:
+    """A remark where there are fewer than there could be; empty otherwise."""
+    told = connections()
+    if told == str(_MOST):
+        return ""
+    return f"slower than it could be: set {_NAME}={_MOST}, it is {told}"
+
+
+def _has_started() -> bool:
+    """Even a question for the number of GPUs starts CUDA, and then the environment is not read again."""
+    try:
+        count = ctypes.CDLL(_DRIVER).cuDeviceGetCount
+    except (OSError, AttributeError):  # no NVIDIA GPU
+        return False
+    return bool(count(ctypes.byref(ctypes.c_int())) != _NOT_STARTED)
