@@ -266,7 +266,7 @@ def read_recipe(name: str) -> Tables:
     except OSError as error:
         raise ConfigError("recipe", name, f"cannot be read ({error})") from None
     except ParseError as error:
-        raise ConfigError("recipe", name, f"is not TOML: {error}", "mend that line") from None
+        raise ConfigError("recipe", name, f"is not TOML: {error}", "fix that line") from None
     tables.setdefault("run", {})
     if isinstance(tables["run"], dict):
         tables["run"].setdefault("name", path.stem)

@@ -45,7 +45,9 @@ def test_every_round_measures_every_row_and_begins_with_another() -> None:
         rate = {"ours": 300.0, "dataloader": 200.0, "processes": 100.0}[row.kind]
         return RowSample(rate, f"described {row.kind}", "odd" if len(asked) == 1 else "")
 
-    found = measure_rows(rows, rounds=3, seconds=0.1, tell=lambda text: None, measure=measure)
+    found = measure_rows(
+        rows, rounds=3, seconds=0.1, on_progress=lambda text: None, measure=measure
+    )
     assert asked[::3] == ["ours", "dataloader", "processes"]
     assert sorted(asked) == sorted(3 * ["ours", "dataloader", "processes"])
     assert [result.rates for result in found] == [(300.0,) * 3, (200.0,) * 3, (100.0,) * 3]
@@ -122,12 +124,12 @@ def test_no_row_of_webdataset_where_it_cannot_be(
 
 
 def test_memory_and_seek_of_a_long_index() -> None:
-    told: list[str] = []
-    found = measure_memory(4000, batch_size=100, image_size=8, workers=1, tell=told.append)
+    lines: list[str] = []
+    found = measure_memory(4000, batch_size=100, image_size=8, workers=1, on_progress=lines.append)
     assert len(found["resident_mib"]) == 20
     assert found["most_mib"] == max(found["resident_mib"])
     assert found["seek_s"] > 0
-    assert told[0].startswith("seek to step 20:")
+    assert lines[0].startswith("seek to step 20:")
 
 
 def test_a_stall_is_the_median_of_all_rounds() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.bench.input_rows import InputRow, InputStream, Tell, open_repeated
+from paceline.bench.input_rows import InputRow, InputStream, OnProgress, open_repeated
 from paceline.bench.step import StepRow, SyntheticBatches
 from paceline.bench.step import build_step as build
 from paceline.bench.timing import steady_times
@@ -153,7 +153,7 @@ def open_processes(row: InputRow) -> Iterator[InputStream]:
 
 
 def measure_training(
-    model: str, row: InputRow, *, rounds: int, steps: int, warm_up: int, tell: Tell
+    model: str, row: InputRow, *, rounds: int, steps: int, warm_up: int, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Images/s of the training step with batches from the pipeline and with synthetic ones, in turns.
 
@@ -193,7 +193,9 @@ def measure_training(
                     rate, stall = turns.measure(steps, stored)
                     rates[name].append(rate)
                     stalls[name].append(stall)
-                    tell(f"round {turn + 1}: training, {name}: {rates[name][-1]:,.0f} images/s")
+                    on_progress(
+                        f"round {turn + 1}: training, {name}: {rates[name][-1]:,.0f} images/s"
+                    )
             described, remark = real.describe(), real.note()
     finally:
         source.close()

@@ -33,7 +33,7 @@ from paceline.data import (
 )
 
 Kind = Literal["ours", "processes", "dataloader", "webdataset"]
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 # Samples of a pass at least.
 _LEAST = 20_000
 # Classes of the stubbed index, and how often memory is read in an epoch.
@@ -196,18 +196,18 @@ def measure_rows(
     *,
     rounds: int,
     seconds: float,
-    tell: Tell,
+    on_progress: OnProgress,
     measure: Callable[[InputRow, float], RowSample] = measure_row,
 ) -> list[RowRates]:
     """All rounds of all rows. Each round measures every row once and starts with another one, so that
-    other load affects all alike. `tell` is called with a line for each sample."""
+    other load affects all alike. `on_progress` is called with a line for each sample."""
     samples: list[list[RowSample]] = [[] for _ in rows]
     for turn in range(rounds):
         for step in range(len(rows)):
             place = (turn + step) % len(rows)
             sample = measure(rows[place], seconds)
             samples[place].append(sample)
-            tell(f"round {turn + 1}: {rows[place].name}: {sample.rate:,.0f} images/s")
+            on_progress(f"round {turn + 1}: {rows[place].name}: {sample.rate:,.0f} images/s")
     return [_together(row, found) for row, found in zip(rows, samples, strict=True)]
 
 
@@ -256,7 +256,7 @@ class StubbedImages(Source):
 
 
 def measure_memory(
-    samples: int, *, batch_size: int, image_size: int, workers: int, tell: Tell
+    samples: int, *, batch_size: int, image_size: int, workers: int, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Resident memory in MiB, twenty times during an epoch of `samples` stubbed samples, and the time
     to seek to its middle."""
@@ -271,7 +271,7 @@ def measure_memory(
     with _loader(source, settings, batch_size, middle) as loader:
         next(loader)
         seek_s = time.perf_counter() - started
-    tell(f"seek to step {middle:,}: {seek_s:.2f} s")
+    on_progress(f"seek to step {middle:,}: {seek_s:.2f} s")
     marks: list[float] = []
     done, began = 0, time.perf_counter()
     with _loader(source, settings, batch_size, 0) as loader:
@@ -279,7 +279,7 @@ def measure_memory(
             done += len(batch)
             if done * _MARKS >= samples * (len(marks) + 1):
                 marks.append(resident_mib())
-                tell(f"{done:,} samples: {marks[-1]:,.0f} MiB resident")
+                on_progress(f"{done:,} samples: {marks[-1]:,.0f} MiB resident")
     seconds = time.perf_counter() - began
     return {
         "samples": samples, "batch_size": batch_size, "image_size": image_size, "workers": workers,

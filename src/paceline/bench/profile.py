@@ -1,7 +1,7 @@
 """`paceline profile`: a real step, measured here, for the planner.
 
 In: a model, batches and a device. Out: a `Workload`. The whole step is timed as training runs it, at each
-batch; then one step is taken apart, without recorded graphs, to see how it splits and when each gradient
+batch; then one step is taken apart, without CUDA graphs, to see how it splits and when each gradient
 is ready.
 """
 
@@ -102,7 +102,7 @@ def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
     step.exchange.reduce(loss.detach(), Signals())
     step.update.run(0.0)
     done = clock.mark()
-    clock.settle()
+    clock.synchronize()
     for hook in hooks:
         hook.remove()
     start = turned()
@@ -130,6 +130,6 @@ class _Clock:
         first = self._first = self._first or event
         return lambda: float(first.elapsed_time(event)) / 1e3
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

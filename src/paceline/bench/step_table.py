@@ -110,11 +110,11 @@ def choose_rows(names: Sequence[str], common: dict[str, Any]) -> list[StepRow]:
 
 
 def measure_rows(
-    rows: Sequence[StepRow], limit_s: float, together: int, tell: Callable[[Result], None]
+    rows: Sequence[StepRow], limit_s: float, together: int, on_progress: Callable[[Result], None]
 ) -> list[Result]:
     """`together` rows compile and warm up at the same time, then measure one by one. A row that fails
-    or is not warm after `limit_s` seconds has an `error` instead of a result. `tell` is called with
-    each result."""
+    or is not warm after `limit_s` seconds has an `error` instead of a result. `on_progress` gets each
+    result."""
     results = []
     for start in range(0, len(rows), together):
         started = [RowProcess(row, limit_s) for row in rows[start : start + together]]
@@ -122,7 +122,7 @@ def measure_rows(
             process.await_ready()
         for process in started:
             result = process.measure()
-            tell(result)
+            on_progress(result)
             results.append(result)
     return results
 

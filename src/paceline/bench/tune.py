@@ -1,9 +1,8 @@
 """`paceline tune`: measures this cluster, profiles a model on it, and plans its exchange.
 
-In: joined ranks and a `TuneJob`, perhaps a profiled step. Out: a `PlanFile`, the same on every rank. Each
-size is screened by a single sample of every algorithm; those that come near the best are then sampled in
-turn. Sizes ascend, and those that the time limit leaves no room for are left out and reported. Rank 0
-decides, all follow.
+The result is a `PlanFile`, the same on every rank. Each size is screened by two samples of every
+algorithm; those that come near the best are then sampled in turn. Sizes ascend; those for which the time
+limit does not suffice are left out and reported. Rank 0 decides for all.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeTable, choose_algorithms, table_of
 from paceline.plan.workload import Workload
 
-# An algorithm that takes this many times as long as the best once is not sampled again.
+# An algorithm whose screening takes this many times as long as the best is not sampled again.
 _SCREEN = 1.6
 _SCREENING_ROUNDS = 2
 # What a run does without a plan: native, with buffers of this size.
@@ -49,7 +48,7 @@ class TuneJob:
     margin: float = 0.05
 
 
-Tell = Callable[[MeasuredSize], None]
+OnSize = Callable[[MeasuredSize], None]
 
 
 class Tuner:
@@ -76,7 +75,7 @@ class Tuner:
             counts, ranks.group.backend, ranks.device.type, inside, between, hidden_cost(ranks)
         )
 
-    def measure(self, tell: Tell) -> list[MeasuredSize]:
+    def measure(self, on_size: OnSize) -> list[MeasuredSize]:
         """All sizes that there is time for."""
         found: list[MeasuredSize] = []
         start, last_s = time.perf_counter(), 0.0
@@ -90,7 +89,7 @@ class Tuner:
                 break
             found.append(self._measure(size, share_s))
             last_s = time.perf_counter() - begun
-            tell(found[-1])
+            on_size(found[-1])
         return found
 
     def _measure(self, size: int, limit_s: float) -> MeasuredSize:
@@ -115,10 +114,10 @@ class Tuner:
     def foreign_share(self) -> float:
         """What other processes than these ranks used of the busiest machine's cores so far."""
         use = self._load.use()
-        told = self._ranks.group.gather_bytes(json.dumps(asdict(use) if use else None).encode())
+        gathered = self._ranks.group.gather_bytes(json.dumps(asdict(use) if use else None).encode())
 
         def decide() -> float:
-            tables = [json.loads(text) for text in told or []]
+            tables = [json.loads(text) for text in gathered or []]
             return foreign_share([CoreUse(**table) for table in tables if table is not None])
 
         return float(self._ranks.decided(decide))

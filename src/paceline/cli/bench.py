@@ -175,14 +175,14 @@ def bench_input(
         with one_torch_thread():
             found["memory"] = measure_memory(
                 synthetic_index, batch_size=batch_size, image_size=image_size, workers=ours[0],
-                tell=_report_progress,
+                on_progress=_report_progress,
             )  # fmt: skip
     else:
         rows, notes = _rows(
             data_dir, peer_dir or data_dir, split, batch_size, image_size, chosen, ours,
             _counts("--peer-workers", peer_workers), _names(peers), settings,
         )  # fmt: skip
-        results = measure_rows(rows, rounds=rounds, seconds=seconds, tell=_report_progress)
+        results = measure_rows(rows, rounds=rounds, seconds=seconds, on_progress=_report_progress)
         found |= {
             "rows": [result.to_dict() for result in results], "ratios": ratios(results),
             "notes": notes,
@@ -195,7 +195,7 @@ def bench_input(
                 rounds=rounds,
                 steps=steps,
                 warm_up=warm_up,
-                tell=_report_progress,
+                on_progress=_report_progress,
             )
     if as_json:
         asked = {

@@ -50,7 +50,7 @@ class PlannedAllReduce:
     def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
         """Sums `buffer` over ranks, in this thread; `auto` is the buffer's own format.
 
-        The sum must have room in the format itself, as that of shares of a mean has.
+        The sum must not overflow the format; that of shares of a mean does not.
         """
         self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
 

@@ -40,8 +40,8 @@ class LinkProbe:
         # Gloo carries memory of the host only; NCCL that of a GPU only.
         cuda = device.type == "cuda" and dist.get_backend(group) == "nccl"
         self._device = device if cuda else torch.device("cpu")
-        self._room = torch.zeros(max(SIZES), dtype=torch.uint8, device=self._device)
-        self._answer = torch.zeros_like(self._room)
+        self._message = torch.zeros(max(SIZES), dtype=torch.uint8, device=self._device)
+        self._answer = torch.zeros_like(self._message)
 
     def inside(self) -> LinkFacts | None:
         """Between neighbours on one node; None where no node has two ranks."""
@@ -75,7 +75,7 @@ class LinkProbe:
 
     def _round_trip_s(self, pair: tuple[int, int], size: int) -> float:
         """The median over repeats, as the pair's first rank saw it, on every rank."""
-        out, back = self._room[:size], self._answer[:size]
+        out, back = self._message[:size], self._answer[:size]
         first, second = pair
 
         def trip() -> None:
@@ -92,7 +92,7 @@ class LinkProbe:
     def _shift_s(self, rings: Sequence[dict[int, tuple[int, int]]]) -> float:
         """All of the rings' members send to their successor at once; the slowest counts."""
         places = [ring[self._rank] for ring in rings if self._rank in ring]
-        out, back = self._room[:_CONTENTION_BYTES], self._answer[:_CONTENTION_BYTES]
+        out, back = self._message[:_CONTENTION_BYTES], self._answer[:_CONTENTION_BYTES]
 
         def shift() -> None:
             operations: list[dist.P2POp] = []

@@ -155,6 +155,6 @@ def record_order(
 
 
 def agree_order(group: Group, order: Sequence[str]) -> tuple[str, ...]:
-    """Rank 0's order, on every rank. All ranks must have the same parameters, as settled before."""
-    told = json.dumps(list(order)).encode() if group.rank == 0 else None
-    return tuple(json.loads(group.broadcast_bytes(told)))
+    """Rank 0's order, on every rank. The ranks have agreed on the parameters before."""
+    payload = json.dumps(list(order)).encode() if group.rank == 0 else None
+    return tuple(json.loads(group.broadcast_bytes(payload)))

@@ -1,4 +1,4 @@
-"""The vocabulary every room shares. Standard library only, and nothing of ours."""
+"""What every package shares: errors, topology, layouts. Imports the standard library only."""
 
 from paceline.core.errors import (
     CheckpointError,

@@ -15,7 +15,7 @@ from paceline.core.untrusted import one_line, short_repr
 
 
 class PacelineError(ValueError):
-    """A mistake or mishap that a user can mend; `str()` is one line, `cause; remedy`."""
+    """An error that a user can fix; `str()` is one line, `cause; remedy`."""
 
     exit_code = 1
 

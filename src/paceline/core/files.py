@@ -1,8 +1,7 @@
-"""Files that are there whole or not at all.
+"""Files that exist complete or not at all.
 
-In: a path and what is written to it. Out: the file under its own name, after its bytes have reached the
-disk; until then it has a hidden name beside it, and none after a failure. Errors come as the operating
-system gives them: each room says in its own words what they mean to its user.
+A file gets its name after its bytes have reached the disk; until then it has a hidden name beside it,
+which a failure removes. Errors of the operating system pass through: callers explain them to the user.
 """
 
 from __future__ import annotations

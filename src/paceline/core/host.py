@@ -219,10 +219,10 @@ def connections() -> str:
 
 def few_connections() -> str:
     """A remark where there are fewer than there could be; empty otherwise."""
-    told = connections()
-    if told == str(_MOST):
+    found = connections()
+    if found == str(_MOST):
         return ""
-    return f"slower than it could be: set {_NAME}={_MOST}, it is {told}"
+    return f"slower than it could be: set {_NAME}={_MOST}, it is {found}"
 
 
 def _has_started() -> bool:

@@ -73,7 +73,7 @@ class CorruptLog:
         return DataError(
             f"{len(found)} corrupt of {self._samples} samples (allowed: {self.limit}); the first: "
             f"{found[0].name}: {found[0].reason}",
-            "mend the data, or raise data.max_corrupt_share",
+            "fix the data, or raise data.max_corrupt_share",
         )
 
 

@@ -352,7 +352,7 @@ class PlanFile:
             problem, remedy = f"cannot be read ({error.strerror})", "check the path"
             raise ConfigError(setting, str(path), problem, remedy) from None
         except ParseError as error:
-            problem, remedy = f"cannot be read (is not TOML: {error})", "mend it, or make it anew"
+            problem, remedy = f"cannot be read (is not TOML: {error})", "fix it, or make it anew"
             raise ConfigError(setting, str(path), problem, remedy) from None
         for name in tables:
             if name not in _SECTIONS:

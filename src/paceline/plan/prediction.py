@@ -30,7 +30,7 @@ from paceline.plan.workload import Gradient, Workload
 # GPUs of one type and lot differ by some percent in clock and temperature, and each in itself from
 # step to step. One round number for all clusters, chosen knowing the systems of the planner's record.
 RANK_SPREAD = 0.02
-# What an input delivers is told by hand, or measured elsewhere.
+# What an input delivers is given by hand, or measured elsewhere.
 _INPUT_SPREAD = 0.1
 
 

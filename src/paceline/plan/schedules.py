@@ -1,7 +1,7 @@
 """All-reduce algorithms, each written once: what one rank sends, receives and adds.
 
 A schedule yields the steps of one rank for one segment of a buffer. `paceline.comm` executes it over Gloo
-or NCCL, `paceline.plan.player` times it. Rules that every schedule keeps, and that tests check:
+or NCCL, `paceline.plan.cost.play` times it. Rules that every schedule keeps, and that tests check:
 
 - Two ranks exchange their messages in one order: the n-th that one sends is the n-th that the other
   receives, with the same span.

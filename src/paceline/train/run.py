@@ -65,8 +65,8 @@ class RunOutcome:
 def run_training(
     config: RunConfig, display: Callable[[], Observer], show_error: ShowError | None = None
 ) -> RunOutcome:
-    """Trains on this rank. `display` makes the observer of rank 0's events. `tell` shows the error
-    with which the watchdog ends this process, where nothing can be raised any more."""
+    """Trains on this rank. `display` makes the observer of rank 0's events. `show_error` shows the
+    error with which the watchdog ends this process, where nothing can be raised any more."""
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)

@@ -278,7 +278,8 @@ def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
         file = PlanFile.read(Path(settings.plan))
     except ConfigError:
         return None
-    return file.expected if file.plan == plan else None
+    # A file of `tune` without a model has a table of sizes, and no plan.
+    return file.expected if file.fusion == plan else None
 
 
 def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> PinnedPlan:

@@ -258,7 +258,7 @@ def _found(named: str) -> RegionLibrary | tuple[str, str]:
     except BuildError as error:
         return error.cause, error.remedy
     except (OSError, AttributeError) as error:
-        remedy = f"check {VARIABLE}" if named else "mend the installation of libjpeg-turbo"
+        remedy = f"check {VARIABLE}" if named else "fix the installation of libjpeg-turbo"
         return f"the library does not load ({error})", remedy
     try:
         why = disagreement(library)

@@ -225,7 +225,7 @@ class SplitPacker:
             raise DataError(
                 f"{count} corrupt of {len(self._source)} images in {self._name} (allowed: "
                 f"{self._limit}); the first: {first.name}: {first.reason}",
-                "mend the data, or raise --max-corrupt-share",
+                "fix the data, or raise --max-corrupt-share",
             )
 
     def _corrupt_so_far(self, progress: _Progress) -> int:

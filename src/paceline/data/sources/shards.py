@@ -122,7 +122,7 @@ class TarShards(Source):
     def _reject_label(self, i: int) -> None:
         raise DataError(
             f"{self.name(i)}: label {self.labels[i]} is outside the {len(self.classes)} classes",
-            f"mend the .cls file, or name the class in {CLASSES_FILE}",
+            f"fix the .cls file, or name the class in {CLASSES_FILE}",
         )
 
     @property
