@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from data_sets import png, write_folders, write_shards
 from paceline.data.image import decode
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
+from paceline.train.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,18 @@ def test_a_checkpoint_scores_as_in_the_run(call: Call, home: Path, name: str) ->
         assert (found["top1"], found["top5"]) == (event["top1"], event["top5"])
         assert found["loss"] == pytest.approx(event["loss"], rel=1e-5)
         assert (found["samples"], found["corrupt_samples"]) == (37, 0)
+
+
+def test_an_override_replaces_a_value_that_this_version_does_not_have(
+    call: Call, home: Path, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint.read(home / "run/checkpoints/best.pt")
+    data = {**checkpoint.config["data"], "decoder": "dali"}
+    old = tmp_path / "old.pt"
+    replace(checkpoint, config={**checkpoint.config, "data": data}).write(old)
+    assert "data.decoder = 'dali'" in call("eval", str(old)).error_line()
+    evaluated(call, str(old), "--set", "data.decoder=pillow")
+    assert "--set = 'model.name'" in call("eval", str(old), "--set", "model.name=x").error_line()
 
 
 def test_a_run_folder_means_its_best(call: Call, home: Path) -> None:

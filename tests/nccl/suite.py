@@ -90,7 +90,7 @@ class Slices:
     def describe(self) -> str:
         return "slices"
 
-    def remark(self) -> str:
+    def note(self) -> str:
         return ""
 
     def __iter__(self) -> Slices:

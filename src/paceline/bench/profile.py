@@ -26,7 +26,8 @@ from paceline.train.inputs import resolve_batch_sizes
 from paceline.train.step import TrainStep
 
 _TAKEN_APART = 5
-# Settings of the data that the step depends on.
+# Settings of the run and of the data that the step depends on.
+_STEP = ("run.compile", "run.cuda_graphs", "run.channels_last", "run.fused_norm")
 _IMAGES = (
     "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",
     "data.crop_ratio", "data.cutout",
@@ -41,7 +42,7 @@ def config_row(config: RunConfig, ranks: int, device: str, classes: int | None =
     switches = {
         name: value
         for name, value in config.flat().items()
-        if value != usual.get(name) and name.startswith(("model.", "precision.", *_IMAGES))
+        if value != usual.get(name) and name.startswith(("model.", "precision.", *_STEP, *_IMAGES))
     }
     return StepRow(
         "tune", "ours", config.model.name, sizes.micro_batch, config.data.image_size,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import typer
 
+from paceline.config import parse_assignment
 from paceline.core.errors import ConfigError
 from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line
@@ -19,6 +21,7 @@ def evaluate_checkpoint(
     batch_size: int = typer.Option(256, "--batch-size", "-b", min=1, help="Of one process."),
     workers: int | None = typer.Option(None, help="Threads that decode."),
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
+    settings: list[str] = typer.Option([], "--set", help="section.key=value of [data] or [comm]."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
     """Evaluate a checkpoint on the validation images."""
@@ -26,7 +29,11 @@ def evaluate_checkpoint(
     from paceline.train.evaluate import evaluate_file
 
     path = find_checkpoint(checkpoint)
-    overrides: dict[str, str | int] = {"run.device": device or "auto"}
+    overrides: dict[str, Any] = dict(parse_assignment(text) for text in settings)
+    for name in overrides:
+        if not name.startswith(("data.", "comm.")):
+            raise ConfigError("--set", name, "a checkpoint keeps it", "change data.* or comm.*")
+    overrides["run.device"] = device or "auto"
     if data_dir is not None:
         overrides |= {"data.dir": data_dir, "data.source": "auto"}
     if workers is not None:

@@ -29,7 +29,7 @@ from paceline.cli.bench_ranks import (
     run_on_ranks,
 )
 from paceline.config import RunConfig, load_config, parse_assignment
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, parse_bytes
 from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
@@ -100,11 +100,17 @@ def tune(
 
     # Before the ranks join: a profiled step makes a group of its own.
     here = {"run.device": device, "comm.backend": backend, "comm.share_gpus": share_gpus}
-    profiled = None if config is None else _profile(config, RunConfig().with_values(here))
+    profiled, failed = None, None
+    if config is not None:
+        try:
+            profiled = _profile(config, RunConfig().with_values(here))
+        except PacelineError as error:
+            failed = error
     job = TuneJob(choose_sizes(low, high, factor), names, iterations, limit_s, margin)
     with RankGroup(
         backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
     ) as joined:
+        joined.group.agree("profile", failed)
         # Only rank 0 writes; its folder counts, and all learn what is wrong with it.
         main = joined.rank == 0
         joined.group.agree_on("output", lambda: check_output(output, force) if main else output)

@@ -152,6 +152,11 @@ class HybridAllReduce:
         """A communication hook of DistributedDataParallel: the mean over ranks, as DDP expects."""
         return state.submit(bucket.buffer(), mean=True)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the first buffer that failed on the communication thread."""
+        return self._planned.failure
+
     def close(self) -> None:
         """Ends the communication thread and leaves its process groups."""
         self._planned.close()

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.config import RunConfig
+from paceline.config import RunConfig, merge, unflatten
 from paceline.core.errors import CheckpointError, DataError, PacelineError, RunError
+from paceline.core.settings import flatten
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line
 from paceline.data import (
@@ -154,7 +155,11 @@ def evaluate_file(
     """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
     signal that ended it, the configuration and the rank."""
     checkpoint = Checkpoint.read(path)
-    config = RunConfig.from_tables(checkpoint.config).with_values(overrides)
+    # Overrides first: they may replace a value that this version does not have any more.
+    stored = flatten(checkpoint.config)
+    known = {name: value for name, value in overrides.items() if name in stored}
+    config = RunConfig.from_tables(merge(checkpoint.config, unflatten(known)))
+    config = config.with_values(overrides)
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}

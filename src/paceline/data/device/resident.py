@@ -7,6 +7,7 @@ device, drawn one batch ahead by one thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -247,7 +248,7 @@ def _jobs(
     decoder: PillowDecoder, images: torch.Tensor
 ) -> Iterator[Job[Chunk, list[CorruptSample]]]:
     """Piece by piece, so that the host never holds the whole set."""
-    size = max(1, _PIECE_BYTES // images[0].numel())
+    size = max(1, _PIECE_BYTES // math.prod(images.shape[1:]))
     for start in range(0, len(images), size):
         yield _job(decoder, start, images[start : start + size])
 

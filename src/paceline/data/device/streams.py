@@ -71,7 +71,8 @@ class CopyingDecoder(Decoder):
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self.draws = inner.draws
-        self.workers = inner.workers
+        # A thread at least: the training thread neither decodes nor copies.
+        self.workers = max(1, inner.workers)
 
     def begin(self, samples: int) -> BatchInProgress:
         if self._device.type != "cuda":
