@@ -30,7 +30,7 @@ def test_json_table_page_and_plan(tmp_path: Path) -> None:
     assert set(found) >= KEYS
     assert found["ranks"] == 32
     made = PlanFile.read(plan)
-    assert len(made.plan.buffers) == len(found["buffers"])
+    assert len(made.plan.buckets) == len(found["buffers"])
     assert sum(b["tensors"] for b in found["buffers"]) == 161
     told = ask(*flags, "--html", str(page))
     assert "bound by" in told

@@ -12,7 +12,7 @@ from comm.exchanges import agreed, alone, grads, joined, uses
 from paceline.comm import GradientExchange, Group, Signals
 from paceline.comm.transport import DirectTransport, Notify, Piece, Wait
 from paceline.core.errors import ConfigError
-from paceline.plan import FusionBuffer, FusionPlan
+from paceline.plan import FusionBucket, FusionPlan
 from ranks import run_ranks
 
 
@@ -115,7 +115,7 @@ def test_frozen_parameters_stay_out_and_unused_ones_are_zero() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="plan: lacks"):
         GradientExchange(
-            parts.named_parameters(), alone(), FusionPlan((FusionBuffer(("used.bias",)),))
+            parts.named_parameters(), alone(), FusionPlan((FusionBucket(("used.bias",)),))
         )
 
 
@@ -249,7 +249,7 @@ class Net(nn.Module):
 def plan(pools: Sequence[Sequence[str]]) -> FusionPlan:
     names = [[f"{layer}.{kind}" for layer in pool for kind in ("weight", "bias")] for pool in pools]
     return FusionPlan(
-        tuple(FusionBuffer(tuple(pool), f"way{number}") for number, pool in enumerate(names))
+        tuple(FusionBucket(tuple(pool), f"way{number}") for number, pool in enumerate(names))
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.comm.messages import Message, item_bytes, plan_messages
 from paceline.core.flat_layout import FlatLayout, TensorSpec
-from paceline.plan import FusionBuffer, FusionPlan
+from paceline.plan import FusionBucket, FusionPlan
 
 
 def layouts() -> dict[str, FlatLayout]:
@@ -18,8 +18,8 @@ def layouts() -> dict[str, FlatLayout]:
 def test_small_pieces_and_signals_go_by_the_algorithm_beside() -> None:
     plan = FusionPlan(
         (
-            FusionBuffer(("b2", "w2"), "ring", beside="tree"),
-            FusionBuffer(("b1", "w1"), "torus2d", "float16", "hierarchical"),
+            FusionBucket(("b2", "w2"), "ring", beside="tree"),
+            FusionBucket(("b1", "w1"), "torus2d", "float16", "hierarchical"),
         )
     )
     first, last = plan_messages(plan, layouts(), tail=7)
@@ -37,7 +37,7 @@ def test_small_pieces_and_signals_go_by_the_algorithm_beside() -> None:
 
 @pytest.mark.parametrize("wire", ["auto", "float32"])
 def test_signals_are_part_of_the_last_fp32_message(wire: str) -> None:
-    plan = FusionPlan((FusionBuffer(("b2", "w2", "b1", "w1"), "ring", wire),))
+    plan = FusionPlan((FusionBucket(("b2", "w2", "b1", "w1"), "ring", wire),))
     ((full, half),) = plan_messages(plan, layouts(), tail=7)
     assert (full.start, full.stop, half.stop) == (0, 103, 192)
     alone = plan_messages(FusionPlan.single(()), {"float32": FlatLayout.build([])}, 6)

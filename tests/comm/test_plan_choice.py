@@ -32,15 +32,15 @@ def choose(tensors: tuple[TensorSpec, ...] = TENSORS, **settings: object) -> Pla
     return PlanChoice.read(CommSettings(**settings), tensors, FOUR)  # type: ignore[arg-type]
 
 
-def test_what_fits_one_buffer_needs_no_order() -> None:
+def test_what_fits_one_bucket_needs_no_order() -> None:
     plan = choose().fixed
     assert plan is not None
-    assert [b.tensors for b in plan.buffers] == [ORDER]
-    assert (plan.buffers[0].algorithm, plan.buffers[0].wire) == ("native", "auto")
+    assert [b.tensors for b in plan.buckets] == [ORDER]
+    assert (plan.buckets[0].algorithm, plan.buckets[0].wire) == ("native", "auto")
     assert choose(fusion_mib=KIB).fixed is None
 
 
-def test_a_process_alone_has_one_buffer_unless_it_asks() -> None:
+def test_a_process_alone_has_one_bucket_unless_it_asks() -> None:
     alone = ClusterFacts(1, 1)
     small = CommSettings(fusion_mib=0.0)
     assert PlanChoice.read(small, TENSORS, alone).fixed is not None
@@ -48,14 +48,14 @@ def test_a_process_alone_has_one_buffer_unless_it_asks() -> None:
     assert PlanChoice.read(asked, TENSORS, alone).fixed is None
 
 
-def test_each_buffer_goes_by_its_bytes_on_the_wire() -> None:
+def test_each_bucket_goes_by_its_bytes_on_the_wire() -> None:
     choice = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", eta_kib=4)
-    assert [(b.tensors, b.algorithm) for b in choice.plan(ORDER).buffers] == [
+    assert [(b.tensors, b.algorithm) for b in choice.plan(ORDER).buckets] == [
         (("d",), "hierarchical"), (("c", "b"), "ring"), (("a",), "hierarchical"),
     ]  # fmt: skip
-    # Half the bytes: more tensors to a buffer, and each buffer is a smaller one.
+    # Half the bytes: more tensors to a bucket, and each bucket is a smaller one.
     half = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", eta_kib=5, wire="float16")
-    assert [(b.tensors, b.algorithm, b.wire) for b in half.plan(ORDER).buffers] == [
+    assert [(b.tensors, b.algorithm, b.wire) for b in half.plan(ORDER).buckets] == [
         (("d", "c", "b"), "hierarchical", "float16"), (("a",), "hierarchical", "float16"),
     ]  # fmt: skip
 
@@ -63,11 +63,11 @@ def test_each_buffer_goes_by_its_bytes_on_the_wire() -> None:
 def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
     SizeTable((SizeRow("tree", 1700), SizeRow("torus2d"))).write(tmp_path / "sizes.toml")
     choice = choose(fusion_mib=0.0, algorithm="hybrid", sizes=str(tmp_path / "sizes.toml"))
-    assert [b.algorithm for b in choice.plan(ORDER).buffers] == ["tree", "tree", "torus2d", "tree"]
+    assert [b.algorithm for b in choice.plan(ORDER).buckets] == ["tree", "tree", "torus2d", "tree"]
     # A file of `paceline tune` without a model is a table, too.
     choice = choose(plan=str(tmp_path / "sizes.toml"))
     assert choice.fixed is not None
-    assert [b.algorithm for b in choice.fixed.buffers] == ["torus2d"]
+    assert [b.algorithm for b in choice.fixed.buckets] == ["torus2d"]
     with pytest.raises(ConfigError, match="comm.sizes = .*none.toml.*cannot be read"):
         choose(algorithm="hybrid", sizes=str(tmp_path / "none.toml"))
 
@@ -97,8 +97,8 @@ def test_a_plan_file_decides_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is for a cluster with ranks = 4, nodes = 2, this"):
         PlanChoice.read(CommSettings(plan=str(path)), TENSORS, ClusterFacts(2, 1))
     for old, new, words in (
-        ("hierarchical", "hierarchic", "buffer 1: algorithm = 'hierarchic': unknown algorithm"),
-        ("auto", "fp12", "buffer 1: wire = 'fp12': unknown"),
+        ("hierarchical", "hierarchic", "bucket 1: algorithm = 'hierarchic': unknown algorithm"),
+        ("auto", "fp12", "bucket 1: wire = 'fp12': unknown"),
         ('"d"', '"e"', "plan: lacks d"),
     ):
         text = path.read_text()
@@ -122,13 +122,13 @@ def test_every_tensor_travels_once_in_the_order_given(
     plan.check(order)
     assert plan.tensors == order
     sizes = {spec.name: 4 * spec.length for spec in tensors}
-    for buffer in plan.buffers[:-1]:
-        held = [sizes[name] for name in buffer.tensors]
+    for bucket in plan.buckets[:-1]:
+        held = [sizes[name] for name in bucket.tensors]
         assert sum(held) >= fusion_kib * 1024
         assert sum(held[:-1]) < max(1, fusion_kib * 1024)
-    for buffer in plan.buffers:
-        large = sum(sizes[name] for name in buffer.tensors) >= 1024 * eta_kib
-        assert buffer.algorithm == ("ring" if large else "hierarchical")
+    for bucket in plan.buckets:
+        large = sum(sizes[name] for name in bucket.tensors) >= 1024 * eta_kib
+        assert bucket.algorithm == ("ring" if large else "hierarchical")
 
 
 class Crossed(nn.Module):

@@ -25,14 +25,14 @@ from paceline.comm.progress import Observers
 from paceline.comm.transport import NativeTransport, Piece, ThreadTransport
 from paceline.core.errors import CommError, RunError
 from paceline.core.topology import Topology
-from paceline.plan import FusionBuffer, FusionPlan
+from paceline.plan import FusionBucket, FusionPlan
 from ranks import run_ranks
 
 PLAN = FusionPlan(
     (
-        FusionBuffer(("4.bias", "4.weight"), "ring"),
-        FusionBuffer(("2.bias", "2.weight"), "hierarchical", "float16"),
-        FusionBuffer(("0.bias", "0.weight"), "native"),
+        FusionBucket(("4.bias", "4.weight"), "ring"),
+        FusionBucket(("2.bias", "2.weight"), "hierarchical", "float16"),
+        FusionBucket(("0.bias", "0.weight"), "native"),
     )
 )
 

@@ -23,7 +23,7 @@ from paceline.plan.answer import (
     Question,
     advice_rows,
     advise,
-    buffer_rows,
+    bucket_rows,
     curve_rows,
     fact_rows,
     largest_ranks,
@@ -158,7 +158,7 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
             largest_ranks(question, place), tuple(advise(question, place, now)), 90.0, 1000,
         )  # fmt: skip
         _strict_json(answer.to_json())
-        for rows in (fact_rows, buffer_rows, curve_rows, advice_rows):
+        for rows in (fact_rows, bucket_rows, curve_rows, advice_rows):
             assert all(isinstance(cell, str) for row in rows(answer) for cell in row)
         _check_page(plan_page(answer))
         model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import all_reduce_s
-from paceline.plan.fusion_plan import FusionBuffer, FusionPlan, travelling
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan, travelling
 from paceline.plan.prediction import slowest_of
 from paceline.plan.workload import Affine, Gradient, Workload
 
@@ -51,13 +51,13 @@ def merged_plan(
     ready = [at * slow for at in work.ready_s(batch)]
     sizes = [sum(travelling(g.elements * g.half, g.elements * (not g.half), wire)[:2])
              for g in work.gradients]  # fmt: skip
-    buffers, free, first = [], 0.0, 0
+    buckets, free, first = [], 0.0, 0
     for last in range(len(ready)):
         begins = max(free, ready[last])
         if last + 1 < len(ready) and ready[last + 1] < begins + start_s:
             continue
         names = tuple(g.name for g in work.gradients[first : last + 1])
         free = begins + start_s + byte_s * sum(sizes[first : last + 1])
-        buffers.append(FusionBuffer(names, algorithm, wire))
+        buckets.append(FusionBucket(names, algorithm, wire))
         first = last + 1
-    return FusionPlan(tuple(buffers))
+    return FusionPlan(tuple(buckets))

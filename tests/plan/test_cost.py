@@ -143,7 +143,7 @@ def test_without_a_closed_form_the_schedule_is_played(monkeypatch: pytest.Monkey
         all_reduce_s("ring", flat(PLAYED_RANKS + 1), M)
     # Beside others it is left out there.
     many = two_levels(PLAYED_RANKS, 2)
-    assert best_plan(made_workload(), many, 8, ("ring", "tree")).buffers[0].algorithm == "tree"
+    assert best_plan(made_workload(), many, 8, ("ring", "tree")).buckets[0].algorithm == "tree"
 
 
 BASE = Cluster(2, 2, Link(1e-5, 1e-8), Link(1e-5, 1e-8))
@@ -159,7 +159,7 @@ def test_measured_sizes_come_back_and_others_lie_between() -> None:
     assert found.tolist() == pytest.approx([0, 0.001, 0.001, 0.02, 0.4, 1.6])
     for elements, name in ((100, "tree"), (500_000, "native")):
         plan = best_plan(made_workload((elements,)), place, 1, ("native", "tree"))
-        assert plan.buffers[0].algorithm == name
+        assert plan.buckets[0].algorithm == name
 
 
 def test_formulas_measured_are_formulas_elsewhere() -> None:

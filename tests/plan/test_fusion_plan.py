@@ -5,10 +5,10 @@ import json
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.plan import FusionBuffer, FusionPlan
+from paceline.plan import FusionBucket, FusionPlan
 
 PLAN = FusionPlan(
-    (FusionBuffer(("fc.weight", "fc.bias"), "ring", "float16"), FusionBuffer(("conv.weight",)))
+    (FusionBucket(("fc.weight", "fc.bias"), "ring", "float16"), FusionBucket(("conv.weight",)))
 )
 
 
@@ -20,9 +20,9 @@ def test_a_plan_survives_its_table() -> None:
 
 def test_the_fingerprint_sees_order_algorithm_and_format() -> None:
     others = [
-        FusionPlan(PLAN.buffers[::-1]),
-        FusionPlan((FusionBuffer(("fc.weight", "fc.bias"), "ring"), PLAN.buffers[1])),
-        FusionPlan((FusionBuffer(("fc.bias", "fc.weight"), "ring", "float16"), PLAN.buffers[1])),
+        FusionPlan(PLAN.buckets[::-1]),
+        FusionPlan((FusionBucket(("fc.weight", "fc.bias"), "ring"), PLAN.buckets[1])),
+        FusionPlan((FusionBucket(("fc.bias", "fc.weight"), "ring", "float16"), PLAN.buckets[1])),
     ]
     assert len({plan.fingerprint for plan in [PLAN, *others]}) == 4
 
@@ -53,12 +53,12 @@ def test_a_pool_is_closed_once_it_holds_the_threshold() -> None:
     sizes = [("d", 4), ("c", 6), ("b", 30), ("a", 1)]
 
     def pools(threshold: int) -> list[tuple[str, ...]]:
-        return [buffer.tensors for buffer in FusionPlan.by_threshold(sizes, threshold).buffers]
+        return [bucket.tensors for bucket in FusionPlan.by_threshold(sizes, threshold).buckets]
 
     assert pools(1) == [("d",), ("c",), ("b",), ("a",)]
     assert pools(10) == [("d", "c"), ("b",), ("a",)]
     assert pools(11) == [("d", "c", "b"), ("a",)]
     assert pools(1000) == [("d", "c", "b", "a")]
     plan = FusionPlan.by_threshold(sizes, 10, "ring", "float16")
-    assert {(b.algorithm, b.wire) for b in plan.buffers} == {("ring", "float16")}
+    assert {(b.algorithm, b.wire) for b in plan.buckets} == {("ring", "float16")}
     plan.check(["a", "b", "c", "d"])

@@ -17,7 +17,7 @@ from paceline.comm import SIGNALS
 from paceline.comm.messages import Message, plan_messages
 from paceline.core.errors import ConfigError
 from paceline.core.flat_layout import FlatLayout, TensorSpec
-from paceline.plan import FusionBuffer, FusionPlan, PlanFile
+from paceline.plan import FusionBucket, FusionPlan, PlanFile
 from paceline.plan.answer import Question, advise
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import all_reduce_s
@@ -84,7 +84,7 @@ def test_the_best_plan_never_loses(
 def test_what_backward_hides_anyway_travels_together() -> None:
     work = made_workload((10, 10, 10, 10), ready=(0.1, 0.2, 0.3, 1.0))
     plan = best_plan(work, made_cluster(), 64)
-    assert [len(buffer.tensors) for buffer in plan.buffers] == [3, 1]
+    assert [len(bucket.tensors) for bucket in plan.buckets] == [3, 1]
 
 
 BOTH = ("auto", "float16")
@@ -107,7 +107,7 @@ def all_plans(work: Workload, wires: tuple[str, ...], names: tuple[str, ...]) ->
         ways = list(itertools.product(wires, names, names))
         for chosen in itertools.product(ways, repeat=len(runs)):
             found.append(FusionPlan(tuple(
-                FusionBuffer(tuple(tensors[i:j]), algorithm, wire, beside)
+                FusionBucket(tuple(tensors[i:j]), algorithm, wire, beside)
                 for (i, j), (wire, algorithm, beside) in zip(runs, chosen, strict=True)
             )))  # fmt: skip
     return found
@@ -132,11 +132,11 @@ def test_no_plan_of_all_there_are_ends_sooner(
 
 
 def test_only_what_is_exposed_is_rounded() -> None:
-    """The first buffer's exchange is over before the last gradient is ready, in 32 bits as well."""
+    """The first bucket's exchange is over before the last gradient is ready, in 32 bits as well."""
     work = made_workload((100_000, 4_000_000), ready=(0.1, 1.0))
     plan = best_plan(work, slow(), 64, wires=BOTH)
-    assert [buffer.wire for buffer in plan.buffers] == ["auto", "float16"]
-    assert best_plan(work, slow(), 64).buffers[-1].wire == "auto"
+    assert [bucket.wire for bucket in plan.buckets] == ["auto", "float16"]
+    assert best_plan(work, slow(), 64).buckets[-1].wire == "auto"
     exact = best_plan(work, slow(), 64, wires=("auto",))
     assert step_s(work, slow(), plan) < 0.7 * step_s(work, slow(), exact)
     # Neither where a cast costs more than it saves, nor what is held in 16 bits already.
@@ -145,7 +145,7 @@ def test_only_what_is_exposed_is_rounded() -> None:
         (made_workload((100_000, 4_000_000), half=True), slow()),
     ):
         found = best_plan(other, cluster, 64, wires=WIRES if other is not work else BOTH)
-        assert {buffer.wire for buffer in found.buffers} == {"auto"}
+        assert {bucket.wire for bucket in found.buckets} == {"auto"}
     with pytest.raises(ConfigError, match="did you mean 'float16'"):
         wire_names(["flaot16"])
     assert wire_names(["bf16", "fp32", "auto", "float32"]) == ("auto", "float32", "bfloat16")
@@ -162,7 +162,7 @@ def test_the_command_chooses_among_the_formats_that_it_is_given(tmp_path: Path) 
     ):  # fmt: skip
         done = CliRunner().invoke(app, [*flags, *wires], catch_exceptions=False)
         assert done.exit_code == 0
-        found = [buffer.wire for buffer in PlanFile.read(out).plan.buffers]
+        found = [bucket.wire for bucket in PlanFile.read(out).plan.buckets]
         assert list(dict.fromkeys(found)) == wanted
         assert ("float16" in done.output) == ("float16" in wanted)
         assert ("--wire fp16" in done.output) == (wanted == ["auto"])
@@ -174,13 +174,13 @@ def test_signals_ride_in_fp32_or_follow() -> None:
     work, cluster = made_workload((1000, 1000)), made_cluster(4, 1, launch_s=1.0)
     names = tuple(g.name for g in work.gradients)
     for wire, messages in (("auto", 1), ("float32", 1), ("float16", 2)):
-        plan = FusionPlan((FusionBuffer(names, "ring", wire),))
+        plan = FusionPlan((FusionBucket(names, "ring", wire),))
         (score,) = score_plan(plan, work, cluster, 1)
         assert int(score.cost_s) == messages, wire
     halves = made_workload((1000, 1000), half=True)
-    (score,) = score_plan(FusionPlan((FusionBuffer(names, "ring"),)), halves, cluster, 1)
+    (score,) = score_plan(FusionPlan((FusionBucket(names, "ring"),)), halves, cluster, 1)
     assert int(score.cost_s) == 2
-    apart = FusionPlan(tuple(FusionBuffer((name,), "ring") for name in names))
+    apart = FusionPlan(tuple(FusionBucket((name,), "ring") for name in names))
     assert [int(s.cost_s) for s in score_plan(apart, work, cluster, 1)] == [1, 1]
 
 
@@ -197,11 +197,11 @@ def test_rounding_is_advised_where_32_bits_travel_and_it_was_not_allowed() -> No
 
 
 def test_joining_rounds_nothing() -> None:
-    """Seen: t0 and t1, each hidden in 32 bits, became one buffer that was hidden only in 16."""
+    """Seen: t0 and t1, each hidden in 32 bits, became one bucket that was hidden only in 16."""
     work = made_workload((3_500_000, 4_000_000, 4_000_000), ready=(0.1, 0.5, 1.0))
     cluster = slow(nodes=2)
     plan = best_plan(work, cluster, 256, ("ring",), BOTH)
-    assert [(b.tensors, b.wire) for b in plan.buffers] == [
+    assert [(b.tensors, b.wire) for b in plan.buckets] == [
         (("t0",), "auto"), (("t1",), "auto"), (("t2",), "float16"),
     ]  # fmt: skip
 
@@ -211,7 +211,7 @@ def test_joining_rounds_nothing() -> None:
     st.lists(st.tuples(st.integers(1, 4_000_000), st.floats(0, 1)), min_size=2, max_size=6),
     st.integers(1, 256), st.floats(0, 1e-9),
 )  # fmt: skip
-def test_no_buffer_could_be_more_exact_and_no_two_could_be_one(
+def test_no_bucket_could_be_more_exact_and_no_two_could_be_one(
     rows: list[tuple[int, float]], batch: int, cast_s: float
 ) -> None:
     work = made_workload(tuple(size for size, _ in rows), tuple(sorted(at for _, at in rows)))
@@ -223,18 +223,18 @@ def test_no_buffer_could_be_more_exact_and_no_two_could_be_one(
 
     plan = best_plan(work, cluster, batch, ("ring",), BOTH, spread=0.0)
     end = last_end_s(plan) * (1 + 1e-9)
-    for at, buffer in enumerate(plan.buffers):
-        before, behind = plan.buffers[:at], plan.buffers[at + 1 :]
-        if buffer.wire == "float16":
-            exact = replace(buffer, wire="auto")
+    for at, bucket in enumerate(plan.buckets):
+        before, behind = plan.buckets[:at], plan.buckets[at + 1 :]
+        if bucket.wire == "float16":
+            exact = replace(bucket, wire="auto")
             assert last_end_s(FusionPlan((*before, exact, *behind))) > end
-        if behind and buffer.wire == behind[0].wire == "auto":
-            both = replace(buffer, tensors=buffer.tensors + behind[0].tensors)
+        if behind and bucket.wire == behind[0].wire == "auto":
+            both = replace(bucket, tensors=bucket.tensors + behind[0].tensors)
             assert last_end_s(FusionPlan((*before, both, *behind[1:]))) > end
 
 
 def workload(half: list[int], full: list[int]) -> Workload:
-    """All ready at once, so that one buffer is best."""
+    """All ready at once, so that one bucket is best."""
     sizes = [(n, True) for n in half] + [(n, False) for n in full]
     gradients = tuple(Gradient(f"t{i}", n, h, 0.0) for i, (n, h) in enumerate(sizes))
     return Workload("made", gradients, Affine(1e-3, 0), Affine(1e-3, 0), 0.0)

@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from paceline.core.errors import ConfigError
-from paceline.plan import ClusterFacts, FusionBuffer, FusionPlan, ModelFacts, PlanFile, SizeTable
+from paceline.plan import ClusterFacts, FusionBucket, FusionPlan, ModelFacts, PlanFile, SizeTable
 from paceline.plan.cluster import Link
 from paceline.plan.plan_file import Expected, LinkFacts, ProbedCluster
 from paceline.plan.size_table import MeasuredSize, choose_algorithms, table_of
@@ -20,8 +20,8 @@ SIZES = [("fc.weight", 40), ("fc.bias", 4), ("conv.weight", 27)]
 MODEL, CLUSTER = ModelFacts.of(SIZES), ClusterFacts(ranks=16, nodes=4)
 PLAN = FusionPlan(
     (
-        FusionBuffer(("fc.weight", "fc.bias"), "ring", "float16", "hierarchical"),
-        FusionBuffer(("conv.weight",), "hierarchical"),
+        FusionBucket(("fc.weight", "fc.bias"), "ring", "float16", "hierarchical"),
+        FusionBucket(("conv.weight",), "hierarchical"),
     )
 )
 MEASURED = (

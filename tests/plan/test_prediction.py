@@ -22,7 +22,7 @@ def question(model: str = "resnet50", batch: int = 64) -> Question:
     return Question(analytic_workload(network(model), P40), batch, algorithm_names())
 
 
-def test_an_exchange_waits_for_its_buffer_and_for_the_channel() -> None:
+def test_an_exchange_waits_for_its_bucket_and_for_the_channel() -> None:
     made = exchanges([1.0, 2.0, 5.0], [2.0, 1.0, 1.0])
     assert [(m.start_s, m.end_s) for m in made] == [(1, 3), (3, 4), (5, 6)]
     assert exposed_s([1.0, 2.0, 5.0], [2.0, 1.0, 1.0], 5.0) == 1
@@ -75,7 +75,7 @@ def test_the_advice_fits_the_bottleneck() -> None:
 
 
 def test_each_technique_of_the_paper_gains() -> None:
-    """A ring for every gradient; fused buffers; hierarchical or ring by size; the best plan."""
+    """A ring for every gradient; fused buckets; hierarchical or ring by size; the best plan."""
     ask, place = question(), gpu_cluster(P40, 128, 8, 100)
 
     def best(names: tuple[str, ...], thresholds: tuple[int, ...]) -> float:

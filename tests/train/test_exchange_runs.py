@@ -76,8 +76,8 @@ def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
     whole = run_ranks(2, _run, str(tmp_path / "a"), HYBRID | EVERY_STEP)[0]
     saved = tmp_path / "a/checkpoints/step-00000003.pt"
     plan = FusionPlan.from_table(Checkpoint.read(saved).plan)
-    assert len(plan.buffers) == 9
-    assert {buffer.algorithm for buffer in plan.buffers} == {"ring", "hierarchical"}
+    assert len(plan.buckets) == 9
+    assert {buffer.algorithm for buffer in plan.buckets} == {"ring", "hierarchical"}
     rest = HYBRID | {"run__resume": str(saved)}
     resumed = run_ranks(2, _resume, str(tmp_path / "b"), rest)[0]
     assert resumed["weights_sha256"] == whole["weights_sha256"]

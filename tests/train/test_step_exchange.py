@@ -65,7 +65,7 @@ def _odd(
             assert torch.equal(before[f"model {name}"], after[f"model {name}"]), name
         kept = torch.equal(before["model spare.weight"], after["model spare.weight"])
         assert kept == (not use), "decay, too, is for what some rank uses"
-        return closed(step), len(step.exchange.plan.buffers)
+        return closed(step), len(step.exchange.plan.buckets)
 
 
 @pytest.mark.parametrize("micro", [6, 2])
@@ -114,7 +114,7 @@ def test_a_process_alone_runs_what_it_is_asked_to() -> None:
     for step, buckets in zip(steps, (1, 4), strict=True):
         for number in range(2):
             step.run(number, 0.1)
-        assert len(step.exchange.plan.buffers) == buckets
+        assert len(step.exchange.plan.buckets) == buckets
         assert step.exchange.overlaps == (buckets > 1)
     assert torch.equal(closed(steps[0]), closed(steps[1]))
 

@@ -98,8 +98,8 @@ class ExchangeBench:
         transport = create_transport(ranks.group, comm, plan)
         self._closing.append(transport.close)
         exchange = GradientExchange(named, ranks.group, plan, transport=transport)
-        algorithms = ", ".join(dict.fromkeys(b.algorithm for b in plan.buffers))
-        self.about[name] = f"{len(plan.buffers)} buffers, {algorithms}"
+        algorithms = ", ".join(dict.fromkeys(b.algorithm for b in plan.buckets))
+        self.about[name] = f"{len(plan.buckets)} buffers, {algorithms}"
 
         def run() -> None:
             exchange.begin()

@@ -33,7 +33,7 @@ from paceline.plan.workload import Workload
 # An algorithm whose screening takes this many times as long as the best is not sampled again.
 _SCREEN = 1.6
 _SCREENING_ROUNDS = 2
-# What a run does without a plan: native, with buffers of this size.
+# What a run does without a plan: native, with buckets of this size.
 _USUAL_BYTES = 16 * 2**20
 
 
@@ -151,12 +151,12 @@ def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
 def _reasons(
     work: Workload, cluster: Cluster, plan: FusionPlan, now: Prediction, usual: Prediction
 ) -> list[str]:
-    names = ", ".join(dict.fromkeys(buffer.algorithm for buffer in plan.buffers))
+    names = ", ".join(dict.fromkeys(buffer.algorithm for buffer in plan.buckets))
     return [
         f"measured: {work.model}, {work.source}: {1e3 * work.compute_s(now.batch):.3g} ms a step at "
         f"batch {now.batch} without communication, {work.elements:,} trained elements",
-        f"chosen: {len(plan.buffers)} buffers by {names}, which end the last exchange soonest; native "
-        f"all-reduces of 16 MiB buffers are expected to take {1e3 * usual.step_s:.3g} ms a step",
+        f"chosen: {len(plan.buckets)} buckets by {names}, which end the last exchange soonest; native "
+        f"all-reduces of 16 MiB buckets are expected to take {1e3 * usual.step_s:.3g} ms a step",
         f"expected: {1e3 * now.step_s:.3g} ms a step ± {now.uncertainty:.0%} on {cluster.ranks} ranks, "
         f"{1e3 * now.exposed_comm_s:.3g} ms of it exposed communication; {now.images_per_s:,.0f} "
         f"images/s, {now.efficiency:.0%} of {cluster.ranks} ranks alone",

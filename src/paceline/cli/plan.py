@@ -179,7 +179,7 @@ def _print(answer: Answer) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.plan.answer import advice_rows, buffer_rows, curve_rows, fact_rows
+    from paceline.plan.answer import advice_rows, bucket_rows, curve_rows, fact_rows
 
     console = Console()
     facts = Table(show_header=False, box=None)
@@ -187,8 +187,8 @@ def _print(answer: Answer) -> None:
         facts.add_row(*(Text(one_line(cell)) for cell in row))
     console.print(facts)
     for head, rows in (
-        (("buffers", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
-         buffer_rows(answer)),
+        (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
+         bucket_rows(answer)),
         (("ranks", "images/s", "efficiency", "exposed ms"), curve_rows(answer)),
         (("what would help", "images/s"), advice_rows(answer)),
     ):  # fmt: skip

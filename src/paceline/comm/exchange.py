@@ -91,7 +91,7 @@ class GradientExchange:
         # The last bucket waits for the signals, so a single one has nothing to gain.
         self.overlaps = overlap and self.transport.overlaps and len(self.messages) > 1
         if self.overlaps:
-            for number, bucket in enumerate(self.plan.buffers):
+            for number, bucket in enumerate(self.plan.buckets):
                 for name in bucket.tensors:
                     hook = self._hook(name, number)
                     self._trained[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class GradientExchange:
         """The buckets of the plan, with the bytes that travel."""
         return [
             BucketInfo(sum(m.wire_bytes for m in messages), b.algorithm, b.tensors, b.wire)
-            for b, messages in zip(self.plan.buffers, self.messages, strict=True)
+            for b, messages in zip(self.plan.buckets, self.messages, strict=True)
         ]
 
     def begin(self, step: int = 0) -> None:
@@ -153,19 +153,19 @@ class GradientExchange:
         """Before the last backward pass of a step: from now on full buckets are sent."""
         if self.overlaps:
             self._armed = True
-            self._missing = [set(bucket.tensors) for bucket in self.plan.buffers]
+            self._missing = [set(bucket.tensors) for bucket in self.plan.buckets]
 
     def gather(self) -> None:
         """Moves the gradients that have not been sent into the buffers, in one kernel or two."""
         self._armed = False
-        for bucket in self.plan.buffers[: self._next]:
+        for bucket in self.plan.buckets[: self._next]:
             for name in bucket.tensors:
                 if self._trained[name].grad is not None:
                     raise RunError(
                         f"backward gave {name} a second gradient after its bucket had been sent",
                         "use --set comm.overlap=off",
                     )
-        self._fill({name for bucket in self.plan.buffers[self._next :] for name in bucket.tensors})
+        self._fill({name for bucket in self.plan.buckets[self._next :] for name in bucket.tensors})
 
     def reduce(self, loss: Tensor, signals: Signals) -> None:
         """Sums gradients and signals over all ranks; does not wait for the device."""
@@ -230,7 +230,7 @@ class GradientExchange:
                 return
             self._missing[number].discard(name)
             while self._next < len(self.messages) - 1 and not self._missing[self._next]:
-                self._fill(set(self.plan.buffers[self._next].tensors))
+                self._fill(set(self.plan.buckets[self._next].tensors))
                 self._send()
 
         return ready
@@ -260,7 +260,7 @@ class GradientExchange:
 
     def _send(self) -> None:
         """Sends the next bucket of the plan."""
-        for name in self.plan.buffers[self._next].tensors:
+        for name in self.plan.buckets[self._next].tensors:
             if name not in self._used:
                 self._views[name].zero_()
         number, pieces = self._next, []

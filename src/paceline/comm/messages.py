@@ -41,7 +41,7 @@ def plan_messages(
 ) -> list[list[Message]]:
     """One list for each buffer of the plan. `tail` elements lie behind the float32 tensors."""
     found: list[list[Message]] = []
-    for buffer in plan.buffers:
+    for buffer in plan.buckets:
         names = set(buffer.tensors)
         pieces = []
         for dtype, layout in layouts.items():
@@ -55,7 +55,7 @@ def plan_messages(
         found.append(
             [p if p is bulk else replace(p, algorithm=buffer.beside_algorithm) for p in pieces]
         )
-    _add_tail(found[-1], layouts["float32"].length, tail, plan.buffers[-1].beside_algorithm)
+    _add_tail(found[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm)
     return found
 
 

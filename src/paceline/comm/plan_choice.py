@@ -18,12 +18,12 @@ from paceline.comm.messages import item_bytes
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.flat_layout import TensorSpec
-from paceline.plan.fusion_plan import WIRES, FusionBuffer, FusionPlan
+from paceline.plan.fusion_plan import WIRES, FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import check_name
 from paceline.plan.size_table import SizeTable
 
-# What goes beside the bulk of a buffer is some hundred numbers long: the signals, norms, biases.
+# What goes beside the bulk of a bucket is some hundred numbers long: the signals, norms, biases.
 _BESIDE_BYTES = 4096
 
 
@@ -56,24 +56,24 @@ class PlanChoice:
         elif settings.algorithm != "auto":
             table = SizeTable.single(settings.algorithm)
         elif cluster.ranks == 1:
-            # Nothing travels; one buffer has the least to do.
+            # Nothing travels; one bucket has the least to do.
             fixed = FusionPlan.single([spec.name for spec in reversed(tensors)])
         choice = cls(settings, tuple(tensors), table, fixed)
-        if fixed is None and (not tensors or choice._fits_one_buffer):
-            # One buffer: nothing leaves before its last gradient, in whichever order they come.
+        if fixed is None and (not tensors or choice._fits_one_bucket):
+            # One bucket: nothing leaves before its last gradient, in whichever order they come.
             fixed = choice.plan([spec.name for spec in reversed(tensors)])
         return replace(choice, fixed=fixed)
 
     def plan(self, order: Sequence[str]) -> FusionPlan:
-        """Buffers in this order of the gradients."""
+        """Buckets in this order of the gradients."""
         if self.fixed is not None:
             return self.fixed
         by_name = {spec.name: spec for spec in self.tensors}
         sizes = [(name, self._bytes(by_name[name])) for name in order]
         pools = FusionPlan.by_threshold(sizes, self._threshold, wire=self.settings.wire)
-        return FusionPlan(tuple(self._with_algorithms(pool, by_name) for pool in pools.buffers))
+        return FusionPlan(tuple(self._with_algorithms(pool, by_name) for pool in pools.buckets))
 
-    def _with_algorithms(self, pool: FusionBuffer, by_name: dict[str, TensorSpec]) -> FusionBuffer:
+    def _with_algorithms(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> FusionBucket:
         bulk = self.table.choose(self._bulk_bytes(pool, by_name))
         small = self.table.choose(_BESIDE_BYTES)
         return replace(pool, algorithm=bulk, beside=small if small != bulk else "")
@@ -83,14 +83,14 @@ class PlanChoice:
         return int(self.settings.fusion_mib * 2**20)
 
     @property
-    def _fits_one_buffer(self) -> bool:
+    def _fits_one_bucket(self) -> bool:
         return 0 < self._threshold >= sum(self._bytes(spec) for spec in self.tensors)
 
     def _bytes(self, spec: TensorSpec) -> int:
         """On the wire."""
         return spec.length * item_bytes(spec.dtype, self.settings.wire)
 
-    def _bulk_bytes(self, pool: FusionBuffer, by_name: dict[str, TensorSpec]) -> int:
+    def _bulk_bytes(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> int:
         """Tensors of one format travel as one message; the largest counts."""
         totals: dict[str, int] = {}
         for name in pool.tensors:
@@ -117,12 +117,12 @@ def _checked_plan(
 ) -> FusionPlan:
     plan, path = file.plan, file.path
     file.check(ModelFacts.of((spec.name, spec.length) for spec in tensors), cluster, path)
-    for number, buffer in enumerate(plan.buffers, start=1):
-        check_name(buffer.algorithm, f"{path}: buffer {number}: algorithm")
-        check_name(buffer.beside_algorithm, f"{path}: buffer {number}: beside")
-        if buffer.wire not in WIRES:
-            name = f"{path}: buffer {number}: wire"
-            raise ConfigError(name, buffer.wire, "unknown", nearest(buffer.wire, WIRES))
+    for number, bucket in enumerate(plan.buckets, start=1):
+        check_name(bucket.algorithm, f"{path}: bucket {number}: algorithm")
+        check_name(bucket.beside_algorithm, f"{path}: bucket {number}: beside")
+        if bucket.wire not in WIRES:
+            name = f"{path}: bucket {number}: wire"
+            raise ConfigError(name, bucket.wire, "unknown", nearest(bucket.wire, WIRES))
     plan.check([spec.name for spec in tensors])
     return plan
 

@@ -179,8 +179,8 @@ class ThreadTransport:
 
 def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> Transport:
     """The transport that a plan needs; where it makes process groups, all ranks make them at once."""
-    native = all(b.algorithm == b.beside_algorithm == "native" for b in plan.buffers)
-    if native and len(plan.buffers) == 1 and plan.buffers[0].wire == "auto":
+    native = all(b.algorithm == b.beside_algorithm == "native" for b in plan.buckets)
+    if native and len(plan.buckets) == 1 and plan.buckets[0].wire == "auto":
         return DirectTransport(group)
     only_world = native and group.backend == "nccl"
 

@@ -15,12 +15,12 @@ from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import keeps_float32
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import BufferScore, Prediction, predict
+from paceline.plan.prediction import BucketScore, Prediction, predict
 from paceline.plan.workload import Affine, Workload
 
 Row = tuple[str, ...]
 MOST_RANKS = 65_536
-# More buffers than these are shown as a number.
+# More buckets than these are shown as a number.
 _MOST_BUFFERS = 12
 _HALF_WIRE = "gradients rounded to 16 bits for the wire (--wire fp16)"
 
@@ -254,7 +254,7 @@ def _cluster_words(answer: Answer) -> str:
     )
 
 
-def buffer_rows(answer: Answer) -> list[Row]:
+def bucket_rows(answer: Answer) -> list[Row]:
     now = answer.now
     rows: list[Row] = [
         (
@@ -270,8 +270,8 @@ def buffer_rows(answer: Answer) -> list[Row]:
     return [*rows[:half], gap, *rows[-half:]]
 
 
-def _way(score: BufferScore) -> str:
-    """`ring`, or `ring, float16` where the buffer does not travel as it is held."""
+def _way(score: BucketScore) -> str:
+    """`ring`, or `ring, float16` where the bucket does not travel as it is held."""
     return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
 
 

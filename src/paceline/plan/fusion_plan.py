@@ -1,4 +1,4 @@
-"""`FusionPlan`: ordered buffers, each with its tensors, its algorithm and its wire format.
+"""`FusionPlan`: ordered buckets, each with its tensors, its algorithm and its wire format.
 
 In: the tensors' names in the order in which backward makes them ready. Out: the one object that the
 simulator scores, the communication module executes and the checkpoint pins.
@@ -26,7 +26,7 @@ _SIGNALS = 10
 
 
 @dataclass(frozen=True)
-class FusionBuffer:
+class FusionBucket:
     """Tensors that travel together.
 
     `wire` is the format that travels; `auto` leaves each tensor in its own. `beside` is the algorithm for
@@ -45,14 +45,14 @@ class FusionBuffer:
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """Buffers in the order in which they are sent."""
+    """Buckets in the order in which they are sent."""
 
-    buffers: tuple[FusionBuffer, ...]
+    buckets: tuple[FusionBucket, ...]
 
     @classmethod
     def single(cls, tensors: Sequence[str]) -> FusionPlan:
-        """Everything in one buffer, by the backend's own all-reduce."""
-        return cls((FusionBuffer(tuple(tensors)),))
+        """Everything in one bucket, by the backend's own all-reduce."""
+        return cls((FusionBucket(tuple(tensors)),))
 
     @classmethod
     def by_threshold(
@@ -71,12 +71,12 @@ class FusionPlan:
                 filled = 0
             pools[-1].append(name)
             filled += size
-        return cls(tuple(FusionBuffer(tuple(pool), algorithm, wire) for pool in pools))
+        return cls(tuple(FusionBucket(tuple(pool), algorithm, wire) for pool in pools))
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """All tensors, in sending order."""
-        return tuple(name for buffer in self.buffers for name in buffer.tensors)
+        return tuple(name for bucket in self.buckets for name in bucket.tensors)
 
     @property
     def fingerprint(self) -> str:
@@ -87,9 +87,9 @@ class FusionPlan:
     def check(self, tensors: Sequence[str]) -> None:
         """Fails unless the plan carries each of the model's `tensors` exactly once."""
         planned = self.tensors
-        empty = [n for n, buffer in enumerate(self.buffers) if not buffer.tensors]
-        if not self.buffers or (tensors and empty):
-            where = f"buffer {empty[0] + 1} has no tensor" if empty else "has no buffer"
+        empty = [n for n, bucket in enumerate(self.buckets) if not bucket.tensors]
+        if not self.buckets or (tensors and empty):
+            where = f"bucket {empty[0] + 1} has no tensor" if empty else "has no bucket"
             raise ConfigError("plan", None, where, "make the plan for this very model")
         missing = sorted(set(tensors) - set(planned))
         foreign = sorted(set(planned) - set(tensors))
@@ -105,7 +105,7 @@ class FusionPlan:
 
     def to_table(self) -> dict[str, Any]:
         """Plain lists and strings, for TOML, JSON and the checkpoint."""
-        return {"buffer": [_to_row(buffer) for buffer in self.buffers]}
+        return {"buffer": [_to_row(bucket) for bucket in self.buckets]}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> FusionPlan:
@@ -118,21 +118,21 @@ class FusionPlan:
             ) from None
 
 
-def _to_row(buffer: FusionBuffer) -> dict[str, Any]:
-    row = {"tensors": list(buffer.tensors), "algorithm": buffer.algorithm, "wire": buffer.wire}
-    return row | ({"beside": buffer.beside} if buffer.beside else {})
+def _to_row(bucket: FusionBucket) -> dict[str, Any]:
+    row = {"tensors": list(bucket.tensors), "algorithm": bucket.algorithm, "wire": bucket.wire}
+    return row | ({"beside": bucket.beside} if bucket.beside else {})
 
 
-def _from_row(row: Mapping[str, Any]) -> FusionBuffer:
+def _from_row(row: Mapping[str, Any]) -> FusionBucket:
     names = tuple(row["tensors"])
     words = (row["algorithm"], row["wire"], row.get("beside", ""))
     if isinstance(row["tensors"], str) or not all(isinstance(w, str) for w in (*names, *words)):
-        raise TypeError("a buffer has tensors, a list of names, and algorithm and wire, texts")
-    return FusionBuffer(names, *words)
+        raise TypeError("a bucket has tensors, a list of names, and algorithm and wire, texts")
+    return FusionBucket(names, *words)
 
 
 # Wire formats: `auto` is each gradient's own, in which nothing is rounded. The communication module sends
-# the gradients of either width as a message of their own, in the buffer's format. Numbers of elements
+# the gradients of either width as a message of their own, in the bucket's format. Numbers of elements
 # may be integers or arrays.
 
 
@@ -160,7 +160,7 @@ def padded(elements: Any) -> Any:
 
 
 def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
-    """Whether the buffer's algorithm is for what is held in 32 bits, and the one beside it for what is
+    """Whether the bucket's algorithm is for what is held in 32 bits, and the one beside it for what is
     held in 16; from padded elements. As the communication module has it: before the signals are added,
     and of two as large the 32 bits."""
     narrow, wide, _ = travelling(half, full, wire)
@@ -173,5 +173,5 @@ def keeps_float32(wire: str) -> bool:
 
 
 def signal_bytes(tensors: int) -> int:
-    """Of what a step's last buffer carries besides gradients."""
+    """Of what a step's last bucket carries besides gradients."""
     return 4 * (_SIGNALS + tensors)

@@ -2,9 +2,9 @@
 
 In: workload, cluster, batch of a rank, the algorithms and wire formats that may be used. Out: a
 `FusionPlan`. Dynamic programming, exact for one channel: F(j), the earliest end of the first j gradients,
-is the least over i of max(F(i), ready(j)) + cost(i, j), where the last buffer holds the gradients i to j.
+is the least over i of max(F(i), ready(j)) + cost(i, j), where the last bucket holds the gradients i to j.
 An earlier end of what came before never makes a later one end later, so the best of the parts is the best
-of the whole. A buffer costs its messages, each by the cheapest algorithm, in the cheapest format allowed.
+of the whole. A bucket costs its messages, each by the cheapest algorithm, in the cheapest format allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster
 from paceline.plan.cost import all_reduce_s, is_priced
 from paceline.plan.fusion_plan import (
-    FusionBuffer,
+    FusionBucket,
     FusionPlan,
     keeps_float32,
     padded,
@@ -37,12 +37,12 @@ def best_plan(
     workload: Workload, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
     wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
-    """Boundaries, algorithms and formats that leave the least communication exposed; a buffer is
+    """Boundaries, algorithms and formats that leave the least communication exposed; a bucket is
     rounded to a format only where that ends the exchange sooner. `algorithms`: None means all."""
     names = algorithm_names() if algorithms is None else algorithms
-    cost = BufferCost(workload.gradients, cluster, names, wires)
+    cost = BucketCost(workload.gradients, cluster, names, wires)
     ready = _slowest_ready(workload, cluster, batch, spread)
-    found = optimal_buffers(Costs(ready, cost.wires, cost.of), cost.seconds)
+    found = optimal_buckets(Costs(ready, cost.wires, cost.of), cost.seconds)
     return _with_names(workload, cost, found)
 
 
@@ -50,12 +50,12 @@ def threshold_plan(
     workload: Workload, cluster: Cluster, threshold: int,
     algorithms: Sequence[str] = ("native",), wire: str = "auto",
 ) -> FusionPlan:  # fmt: skip
-    """A buffer is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
-    cost = BufferCost(workload.gradients, cluster, algorithms, (wire,))
+    """A bucket is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
+    cost = BucketCost(workload.gradients, cluster, algorithms, (wire,))
     found, first = [], 0
     for stop in range(1, len(workload.gradients) + 1):
         if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):
-            found.append(Buffer((first, stop), cost.wires[0]))
+            found.append(Bucket((first, stop), cost.wires[0]))
             first = stop
     return _with_names(workload, cost, found)
 
@@ -66,19 +66,19 @@ def _slowest_ready(workload: Workload, cluster: Cluster, batch: int, spread: flo
     return [ready * slow for ready in workload.ready_s(batch)]
 
 
-def _with_names(workload: Workload, cost: BufferCost, found: Sequence[Buffer]) -> FusionPlan:
-    buffers = []
+def _with_names(workload: Workload, cost: BucketCost, found: Sequence[Bucket]) -> FusionPlan:
+    buckets = []
     for (first, stop), wire in found:
         names = tuple(gradient.name for gradient in workload.gradients[first:stop])
         algorithm, beside = cost.names(wire, first, stop)
-        buffers.append(FusionBuffer(names, algorithm, wire, "" if beside == algorithm else beside))
-    return FusionPlan(tuple(buffers))
+        buckets.append(FusionBucket(names, algorithm, wire, "" if beside == algorithm else beside))
+    return FusionPlan(tuple(buckets))
 
 
 Cut = tuple[int, int]
 
 
-class Buffer(NamedTuple):
+class Bucket(NamedTuple):
     cut: Cut
     wire: str
 
@@ -90,24 +90,24 @@ class Costs(NamedTuple):
     wires: Sequence[str]
     of: Callable[[str, int, int], float]
 
-    def cheapest(self, cut: Cut) -> Buffer:
-        return Buffer(cut, min(self.wires, key=lambda wire: self.of(wire, *cut)))
+    def cheapest(self, cut: Cut) -> Bucket:
+        return Bucket(cut, min(self.wires, key=lambda wire: self.of(wire, *cut)))
 
-    def seconds(self, buffer: Buffer) -> float:
-        return self.of(buffer.wire, *buffer.cut)
+    def seconds(self, bucket: Bucket) -> float:
+        return self.of(bucket.wire, *bucket.cut)
 
-    def start_s(self, buffer: Buffer, free_s: float) -> float:
+    def start_s(self, bucket: Bucket, free_s: float) -> float:
         """When its last gradient is ready and the channel is free."""
-        return max(free_s, self.ready_s[buffer.cut[1] - 1])
+        return max(free_s, self.ready_s[bucket.cut[1] - 1])
 
-    def end_s(self, buffers: Sequence[Buffer]) -> float:
+    def end_s(self, buckets: Sequence[Bucket]) -> float:
         free = 0.0
-        for buffer in buffers:
-            free = self.start_s(buffer, free) + self.seconds(buffer)
+        for bucket in buckets:
+            free = self.start_s(bucket, free) + self.seconds(bucket)
         return free
 
 
-def optimal_buffers(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Buffer]:
+def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Bucket]:
     """All end as soon as they can in the cheapest formats, `seconds`, and no single one could take a
     more exact format. Joining rounds nothing: each gradient stays at least as exact as it was alone."""
     cheapest = [costs.cheapest(cut) for cut in optimal_cuts(costs.ready_s, seconds)]
@@ -132,41 +132,41 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
     return cuts[::-1]
 
 
-def _more_exact(buffers: Sequence[Buffer], costs: Costs, by_s: float) -> list[Buffer]:
+def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
     """From the last one back, each takes the most exact format that ends by the time at which those
     behind it must begin, if those before it stay as they are; never a less exact one than it has."""
     starts, free = [], 0.0
-    for buffer in buffers:
-        starts.append(costs.start_s(buffer, free))
-        free = starts[-1] + costs.seconds(buffer)
+    for bucket in buckets:
+        starts.append(costs.start_s(bucket, free))
+        free = starts[-1] + costs.seconds(bucket)
     chosen = []
-    for buffer, start in zip(reversed(buffers), reversed(starts), strict=True):
-        better = costs.wires[: costs.wires.index(buffer.wire)]
+    for bucket, start in zip(reversed(buckets), reversed(starts), strict=True):
+        better = costs.wires[: costs.wires.index(bucket.wire)]
         found = (
-            one for wire in better if start + costs.seconds(one := Buffer(buffer.cut, wire)) <= by_s
+            one for wire in better if start + costs.seconds(one := Bucket(bucket.cut, wire)) <= by_s
         )
-        chosen.append(next(found, buffer))
+        chosen.append(next(found, bucket))
         by_s -= costs.seconds(chosen[-1])
     return chosen[::-1]
 
 
-def _joined(buffers: Sequence[Buffer], costs: Costs, by_s: float) -> list[Buffer]:
+def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
     """The same end with fewer messages: neighbours that backward hides either way become one, in the
     more exact of their formats."""
-    latest = [by_s]  # when the channel must be free for those behind, the last buffer first
-    for buffer in reversed(buffers[1:]):
-        latest.append(latest[-1] - costs.seconds(buffer))
+    latest = [by_s]  # when the channel must be free for those behind, the last bucket first
+    for bucket in reversed(buckets[1:]):
+        latest.append(latest[-1] - costs.seconds(bucket))
     latest.reverse()
-    found, free, last = [], 0.0, buffers[0]
-    for buffer, due in zip(buffers[1:], latest[1:], strict=True):
-        wire = min((last.wire, buffer.wire), key=costs.wires.index)
-        both = Buffer((last.cut[0], buffer.cut[1]), wire)
+    found, free, last = [], 0.0, buckets[0]
+    for bucket, due in zip(buckets[1:], latest[1:], strict=True):
+        wire = min((last.wire, bucket.wire), key=costs.wires.index)
+        both = Bucket((last.cut[0], bucket.cut[1]), wire)
         if costs.start_s(both, free) + costs.seconds(both) <= due:
             last = both
             continue
         free = costs.start_s(last, free) + costs.seconds(last)
         found.append(last)
-        last = buffer
+        last = bucket
     return [*found, last]
 
 
@@ -174,7 +174,7 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
-class BufferCost:
+class BucketCost:
     """Tables over all pairs of gradients: `seconds[i, j]` is for gradients i to j − 1."""
 
     def __init__(
@@ -189,8 +189,8 @@ class BufferCost:
         if not self.wires:
             raise ConfigError("--wire", None, "none given", "use auto")
         counts = np.array([[g.elements * g.half, g.elements * (not g.half)] for g in gradients])
-        held, in_buffers = _runs(counts), _runs(padded(counts))
-        tables = [_WireCost(held, in_buffers, wire, cluster, algorithms) for wire in self.wires]
+        held, in_buckets = _runs(counts), _runs(padded(counts))
+        tables = [_WireCost(held, in_buckets, wire, cluster, algorithms) for wire in self.wires]
         self._by_wire = dict(zip(self.wires, tables, strict=True))
         self.seconds: Floats = np.minimum.reduce([table.seconds for table in tables])
 
@@ -217,19 +217,19 @@ class _WireCost:
     """The tables of one format."""
 
     def __init__(
-        self, held: Counts, in_buffers: Counts, wire: str, cluster: Cluster,
+        self, held: Counts, in_buckets: Counts, wire: str, cluster: Cluster,
         algorithms: Sequence[str],
     ) -> None:  # fmt: skip
         self._cluster, self._algorithms = cluster, tuple(algorithms)
         half, full = held
         narrow, wide, cast = travelling(half.astype(float), full.astype(float), wire)
         self.bytes: Floats = narrow + wide
-        # The last buffer's signals: within its fp32 message, or else beside.
+        # The last bucket's signals: within its fp32 message, or else beside.
         signals = signal_bytes(len(half) - 1)
         rides = (full[:, -1] > 0) & keeps_float32(wire)
         wide[:, -1] += np.where(rides, signals, 0)
         self._tail: Floats = np.where(rides, 0.0, float(signals))
-        bulk_is_wide = wide_is_bulk(in_buffers[0], in_buffers[1], wire)
+        bulk_is_wide = wide_is_bulk(in_buckets[0], in_buckets[1], wire)
         self._large = np.where(bulk_is_wide, wide, narrow)
         self._small = np.where(bulk_is_wide, narrow, wide)
         beside = self._times(self._small)

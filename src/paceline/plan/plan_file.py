@@ -165,7 +165,7 @@ class ProbedCluster:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the planner predicts for a plan. `buffers_s` is the time that each buffer's exchange takes;
+    """What the planner predicts for a plan. `buffers_s` is the time that each bucket's exchange takes;
     `batch` that of a rank."""
 
     batch: int

@@ -1,9 +1,9 @@
 """How fast a job will be with a plan, where the time goes, and how sure that is.
 
 In: a workload, a cluster, a plan and the batch of a rank. Out: step time and its parts, images/s,
-efficiency against one rank alone, each buffer, and the relative standard error that the uncertain figures
+efficiency against one rank alone, each bucket, and the relative standard error that the uncertain figures
 behind it amount to. The same plan is what the communication module executes, so that prediction and run
-can be compared, buffer by buffer.
+can be compared, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import all_reduce_s
 from paceline.plan.fusion_plan import (
-    FusionBuffer,
+    FusionBucket,
     FusionPlan,
     keeps_float32,
     padded,
@@ -43,7 +43,7 @@ def slowest_of(ranks: int, spread: float = RANK_SPREAD) -> float:
 
 
 @dataclass(frozen=True)
-class BufferScore:
+class BucketScore:
     """`ready_s` is from the start of the backward pass."""
 
     tensors: int
@@ -56,47 +56,47 @@ class BufferScore:
 
 def score_plan(
     plan: FusionPlan, workload: Workload, cluster: Cluster, batch: int
-) -> list[BufferScore]:
+) -> list[BucketScore]:
     """ConfigError where the plan is for another model."""
     gradients = {gradient.name: gradient for gradient in workload.gradients}
     plan.check(tuple(gradients))
     backward = workload.backward.at(batch)
-    last = plan.buffers[-1]
+    last = plan.buckets[-1]
     signals = signal_bytes(len(gradients))
     return [
         _score(
-            buffer, [gradients[name] for name in buffer.tensors], cluster, backward,
-            signals if buffer is last else 0,
+            bucket, [gradients[name] for name in bucket.tensors], cluster, backward,
+            signals if bucket is last else 0,
         )
-        for buffer in plan.buffers
+        for bucket in plan.buckets
     ]  # fmt: skip
 
 
 def _score(
-    buffer: FusionBuffer, gradients: list[Gradient], cluster: Cluster, backward_s: float,
+    bucket: FusionBucket, gradients: list[Gradient], cluster: Cluster, backward_s: float,
     signals: int,
-) -> BufferScore:  # fmt: skip
+) -> BucketScore:  # fmt: skip
     half, full = (sum(g.elements for g in gradients if g.half == held) for held in (True, False))
-    narrow, wide, cast = travelling(half, full, buffer.wire)
-    rides = signals if full and keeps_float32(buffer.wire) else 0
+    narrow, wide, cast = travelling(half, full, bucket.wire)
+    rides = signals if full and keeps_float32(bucket.wire) else 0
     small, large = narrow, wide + rides
     in_half, in_full = (
         sum(padded(g.elements) for g in gradients if g.half == held) for held in (True, False)
     )
-    if not wide_is_bulk(in_half, in_full, buffer.wire):
+    if not wide_is_bulk(in_half, in_full, bucket.wire):
         small, large = large, small
-    cost = float(all_reduce_s(buffer.algorithm, cluster, large))
+    cost = float(all_reduce_s(bucket.algorithm, cluster, large))
     for beside in (small, signals - rides):
-        cost += float(all_reduce_s(buffer.beside_algorithm, cluster, beside))
+        cost += float(all_reduce_s(bucket.beside_algorithm, cluster, beside))
     if cluster.ranks > 1:
         cost += cast * cluster.cast_s
     ready = max((g.ready for g in gradients), default=0.0) * backward_s
-    return BufferScore(len(gradients), narrow + wide, buffer.algorithm, buffer.wire, ready, cost)
+    return BucketScore(len(gradients), narrow + wide, bucket.algorithm, bucket.wire, ready, cost)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of one buffer; `start_s` is from the start of the backward pass."""
+    """Of one bucket; `start_s` is from the start of the backward pass."""
 
     ready_s: float
     start_s: float
@@ -104,7 +104,7 @@ class Exchange:
 
 
 def exchanges(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[Exchange]:
-    """One after the other, in order, each once its buffer is ready."""
+    """One after the other, in order, each once its bucket is ready."""
     found: list[Exchange] = []
     free = 0.0
     for ready, cost in zip(ready_s, cost_s, strict=True):
@@ -163,7 +163,7 @@ class Prediction:
     input_stall_s: float
     efficiency: float
     uncertainty: float
-    scores: tuple[BufferScore, ...]
+    scores: tuple[BucketScore, ...]
     exchanges: tuple[Exchange, ...]
 
     @property
@@ -183,7 +183,7 @@ class Prediction:
 def step_times(
     workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int,
     spread: float = RANK_SPREAD,
-) -> tuple[StepTimes, list[BufferScore]]:  # fmt: skip
+) -> tuple[StepTimes, list[BucketScore]]:  # fmt: skip
     """Of the slowest rank, for which the others wait."""
     if batch < 1:
         raise ConfigError("--batch-size", batch, "must be at least 1")

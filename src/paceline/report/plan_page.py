@@ -3,7 +3,7 @@ buckets."""
 
 from __future__ import annotations
 
-from paceline.plan.answer import Answer, advice_rows, buffer_rows, curve_rows, fact_rows
+from paceline.plan.answer import Answer, advice_rows, bucket_rows, curve_rows, fact_rows
 from paceline.report.chart import Chart, Line
 from paceline.report.html import document, figures, section
 from paceline.report.quantities import markup
@@ -26,7 +26,7 @@ def plan_page(answer: Answer) -> str:
                                        curve_rows(answer), set())]),
             section("Buckets", [_table(
                 "", ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
-                buffer_rows(answer), {3})]),
+                bucket_rows(answer), {3})]),
             "<footer>Paceline plan</footer>",
         ],
     )  # fmt: skip

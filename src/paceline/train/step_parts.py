@@ -216,7 +216,7 @@ class ExchangeParts:
     @property
     def fp16_travels(self) -> bool:
         """Whether gradients are rounded to fp16 for the wire, with its small range."""
-        return any(bucket.wire == "float16" for bucket in self.plan.buffers)
+        return any(bucket.wire == "float16" for bucket in self.plan.buckets)
 
     def create(self, group: Group, *, accumulate: bool, graphs: bool) -> GradientExchange:
         """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs."""
@@ -309,10 +309,10 @@ def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, moment: 
     sizes = [bucket.bytes for bucket in exchange.bucket_info()]
     span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
     count = span if len(sizes) > 1 else f"1 bucket of {format_bytes(sizes[0])}"
-    names = [bucket.algorithm for bucket in parts.plan.buffers]
+    names = [bucket.algorithm for bucket in parts.plan.buckets]
     many = len(set(names)) > 1
     ways = [f"{n} ({names.count(n)})" if many else n for n in dict.fromkeys(names)]
-    wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buffers) if w != "auto"]
+    wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buckets) if w != "auto"]
     origin = [f"({parts.origin})"] if parts.origin else []
     return " ".join([", ".join([count, *ways, *wires, moment]), *origin])
 
