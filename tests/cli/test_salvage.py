@@ -126,7 +126,7 @@ def test_a_rank_lost_in_an_evaluation(tmp_path: Path, reference: Reference) -> N
     assert summary(tmp_path / "run")["weights_sha256"] == undisturbed(reference)["weights_sha256"]
 
 
-def test_one_of_several_saves_and_another_number_of_ranks_continues(tmp_path: Path) -> None:
+def test_the_lowest_of_several_saves_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     # Batches of 12: three ranks with a micro-batch of 4 each.
     arguments = [*ARGUMENTS, "--global-batch-size", "12"]
     kill = in_step(4, 0)
@@ -136,7 +136,6 @@ def test_one_of_several_saves_and_another_number_of_ranks_continues(tmp_path: Pa
     assert 0 not in codes
     assert salvaged(tmp_path) == ["step-00000004.salvaged.pt"]
     file = tmp_path / "run/checkpoints/step-00000004.salvaged.pt"
-    # Each rank waits by its number before it tries the lock, which is no guarantee on a busy host.
-    assert Checkpoint.read(file).salvaged_by in (1, 2)
+    assert Checkpoint.read(file).salvaged_by == 1
     assert run([*arguments, "--resume", "auto"], tmp_path).code == 0
     assert summary(tmp_path / "run")["resumed_at_steps"] == [4]

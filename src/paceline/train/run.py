@@ -47,6 +47,8 @@ _LOST_CONTEXT = (
 # surviving rank waits a little longer for the folder's lock than the one before it.
 _DEVICE_WAIT_S = 2.0
 _RANK_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
+# For another survivor that is writing.
+_LOCK_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -318,22 +320,25 @@ def _device_answers(device: torch.device) -> bool:
 
 
 def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
-    """Rank 0 still holds the lock and writes; if it was lost, the rank that gets the lock first
-    writes."""
+    """Rank 0 still holds the lock and writes; if it was lost, the lowest survivor's file stays,
+    whichever gets the lock first."""
     store, rank = training.store, training.group.rank
     lock = None
     if training.is_main:
         training.check_folder()
     elif (training.folder.path / "config.toml").is_file():
         time.sleep(min(rank * _RANK_WAIT_S, _MOST_WAIT_S))
-        lock = RunLock.acquire(training.folder.path, wait_s=0.0)
+        lock = RunLock.acquire(training.folder.path, wait_s=_LOCK_WAIT_S)
     else:
         return  # this node does not share the folder with rank 0
     try:
-        saved = [*store.steps(), *store.salvaged_steps()]
-        if max(saved, default=-1) >= checkpoint.step:
-            return
         path = store.salvaged_path(checkpoint.step)
+        if max(store.steps(), default=-1) >= checkpoint.step:
+            return
+        if max(store.salvaged_steps(), default=-1) > checkpoint.step:
+            return
+        if path.is_file() and (Checkpoint.read(path).salvaged_by or 0) < rank:
+            return
         checkpoint.write(path)
         training.emit(
             NoteEvent(
