@@ -20,7 +20,7 @@ import typer
 
 from paceline.cli import bench, data, doctor, evaluate, plan, report, train, tune
 from paceline.cli.failure import Failure
-from paceline.cli.launcher_watch import LauncherWatch
+from paceline.cli.launch import LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.bench.placement import Placement
+from paceline.bench.ranks import Placement
 from paceline.cli.train import without_options
 from paceline.comm.settings import CommSettings
 from paceline.config import RunConfig

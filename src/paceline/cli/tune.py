@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.bench.placement import Placement
+from paceline.bench.ranks import Placement
 from paceline.cli.bench_ranks import (
     BACKEND,
     DEVICE,
