@@ -24,6 +24,7 @@ from paceline.models.registry import create_model
 from paceline.optim.build import LrSchedule
 from paceline.plan.plan_file import PlanFile
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
+from paceline.train.components import Components
 from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
@@ -116,18 +117,23 @@ class Training:
             self.lock.release()
 
 
-def build(config: RunConfig, group: Group, stop: StopSignals) -> Training:
+def build(
+    config: RunConfig, group: Group, stop: StopSignals, components: Components | None = None
+) -> Training:
     """Builds the run on this rank, together with all others."""
+    components = components or Components()
     sizes = resolve_batch_sizes(
         config.run.global_batch_size, config.run.batch_size, group.world_size
     )
-    inputs = agree_on_inputs(config, group)
+    inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
             # The checkpoint is older than this setting, and continues with its own schedule.
             config = config.with_values({"optim.warmup_max_share": 1.0})
-        return _assemble(config, group, stop, sizes, replace(inputs, folder=folder), checkpoint)
+        return _assemble(
+            config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components
+        )
 
 
 def _assemble(
@@ -137,6 +143,7 @@ def _assemble(
     sizes: BatchSizes,
     inputs: RunInputs,
     checkpoint: Checkpoint | None,
+    components: Components,
 ) -> Training:
     source, folder = inputs.source, inputs.folder
     threads = _set_threads(config, group, checkpoint)
@@ -149,7 +156,9 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
-    model, pretrained = group.agree_on("model", lambda: _create_model(config, source, group))
+    model, pretrained = group.agree_on(
+        "model", lambda: _create_model(config, source, group, components)
+    )
     parts = create_parts(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
@@ -178,7 +187,7 @@ def _assemble(
             first_step=progress.step, device=group.device,
         ),
     )  # fmt: skip
-    step = create_step(config, parts, loader, plan, group, stop)
+    step = create_step(config, parts, loader, plan, group, stop, components)
     buffers = parts.exchange.bucket_info()
     group.name_buckets(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
@@ -214,7 +223,9 @@ def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None)
     return f"{threads}{note}"
 
 
-def _create_model(config: RunConfig, source: Source, group: Group) -> tuple[nn.Module, list[str]]:
+def _create_model(
+    config: RunConfig, source: Source, group: Group, components: Components
+) -> tuple[nn.Module, list[str]]:
     """The model with its initial or pretrained weights on this rank's device, and notes on the file."""
     where = f"while moving {config.model.name} to {group.device}"
     with explain_out_of_memory(where, "free the device, or choose a smaller model"):

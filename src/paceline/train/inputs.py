@@ -24,6 +24,7 @@ from paceline.train.checkpoint import (
     ForeignCheckpointError,
     read_file,
 )
+from paceline.train.components import Components
 from paceline.train.machine import versions
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock, claim_run_folder
 from paceline.train.run_state import check_pinned
@@ -120,12 +121,12 @@ class RunInputs:
             yield
 
 
-def agree_on_inputs(config: RunConfig, group: Group) -> RunInputs:
+def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> RunInputs:
     """Opens the data and the run folder on this rank, together with all others."""
     facts = common_settings(config)
     facts |= {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
     group.agree("configuration", facts=facts)
-    source, validation = group.agree_on("data", lambda: _open_data(config))
+    source, validation = group.agree_on("data", lambda: _open_data(config, components))
     labels = _digest(source.labels)
     if config.data.shuffle == "shards":
         sizes = np.array(source.shard_sizes or (), dtype=np.int64)
@@ -151,9 +152,9 @@ def common_settings(config: RunConfig) -> dict[str, object]:
     return {name: value for name, value in config.flat().items() if name not in own}
 
 
-def _open_data(config: RunConfig) -> tuple[Source, Source]:
-    source = open_source(config.data, "train")
-    validation = open_source(config.data, "val", source.classes)
+def _open_data(config: RunConfig, components: Components) -> tuple[Source, Source]:
+    source = components.train_data or open_source(config.data, "train")
+    validation = components.val_data or open_source(config.data, "val", source.classes)
     if list(source.classes) != list(validation.classes):
         raise DataError(
             f"training has {len(source.classes)} classes, validation {len(validation.classes)}, "

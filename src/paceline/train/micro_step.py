@@ -23,6 +23,7 @@ from paceline.comm.exchange import GradientExchange
 from paceline.core.errors import PacelineError, RunError
 from paceline.data import Normalizer
 from paceline.precision.policy import LossScale, Policy
+from paceline.train.components import Loss
 from paceline.train.machine import derive_seed, out_of_memory
 
 # The first calls run the function itself: they compile kernels and choose algorithms, which a capture
@@ -124,6 +125,7 @@ class MicroStep:
         smoothing: float,
         *,
         graphs: bool = False,
+        loss: Loss | None = None,
     ) -> None:
         """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it."""
         self.forward = forward
@@ -132,6 +134,7 @@ class MicroStep:
         self._exchange = exchange
         self._scale = scale
         self._smoothing = smoothing
+        self._own_loss = loss
         self._graphs = graphs
         self._share = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)

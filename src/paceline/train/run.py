@@ -29,6 +29,7 @@ from paceline.core.topology import Topology
 from paceline.report import write_report
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
+from paceline.train.components import Components
 from paceline.train.inputs import common_settings
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
@@ -65,7 +66,10 @@ class RunOutcome:
 
 
 def run_training(
-    config: RunConfig, display: Callable[[], Observer], show_error: ShowError | None = None
+    config: RunConfig,
+    display: Callable[[], Observer],
+    show_error: ShowError | None = None,
+    components: Components | None = None,
 ) -> RunOutcome:
     """Trains on this rank. `display` makes the observer of rank 0's events. `show_error` shows the
     error with which the watchdog ends this process, where nothing can be raised any more."""
@@ -73,11 +77,13 @@ def run_training(
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
     with Group(topology, config.comm, device, show_error, shared) as group, _device_errors(group):
-        return _train(config, group, display)
+        return _train(config, group, display, components or Components())
 
 
-def _train(config: RunConfig, group: Group, display: Callable[[], Observer]) -> RunOutcome:
-    training = build(config, group, StopSignals.of(config.checkpoint))
+def _train(
+    config: RunConfig, group: Group, display: Callable[[], Observer], components: Components
+) -> RunOutcome:
+    training = build(config, group, StopSignals.of(config.checkpoint), components)
     try:
         with _device_errors(group):
             outcome = _finished_before(training) or _run_loop(training, display)

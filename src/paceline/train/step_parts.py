@@ -30,6 +30,7 @@ from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
+from paceline.train.components import Components
 from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
 from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
@@ -146,12 +147,12 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
-    stop: StopSignals,
+    stop: StopSignals, components: Components | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
-        config.run.smoothing, graphs=graphs,
+        config.run.smoothing, graphs=graphs, loss=components.loss if components else None,
     )  # fmt: skip
     update = Update(
         parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
