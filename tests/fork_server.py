@@ -37,7 +37,7 @@ NAME = "fork-server"
 # Dumps the stacks of all threads into the process's log; sent to a process that hangs.
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 _PRELOADED = (
-    "paceline.cli.app", "paceline.cli.display", "paceline.cli.launch", "paceline.train.run",
+    "paceline.cli.app", "paceline.train.display", "paceline.cli.launch", "paceline.train.run",
     "paceline.train.evaluate", "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
     "torch.distributed.elastic.multiprocessing.errors",
 )  # fmt: skip

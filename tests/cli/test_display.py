@@ -4,7 +4,6 @@ import io
 
 from rich.console import Console
 
-from paceline.cli.display import LiveDisplay, PlainDisplay, create_display, describe_event
 from paceline.core.events import (
     CheckpointEvent,
     CorruptEvent,
@@ -14,6 +13,7 @@ from paceline.core.events import (
     StepEvent,
     StopEvent,
 )
+from paceline.train.display import LiveDisplay, PlainDisplay, create_display, describe_event
 
 START = StartEvent(0, 4, 2.0, 1, 16, chosen={"device": "cpu"})
 

@@ -180,7 +180,9 @@ def measure_training(
             create_train_loader_of(row, source) as real,
         ):
             step, words = build(step_row, group)
-            synthetic = SyntheticBatches(step_row, device)
+            synthetic = SyntheticBatches(
+                step_row.batch_size, step_row.image_size, step_row.classes, device
+            )
             turns = _Turns(step, row.batch_size)
             step.loader = synthetic
             gc.collect()  # garbage of earlier rows must not be freed during a graph capture

@@ -83,13 +83,15 @@ class SyntheticBatches:
 
     corrupt: tuple[CorruptSample, ...] = ()
 
-    def __init__(self, row: StepRow, device: torch.device, channels: int = 3) -> None:
+    def __init__(
+        self, samples: int, image_size: int, classes: int, device: torch.device, channels: int = 3
+    ) -> None:
         torch.manual_seed(0)
-        shape = (row.batch_size, row.image_size, row.image_size, channels)
+        shape = (samples, image_size, image_size, channels)
         self._batches = [
             Batch(
                 torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
-                torch.randint(0, row.classes, (row.batch_size,), device=device),
+                torch.randint(0, classes, (samples,), device=device),
             )
             for _ in range(_BATCHES)
         ]
@@ -138,7 +140,9 @@ def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
     steps = row.steps + 2 * row.warm_up + 8
     batch = row.batch_size * group.world_size
     plan = BatchPlan(batch, steps, batch, row.batch_size, group.world_size)
-    loader = SyntheticBatches(row, group.device, config.data.channels)
+    loader = SyntheticBatches(
+        row.batch_size, row.image_size, row.classes, group.device, config.data.channels
+    )
     step = create_step(config, parts, loader, plan, group, StopSignals())
     return step, "; ".join(parts.describe().values())
 

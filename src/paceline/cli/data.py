@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.display import ProgressBars
 from paceline.core.errors import ConfigError
 from paceline.core.host import available_cores
 from paceline.core.units import format_bytes, format_duration
 from paceline.core.untrusted import one_line
+from paceline.train.display import ProgressBars
 
 if TYPE_CHECKING:
     from paceline.data import PackedSplit

@@ -1,18 +1,24 @@
-"""`paceline eval` and `paceline export`: the accuracy of a checkpoint, and its weights as safetensors."""
+"""`paceline eval`, `paceline predict` and `paceline export`: what a trained model is used for."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.config import parse_assignment
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, DataError
 from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line
+
+if TYPE_CHECKING:
+    from paceline.train.inference import Prediction
 
 
 def evaluate_checkpoint(
@@ -23,6 +29,7 @@ def evaluate_checkpoint(
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value of [data] or [comm]."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    trust: bool = typer.Option(False, "--trust", help="Run code that the run folder names."),
 ) -> int:
     """Evaluate a checkpoint on the validation images."""
     from paceline.train.checkpoint import find_checkpoint
@@ -38,7 +45,7 @@ def evaluate_checkpoint(
         overrides |= {"data.dir": data_dir, "data.source": "auto"}
     if workers is not None:
         overrides["data.workers"] = workers
-    result, config, rank = evaluate_file(path, overrides, batch_size)
+    result, config, rank = evaluate_file(path, overrides, batch_size, trust=trust)
     if isinstance(result, signal.Signals):
         return 128 + int(result)
     if rank != 0:
@@ -71,27 +78,76 @@ def evaluate_checkpoint(
     return 0
 
 
+def predict_images(
+    run: Path = typer.Argument(help="A run folder (its best checkpoint), or a checkpoint."),
+    images: list[Path] = typer.Argument(help="Image files, or folders of them."),
+    top: int = typer.Option(1, min=1, help="Classes to show for each image."),
+    batch_size: int = typer.Option(64, "--batch-size", "-b", min=1, help="Images at a time."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    csv_file: Path | None = typer.Option(None, "--csv", help="Also write a CSV file."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object for each image."),
+    trust: bool = typer.Option(False, "--trust", help="Run code that the run folder names."),
+) -> int:
+    """Classify images."""
+    from paceline.train.checkpoint import write_atomically
+    from paceline.train.inference import Predictor, find_images
+
+    predictor = Predictor.load(run, device=device, trust=trust)
+    found = predictor.predict(find_images(images), top=top, batch_size=batch_size)
+    for image in found:
+        if as_json:
+            pairs = zip(image.labels, image.confidences, strict=True)
+            row: dict[str, Any] = {
+                "image": image.name,
+                "classes": [{"class": label, "confidence": value} for label, value in pairs],
+            }
+            if image.error:
+                row["error"] = image.error
+            typer.echo(json.dumps(row))
+        elif not image.error:
+            pairs = zip(image.labels, image.confidences, strict=True)
+            shown = ", ".join(f"{label} {format_percent(100 * c, 1)}" for label, c in pairs)
+            typer.echo(one_line(f"{image.name}: {shown}"))
+    if csv_file is not None:
+        write_atomically(csv_file, _as_csv(found, min(top, len(predictor.classes))))
+    failed = [image for image in found if image.error]
+    for image in failed:
+        typer.echo(one_line(f"paceline: note: {image.name}: {image.error}"), err=True)
+    if failed:
+        raise DataError(
+            f"{len(failed)} of {len(found)} images could not be classified",
+            "the others were; remove these, or convert them to JPEG or PNG",
+        )
+    return 0
+
+
+def _as_csv(predictions: Sequence[Prediction], top: int) -> bytes:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    columns = [f"{what}{n}" for n in range(1, top + 1) for what in ("class", "confidence")]
+    rows.writerow(["image", *columns, "error"])
+    for image in predictions:
+        pairs = zip(image.labels, image.confidences, strict=True)
+        cells: list[Any] = [cell for label, c in pairs for cell in (label, f"{c:.6f}")]
+        rows.writerow([image.name, *cells, *[""] * (2 * top - len(cells)), image.error])
+    return text.getvalue().encode()
+
+
 def export_weights(
     checkpoint: Path = typer.Argument(help="A checkpoint, or a run folder (its best)."),
-    out: Path = typer.Argument(help="The .safetensors file to write."),
+    out: Path = typer.Argument(help="The .onnx, .pt2 or .safetensors file to write."),
+    trust: bool = typer.Option(False, "--trust", help="Run code that the run folder names."),
 ) -> int:
-    """Write a checkpoint's weights as safetensors, with torchvision's keys."""
-    from paceline.train.checkpoint import Checkpoint, find_checkpoint
-    from paceline.train.weights import checkpoint_weights, write_weights
+    """Write a checkpoint's model as ONNX, torch.export program or safetensors."""
+    from paceline.train.inference import FORMATS, Predictor
 
-    if out.suffix != ".safetensors":
-        raise ConfigError("OUT", str(out), "is not a safetensors file", "end it in .safetensors")
-    path = find_checkpoint(checkpoint)
-    found = Checkpoint.read(path)
-    state = checkpoint_weights(found)
-    metadata = {"model": found.config["model"]["name"], "step": str(found.step)}
+    if out.suffix not in FORMATS:
+        raise ConfigError(
+            "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
+        )
+    predictor = Predictor.load(checkpoint, device="cpu", precision="fp32", trust=trust)
     averaged = ""
-    if found.average:
-        epochs = f"{found.config['run']['average_epochs']:g}"
-        metadata["average_epochs"] = epochs
-        averaged = f"weights averaged over {epochs} epochs, "
-    write_weights(state, out, metadata)
-    typer.echo(
-        f"{out}: {len(state)} tensors of {path}, {averaged}batch norm averaged over its ranks"
-    )
+    if epochs := predictor.config.run.average_epochs:
+        averaged = f"weights averaged over {epochs:g} epochs, "
+    typer.echo(f"{predictor.export(out)}; {averaged}batch norm averaged over its ranks")
     return 0

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from paceline.cli.display import print_line, print_summary
 from paceline.core.errors import ConfigError
 from paceline.report import (
     Comparison,
@@ -26,6 +25,7 @@ from paceline.report import (
     write_page,
     write_report,
 )
+from paceline.train.display import print_line, print_summary
 
 # Where the terminal is too narrow for all columns, the first of a pair goes below the second.
 _BELOW = {

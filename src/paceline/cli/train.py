@@ -11,11 +11,11 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from paceline.cli.display import create_display, print_line, print_summary
 from paceline.cli.failure import Failure
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
+from paceline.train.display import create_display, print_line, print_summary
 from paceline.train.stop_signals import (
     interrupted_at_once,
     user_signals,
@@ -55,6 +55,7 @@ def train(
         None, help="torch.compile: auto, off, blocks or model."),
     plan: str | None = typer.Option(None, help="plan.toml of `paceline tune` or `paceline plan`."),
     trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
+    dry: bool = typer.Option(False, "--dry-run", help="Show settings, memory and time; train nothing."),
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
@@ -78,6 +79,10 @@ def train(
     ):  # fmt: skip
         if value < least:
             raise ConfigError(flag, value, f"must be at least {least}")
+    if dry:
+        from paceline.cli.dry_run import dry_run
+
+        return dry_run(config, nproc_per_node)
     with without_save_requests(config.checkpoint):
         if nproc_per_node > 1 or max_restarts > 0:
             return _launch(config, nproc_per_node, master_port, max_restarts)
@@ -142,12 +147,11 @@ def without_options(arguments: Sequence[str], options: Collection[str]) -> list[
 
 
 def _train_here(config: RunConfig) -> int:
-    from paceline.train.run import run_training
+    from paceline.trainer import Trainer
 
     # mpirun gives its ranks terminals, wherever its own output goes.
     console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
-    outcome = run_training(
-        config,
+    outcome = Trainer.from_config(config).run(
         lambda: create_display(console, config.run.log_interval),
         lambda error: Failure.of(error).report(),
     )

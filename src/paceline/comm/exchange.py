@@ -97,6 +97,8 @@ class Signals:
     abandon: float = 0.0
     # A rank was asked to save and continue.
     save: float = 0.0
+    # A callback asked to stop.
+    request: float = 0.0
     # A rank was asked to stop, by SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.
     interrupt: float = 0.0
     terminate: float = 0.0

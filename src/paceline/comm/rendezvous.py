@@ -54,6 +54,20 @@ _REFUSED_S = 30.0
 _LINGER_S = 1.0
 
 
+@dataclass
+class _Opened:
+    """The store of this process at one address, and how many jobs have met there before."""
+
+    store: Store
+    address: str
+    meetings: int = 0
+
+
+# A program may run several jobs in a row, such as a training and an evaluation. Rank 0 keeps hosting the
+# store; each further job has keys of its own in it. All ranks count alike, because they run the same jobs.
+_opened: dict[tuple[str, int], _Opened] = {}
+
+
 @dataclass(frozen=True)
 class Meeting:
     """`restarted`, on rank 0: the launcher has restarted the ranks of this job."""
@@ -72,8 +86,7 @@ def meet(
     job = JobIdentity.from_env(os.environ, topology, settings)
     try:
         with ActiveClock().ticking() as clock:
-            address = "" if hosts else _await_host(topology, timeout_s, clock)
-            store = _open_store(topology, hosts, timeout_s, clock)
+            store, address = _store_of_job(topology, hosts, timeout_s, clock)
             here = RankHost(job.host, address or topology.master_addr)
             if not topology.is_main:
                 joining = _JoiningRank(store, topology, job, here)
@@ -84,9 +97,26 @@ def meet(
             name = coordinator.admit_all(timeout_s, clock)
             return Meeting(PrefixStore(name, store), again or coordinator.restarts > 0)
     except CommError:
+        _opened.pop((topology.master_addr, topology.master_port), None)
         raise
     except (RuntimeError, ValueError, OSError) as error:
+        _opened.pop((topology.master_addr, topology.master_port), None)
         raise CommError(*explain(where, topology, error, timeout_s)) from error
+
+
+def _store_of_job(
+    topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock
+) -> tuple[Store, str]:
+    """A store without keys of earlier jobs of this process, and this host's own address."""
+    place = (topology.master_addr, topology.master_port)
+    opened = _opened.get(place)
+    if opened is None:
+        address = "" if hosts else _await_host(topology, timeout_s, clock)
+        opened = _Opened(_open_store(topology, hosts, timeout_s, clock), address)
+        _opened[place] = opened
+        return opened.store, opened.address
+    opened.meetings += 1
+    return PrefixStore(f"paceline-job-{opened.meetings}", opened.store), opened.address
 
 
 def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> str:

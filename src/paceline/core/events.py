@@ -132,6 +132,15 @@ class NoteEvent(Event):
     text: str
 
 
+@dataclass(frozen=True)
+class MetricEvent(Event):
+    """Numbers that a callback of the user logged on this rank."""
+
+    kind: ClassVar[str] = "metric"
+    step: int
+    values: dict[str, float]
+
+
 class Observer(Protocol):
     """Whoever wants to see the events of a run: file, display, TensorBoard."""
 

@@ -23,6 +23,7 @@ from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
 from paceline.optim.build import LrSchedule
 from paceline.plan.plan_file import PlanFile
+from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.components import Components
 from paceline.train.inputs import (
@@ -66,6 +67,7 @@ class Training:
     trace: RunTrace
     chosen: dict[str, str]
     observers: list[Observer] = field(default_factory=list)
+    callbacks: CallbackRunner | None = None
     saved_step: int = -1
 
     @property
@@ -205,13 +207,16 @@ def _assemble(
         "peak_lr": f"{peak:g}",
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule),
     }
-    return Training(
+    training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
         trace=trace, chosen=chosen,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
     )  # fmt: skip
+    if components.callbacks:
+        training.callbacks = CallbackRunner(components.callbacks, training)
+    return training
 
 
 def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:

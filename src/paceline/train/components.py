@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from paceline.core.events import Observer
 from paceline.data import Source
+from paceline.train.callbacks import Callback
 
 
 class Loss(Protocol):
@@ -29,7 +29,8 @@ class Components:
     """`model` is a module, or a function that returns one for the keyword arguments `num_classes`,
     `in_channels` and `image_size`, as far as it takes them. `train_data` and `val_data` are sources.
     `augment` changes one decoded image on the host, `device_augment` a normalized batch on the device.
-    `optimizer` makes an optimizer of parameter groups. `observers` receive every event on every rank.
+    `optimizer` makes an optimizer of parameter groups. `callbacks` run at the
+    events of the run.
     """
 
     model: nn.Module | Callable[..., nn.Module] | None = None
@@ -39,7 +40,7 @@ class Components:
     augment: Callable[..., Any] | None = None
     device_augment: Callable[[Tensor], Tensor] | None = None
     optimizer: Callable[..., Any] | None = None
-    observers: Sequence[Observer] = ()
+    callbacks: Sequence[Callback] = ()
 
     def names(self) -> list[str]:
         """Those that are given."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig, merge, unflatten
@@ -38,6 +38,7 @@ from paceline.data import (
 from paceline.models.registry import create_model
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
+from paceline.train.components import Components
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings
 from paceline.train.machine import choose_device, out_of_memory
@@ -88,7 +89,7 @@ def evaluate(
                 if stop.received is not None or group.stop_announced():
                     break
                 size = len(batch)
-                outputs = model(normalize(batch.images, group.device)).float()
+                outputs = class_scores(model(normalize(batch.images, group.device))).float()
                 labels = batch.labels.to(group.device, non_blocking=True)
                 ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
                 correct1 += ranked[:, 0].sum()
@@ -150,22 +151,28 @@ def _out_of_memory(error: Exception, size: int) -> RunError | None:
 
 
 def evaluate_file(
-    path: Path, overrides: Mapping[str, Any], batch_size: int
+    path: Path,
+    overrides: Mapping[str, Any],
+    batch_size: int,
+    components: Components | None = None,
+    *,
+    trust: bool = False,
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
     """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
     signal that ended it, the configuration and the rank."""
+    components = components or Components()
     checkpoint = Checkpoint.read(path)
-    # Overrides first: they may replace a value that this version does not have any more.
-    stored = flatten(checkpoint.config)
-    known = {name: value for name, value in overrides.items() if name in stored}
-    config = RunConfig.from_tables(merge(checkpoint.config, unflatten(known)))
-    config = config.with_values(overrides)
+    config = read_config(checkpoint, overrides)
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
     with Group(topology, config.comm, device, shared=shared) as group:
-        source = group.agree_on("data", lambda: _open_validation(config, checkpoint, path))
-        model = _restored(config, checkpoint).to(group.device)
+        source = group.agree_on(
+            "data", lambda: _open_validation(config, checkpoint, path, components)
+        )
+        model = group.agree_on(
+            "model", lambda: restore_model(config, checkpoint, components, trust=trust)
+        ).to(group.device)
         policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
         allow_tf32(config.precision)
         policy.convert(model)
@@ -188,13 +195,46 @@ def evaluate_file(
         return result, config, group.rank
 
 
-def _open_validation(config: RunConfig, checkpoint: Checkpoint, path: Path) -> Source:
-    source = open_source(config.data, "val", checkpoint.classes)
+def _open_validation(
+    config: RunConfig, checkpoint: Checkpoint, path: Path, components: Components
+) -> Source:
+    source = components.val_data or open_source(config.data, "val", checkpoint.classes)
     _check_classes(source.classes, checkpoint.classes, path)
     return source
 
 
-def _restored(config: RunConfig, checkpoint: Checkpoint) -> nn.Module:
+def read_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> RunConfig:
+    """The settings of a checkpoint, changed by `overrides`."""
+    # Overrides first: they may replace a value that this version does not have any more.
+    stored = flatten(checkpoint.config)
+    known = {name: value for name, value in overrides.items() if name in stored}
+    config = RunConfig.from_tables(merge(checkpoint.config, unflatten(known)))
+    return config.with_values(overrides)
+
+
+def class_scores(outputs: Any) -> Tensor:
+    """The scores of the classes, samples × classes, where a model returns several outputs: the first
+    tensor, or the attribute or key `logits`."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        outputs = outputs["logits"] if "logits" in outputs else list(outputs.values())
+    elif hasattr(outputs, "logits"):
+        outputs = outputs.logits
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Sequence) and outputs and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    raise RunError(
+        f"the model returns a {type(outputs).__name__}, not scores of classes",
+        "return a tensor of samples × classes, or it as the first of several outputs",
+    )
+
+
+def restore_model(
+    config: RunConfig, checkpoint: Checkpoint, components: Components, *, trust: bool = False
+) -> nn.Module:
+    """The model of a checkpoint, with its weights. `trust` allows code that the run names."""
     model = create_model(
         config.model,
         num_classes=config.model.num_classes or len(checkpoint.classes),

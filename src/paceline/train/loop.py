@@ -39,7 +39,7 @@ _EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 @dataclass(frozen=True)
 class RunResult:
-    """`stopped_by`: finished, target, or the name of the signal."""
+    """`stopped_by`: finished, target, callback, or the name of the signal."""
 
     stopped_by: str
     stop_signal: signal.Signals | None
@@ -91,9 +91,16 @@ class TrainingLoop:
         if t.saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
-        t.group.agree("end", t.step.fault)
+        # A callback that failed is reported here, after the save, so that no step is lost.
+        t.group.agree("end", t.step.fault or self._callback_error)
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
+        if self._callback_error is not None:
+            raise self._callback_error
         return result
+
+    @property
+    def _callback_error(self) -> PacelineError | None:
+        return None if self._t.callbacks is None else self._t.callbacks.error
 
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
@@ -120,13 +127,18 @@ class TrainingLoop:
     def _collect(self, left: int) -> RunResult | None:
         """Accounts for steps until `left` are in flight; for all of them once one requests a stop."""
         stop: signal.Signals | None = None
+        requested = False
         while self._t.step.under_way > left:
             outcome = self._t.step.collect()
             if outcome.done:
                 self._account(outcome)
             if outcome.stop is not None:
                 stop, left = outcome.stop, 0
-        return None if stop is None else RunResult(stop.name, stop)
+            if outcome.requested:
+                requested, left = True, 0
+        if stop is not None:
+            return RunResult(stop.name, stop)
+        return RunResult("callback", None) if requested else None
 
     def account_for_launched_steps(self) -> None:
         """Accounts for all steps in flight."""

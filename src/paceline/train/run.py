@@ -183,6 +183,8 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
                 config.with_values({"run.output": "", "run.resume": "", **resolved})
             )
             training.plan_file.write(folder.path / "plan.toml")
+        if training.callbacks is not None:
+            training.observers.append(training.callbacks)
     except PacelineError as caught:
         error = caught
     except OSError as caught:

@@ -34,7 +34,8 @@ from paceline.train.weights import BatchNormState
 @dataclass(frozen=True)
 class StepOutcome:
     """`done` is False when a stop signal cut the step short: nothing of it remains. `bad` names the
-    parameters whose gradients were not finite. `save`: some rank was asked to save and continue."""
+    parameters whose gradients were not finite. `save`: some rank was asked to save and continue;
+    `requested`: a callback asked to stop."""
 
     number: int
     rate: float
@@ -43,6 +44,7 @@ class StepOutcome:
     bad: tuple[str, ...]
     stop: signal.Signals | None
     save: bool
+    requested: bool
     loss: float
     loss_scale: float
     corrupt_count: int
@@ -150,6 +152,7 @@ class TrainStep:
             fault=float(failed),
             abandon=float(abandoned),
             save=float(self.stop.take_save_request()),
+            request=float(self.stop.requested),
             **self.stop.stop_flags(),
         )
         with self.spans.span("exposed exchange"):
@@ -220,6 +223,7 @@ class TrainStep:
             bad=tuple(self.update.names[index] for index in bad),
             stop=agreed_stop([row[name] for name in STOP_FIELDS]),
             save=bool(row["save"]),
+            requested=bool(row["request"]),
             loss=row["loss"],
             loss_scale=row["scale"],
             corrupt_count=round(row["corrupt"]),

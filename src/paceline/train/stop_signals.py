@@ -58,6 +58,8 @@ class StopSignals(SignalContext):
         self._saves = frozenset(saves)
         self.received: signal.Signals | None = None
         self.save_requested = False
+        # Set by a callback; the step shares it with all ranks.
+        self.requested = False
 
     @classmethod
     def of(cls, settings: SignalSettings) -> StopSignals:

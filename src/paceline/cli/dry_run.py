@@ -1,0 +1,153 @@
+"""`paceline train --dry-run` and `paceline recipes`: what a run would do, before it does it.
+
+A dry run resolves the configuration, opens the data, builds the model and measures a few steps on
+synthetic images. It writes nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+import typer
+
+from paceline.config import RECIPES, RunConfig, recipe_names
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.topology import Topology
+from paceline.core.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.comm.group import Group
+    from paceline.train.inputs import BatchSizes
+
+_WARM_UP, _STEPS = 2, 5
+# A dry run measures no longer than this after its first step.
+_LIMIT_S = 20.0
+
+
+def recipes(
+    name: str | None = typer.Argument(None, help="Show this recipe."),
+) -> int:
+    """List the shipped recipes, or show one."""
+    if name is None:
+        width = max(len(known) for known in recipe_names())
+        for known in recipe_names():
+            typer.echo(f"{known:<{width}}  {_comment(known)}")
+        return 0
+    if name not in recipe_names():
+        raise ConfigError("NAME", name, "is not a recipe", nearest(name, recipe_names()))
+    typer.echo((RECIPES / f"{name}.toml").read_text("utf-8").rstrip())
+    return 0
+
+
+def _comment(name: str) -> str:
+    first = (RECIPES / f"{name}.toml").read_text("utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
+
+
+def dry_run(config: RunConfig, ranks: int) -> int:
+    """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
+    from paceline.comm.group import Group
+    from paceline.train.inputs import resolve_batch_sizes
+    from paceline.train.machine import choose_device, choose_threads
+
+    sizes = resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, ranks)
+    typer.echo("# settings that differ from the defaults; docs/settings.md has all")
+    typer.echo(tomli_w.dumps(_changed(config)).strip())
+    samples, classes, about = _data(config)
+    _show("data", about)
+    device = choose_device(config, Topology())
+    import torch
+
+    torch.set_num_threads(max(1, choose_threads(config, Topology()) // ranks))
+    with Group(Topology(), config.comm, device) as group:
+        step_s, model = _measure(config, group, sizes, classes)
+    steps = -(-samples * config.run.epochs // sizes.global_batch)
+    _show("batch", sizes.describe(ranks))
+    _show("steps", f"{steps:,} in {config.run.epochs} epochs")
+    _show("time", f"about {format_duration(steps * step_s)} of training: {format_duration(step_s)} a "
+          f"step, measured on {device} with synthetic images; without input, evaluation and the "
+          "exchange between ranks")  # fmt: skip
+    typer.echo("dry run: nothing was trained or written")
+    return 0
+
+
+def _show(name: str, text: str) -> None:
+    typer.echo(f"{name}: {text}")
+
+
+def _changed(config: RunConfig) -> Mapping[str, Any]:
+    plain = RunConfig().flat()
+    tables: dict[str, dict[str, Any]] = {}
+    for name, value in config.flat().items():
+        if value != plain.get(name) and value is not None:
+            section, _, key = name.partition(".")
+            tables.setdefault(section, {})[key] = value
+    return tables
+
+
+def _data(config: RunConfig) -> tuple[int, int, str]:
+    """Training images, classes and a description."""
+    from paceline.data import open_source
+
+    settings = replace(config.data, cache="none")
+    with closing(open_source(settings, "train")) as source:
+        classes = source.classes
+        with closing(open_source(settings, "val", classes)) as validation:
+            counts = f"{len(source):,} training and {len(validation):,} validation images"
+            about = f"{source.kind}, {counts}, {len(classes)} classes"
+            return len(source), len(classes), about
+
+
+def _measure(
+    config: RunConfig, group: Group, sizes: BatchSizes, classes: int
+) -> tuple[float, nn.Module]:
+    """Seconds of one step of one rank, and the model; prints what was chosen and the memory."""
+    import torch
+
+    from paceline.bench.step import SyntheticBatches
+    from paceline.data import BatchPlan
+    from paceline.train.build import prepare_model
+    from paceline.train.step_parts import create_parts, create_step
+    from paceline.train.stop_signals import StopSignals
+
+    device = group.device
+    model, notes = prepare_model(config, classes, device)
+    parts = create_parts(
+        config, model, group, rate=1e-6, micro_batch=sizes.micro_batch,
+        accumulate=sizes.accumulation > 1,
+    )  # fmt: skip
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    _show("model", "; ".join([f"{config.model.name}, {weights:,} parameters", *notes]))
+    for name, text in parts.describe().items():
+        _show(name, text)
+    batch = sizes.micro_batch * sizes.accumulation
+    plan = BatchPlan(batch, _WARM_UP + _STEPS, batch, sizes.micro_batch, 1)
+    data = config.data
+    loader = SyntheticBatches(sizes.micro_batch, data.image_size, classes, device, data.channels)
+    step = create_step(config, parts, loader, plan, group, StopSignals())
+    times: list[float] = []
+    started = time.perf_counter()
+    for number in range(_WARM_UP + _STEPS):
+        before = time.perf_counter()
+        step.run(number, 1e-6)
+        times.append(time.perf_counter() - before)
+        if time.perf_counter() - started > _LIMIT_S:
+            break
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_reserved(device)
+        _show("memory", f"{format_bytes(peak)} on {device}, measured")
+    else:
+        state = sum(p.numel() * 4 * 4 for p in model.parameters())
+        _show("memory", f"{format_bytes(state)} for weights, masters, momenta and gradients, and the "
+              "activations of a micro-batch")  # fmt: skip
+    step.release()
+    parts.exchange.close()
+    return statistics.median(times[_WARM_UP:] or times), model

@@ -1,0 +1,187 @@
+"""`Callback`: code of the user that runs at the events of a training run; `EarlyStopping` is one.
+
+Callbacks run on every rank, in the order given. The numbers of an `EvalEvent` and the loss of a
+`StepEvent` are equal on all ranks. An exception in a callback on any rank ends the run on all ranks,
+after a checkpoint, with one line that names the callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.events import (
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    MetricEvent,
+    NoteEvent,
+    StartEvent,
+    StepEvent,
+    StopEvent,
+)
+
+if TYPE_CHECKING:
+    from paceline.train.build import Training
+
+
+class RunControl:
+    """What a callback may ask of the run, and change in it."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    @property
+    def rank(self) -> int:
+        return self._training.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._training.group.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files."""
+        return self._training.is_main
+
+    @property
+    def folder(self) -> Path:
+        """The run folder; other ranks may run on nodes that do not share it."""
+        return self._training.folder.path
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self._training.progress.step
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as it computes, possibly in half precision. Do not change its parameters."""
+        return self._training.model
+
+    def stop(self, reason: str) -> None:
+        """Ends the run on all ranks after the next step, with a checkpoint. One rank's request is
+        enough."""
+        self.note(f"stop requested: {reason}")
+        self._training.stop.requested = True
+
+    def save(self) -> None:
+        """Saves a checkpoint after the next step. One rank's request is enough."""
+        self._training.stop.save_requested = True
+
+    def log(self, **values: float) -> None:
+        """Records metrics of this rank in `metrics.jsonl`, and on rank 0 in TensorBoard."""
+        numbers = {name: float(value) for name, value in values.items()}
+        self._training.emit(MetricEvent(step=self.step, values=numbers))
+
+    def note(self, text: str) -> None:
+        """Shows a line, and records it."""
+        self._training.emit(NoteEvent(text))
+
+
+class Callback:
+    """Override what you need.
+
+    Example:
+        class LogRate(pl.Callback):
+            def on_step(self, run, event):
+                if event.step % 100 == 0:
+                    run.log(rate=event.lr)
+
+        pl.Trainer(callbacks=[LogRate()]).fit()
+    """
+
+    def on_start(self, run: RunControl, event: StartEvent) -> None:
+        """Before the first step of this process."""
+
+    def on_step(self, run: RunControl, event: StepEvent) -> None:
+        """After each step, when its loss is known; on a GPU the next step may already run."""
+
+    def on_evaluation(self, run: RunControl, event: EvalEvent) -> None:
+        """After each evaluation."""
+
+    def on_checkpoint(self, run: RunControl, event: CheckpointEvent) -> None:
+        """After a checkpoint was written; on rank 0 only."""
+
+    def on_stop(self, run: RunControl, event: StopEvent) -> None:
+        """After the last step of this process."""
+
+
+class CallbackRunner:
+    """Passes events to callbacks. An exception is kept in `error` and asks the run to stop."""
+
+    def __init__(self, callbacks: Sequence[Callback], training: Training) -> None:
+        self._callbacks = callbacks
+        self._training = training
+        self._control = RunControl(training)
+        self.error: PacelineError | None = None
+
+    def on_event(self, event: Event) -> None:
+        for callback in self._callbacks:
+            hook = _hook(callback, event)
+            if hook is None or self.error is not None:
+                continue
+            try:
+                hook(self._control, event)
+            except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
+                self._fail(callback, hook.__name__, error)
+
+    def _fail(self, callback: Callback, hook: str, error: Exception) -> None:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        name = f"{type(callback).__name__}.{hook}"
+        rank = f" on rank {self._control.rank}" if self._control.world_size > 1 else ""
+        self.error = RunError(
+            f"the callback {name} failed{rank}: {type(error).__name__}{reason and ': '}{reason}",
+            "fix it, or leave it out; the run was saved and continues with resume='auto'",
+        )
+        self.error.__cause__ = error
+        self._training.stop.requested = True
+
+    def close(self) -> None:
+        """Nothing to clean up."""
+
+
+def _hook(callback: Callback, event: Event) -> Callable[[RunControl, Any], None] | None:
+    match event:
+        case StartEvent():
+            return callback.on_start
+        case StepEvent():
+            return callback.on_step
+        case EvalEvent():
+            return callback.on_evaluation
+        case CheckpointEvent():
+            return callback.on_checkpoint
+        case StopEvent():
+            return callback.on_stop
+    return None
+
+
+class EarlyStopping(Callback):
+    """Stops when `metric` ("top1", "top5" or "loss") has not improved by more than `min_delta` for
+    `patience` evaluations in a row.
+
+    Example:
+        pl.Trainer(epochs=90, callbacks=[pl.EarlyStopping(patience=5)]).fit()
+    """
+
+    def __init__(self, metric: str = "top1", patience: int = 5, min_delta: float = 0.0) -> None:
+        if metric not in ("top1", "top5", "loss"):
+            raise ConfigError("EarlyStopping.metric", metric, "unknown", "use top1, top5 or loss")
+        if patience < 1:
+            raise ConfigError("EarlyStopping.patience", patience, "must be at least 1")
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.best = float("-inf")
+        self.waited = 0
+
+    def on_evaluation(self, run: RunControl, event: EvalEvent) -> None:
+        value = float(getattr(event, self.metric)) * (-1 if self.metric == "loss" else 1)
+        if value > self.best + self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            run.stop(f"{self.metric} has not improved in {self.waited} evaluations")

@@ -1,0 +1,354 @@
+"""`Predictor`: a trained model with its classes and preprocessing; prediction and export.
+
+    predictor = Predictor.load(Path("runs/quickstart-001"))
+    predictor.predict(["photo.jpg"])[0].label
+
+Weights and settings come from a checkpoint. Averaged weights are used where the run has them, and
+batch-norm statistics are averaged over its ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from paceline.config import RunConfig
+from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
+from paceline.core.topology import Topology
+from paceline.data import Normalizer, Source, create_eval_loader
+from paceline.precision.policy import Policy, allow_tf32, choose_policy
+from paceline.train.checkpoint import Checkpoint, find_checkpoint, write_atomically
+from paceline.train.components import Components
+from paceline.train.evaluate import class_scores, read_config, restore_model
+from paceline.train.fast_path import triton_problem
+from paceline.train.machine import choose_device, out_of_memory
+from paceline.train.weights import write_weights
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+FORMATS = (".safetensors", ".onnx", ".pt2")
+METADATA = "paceline"
+# Exported programs are compared with the model on so many images.
+_CHECKED_IMAGES = 3
+# Largest difference of an exported program's outputs, relative to the largest output.
+_TOLERANCE = 1e-3
+
+Pixels = npt.NDArray[np.uint8]
+ImageLike = str | Path | Image.Image | Pixels
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most likely classes of one image, best first. `error` says why there are none."""
+
+    name: str
+    labels: tuple[str, ...] = ()
+    confidences: tuple[float, ...] = ()
+    error: str = ""
+
+    @property
+    def label(self) -> str:
+        """The most likely class; empty where the image could not be decoded."""
+        return self.labels[0] if self.labels else ""
+
+    @property
+    def confidence(self) -> float:
+        return self.confidences[0] if self.confidences else 0.0
+
+
+class _Images(Source):
+    """Images to classify. The label of each is its own number, by which results find their place."""
+
+    def __init__(self, images: Sequence[ImageLike], names: Sequence[str]) -> None:
+        # A loader gives up where no image can be decoded; the last one always can.
+        blank = np.zeros((1, 1, 3), dtype=np.uint8)
+        self._images, self._names = [*images, blank], [*names, ""]
+        self.labels = np.arange(len(images) + 1, dtype=np.int64)
+        self.classes = ("",)
+
+    def read(self, i: int) -> bytes | Pixels:
+        image = self._images[i]
+        if isinstance(image, str | Path):
+            try:
+                return Path(image).read_bytes()
+            except OSError as error:
+                # Reported as a corrupt sample of its own: the other images are classified.
+                return f"cannot be read: {error.strerror}".encode()
+        if isinstance(image, Image.Image):
+            return np.asarray(image.convert("RGB"))
+        return image
+
+    def name(self, i: int) -> str:
+        return self._names[i]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model in evaluation mode on a device, with what it takes to classify images."""
+
+    model: nn.Module
+    config: RunConfig
+    classes: tuple[str, ...]
+    policy: Policy
+    step: int
+    path: Path
+
+    @classmethod
+    def load(
+        cls,
+        run: Path,
+        *,
+        device: str = "auto",
+        precision: str = "auto",
+        overrides: Mapping[str, Any] | None = None,
+        components: Components | None = None,
+        trust: bool = False,
+    ) -> Predictor:
+        """`run` is a run folder (its best checkpoint) or a checkpoint file. `components.model` is needed
+        where the run's model was given as a Python object. `trust` allows code that the run names."""
+        path = find_checkpoint(run)
+        checkpoint = Checkpoint.read(path)
+        wanted = {"run.device": device, "precision.amp_dtype": precision, **(overrides or {})}
+        config = read_config(checkpoint, wanted)
+        place = choose_device(config, Topology.from_env({}))
+        model = restore_model(config, checkpoint, components or Components(), trust=trust)
+        policy = choose_policy(config.precision, place)
+        allow_tf32(config.precision)
+        model = policy.convert(model.to(place)).eval()
+        return cls(model, config, tuple(checkpoint.classes), policy, checkpoint.step, path)
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What turns an image into the model's input, for programs that use an exported model."""
+        data = self.config.data
+        return {
+            "classes": list(self.classes),
+            "image_size": data.image_size,
+            "eval_resize": data.eval_resize,
+            "interpolation": data.interpolation,
+            "channels": data.channels,
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "model": self.config.model.name,
+            "step": self.step,
+        }
+
+    def predict(
+        self, images: Iterable[ImageLike], *, top: int = 5, batch_size: int = 64
+    ) -> list[Prediction]:
+        """Classifies files, PIL images or uint8 arrays (height × width × channels), in their order. An
+        image that cannot be decoded has a `Prediction` with an `error`."""
+        given = list(images)
+        names = [
+            str(image) if isinstance(image, str | Path) else f"image {number}"
+            for number, image in enumerate(given)
+        ]
+        for name, image in zip(names, given, strict=True):
+            _check_image(name, image)
+        if not given:
+            return []
+        scores, errors = self._scores(_Images(given, names), batch_size)
+        shown = min(top, scores.shape[1])
+        best = scores.topk(shown, dim=1)
+        found = []
+        for number, name in enumerate(names):
+            if number in errors:
+                found.append(Prediction(name, error=errors[number]))
+                continue
+            labels = tuple(self.classes[index] for index in best.indices[number].tolist())
+            found.append(Prediction(name, labels, tuple(best.values[number].tolist())))
+        return found
+
+    def _scores(self, source: Source, batch_size: int) -> tuple[Tensor, dict[int, str]]:
+        """Probabilities, samples × classes, and why samples have none."""
+        device, data = self.policy.device, self.config.data
+        data = replace(data, max_corrupt_share=1 - 1e-9, resident="off", cache="none")
+        if not data.decoder.startswith("n"):
+            data = replace(data, decoder="auto")
+        normalize = Normalizer(
+            data.mean, data.std, data.channels, self.policy.dtype,
+            channels_last=self.config.run.channels_last, kernel=not triton_problem(device),
+        )  # fmt: skip
+        scores = torch.zeros(len(source), len(self.classes))
+        seen = torch.zeros(len(source), dtype=torch.bool)
+        loader = create_eval_loader(
+            source, data, rank=0, world_size=1, batch_size=batch_size, device=device
+        )
+        try:
+            with loader, torch.inference_mode(), self.policy.compute():
+                for batch in loader:
+                    outputs = class_scores(self.model(normalize(batch.images, device)))
+                    places = batch.labels.cpu()
+                    scores[places] = self._probabilities(outputs.float()).cpu()
+                    seen[places] = True
+                corrupt = {sample.name: sample.reason for sample in loader.corrupt}
+        except RuntimeError as error:
+            fault = out_of_memory(error, f"classifying {batch_size} images at a time",
+                                  "use a smaller --batch-size")  # fmt: skip
+            raise fault or error from error
+        missing = torch.nonzero(~seen).flatten().tolist()
+        errors = {i: corrupt.get(source.name(i), "cannot be decoded") for i in missing}
+        return scores, errors
+
+    def _probabilities(self, outputs: Tensor) -> Tensor:
+        # Binary cross-entropy trains one yes-or-no question for each class.
+        if getattr(self.config.run, "loss", "") == "bce":
+            return outputs.sigmoid()
+        return outputs.softmax(dim=1)
+
+    def export(self, out: Path) -> str:
+        """Writes the model as `.safetensors` (weights), `.onnx` or `.pt2` (a program of `torch.export`),
+        with classes, sizes, mean and std in the file; returns a line for the user. A program is run
+        and compared with the model before it is written."""
+        if out.suffix not in FORMATS:
+            raise ConfigError(
+                "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
+            )
+        if out.suffix == ".safetensors":
+            text = {name: value if isinstance(value, str) else json.dumps(value)
+                    for name, value in self.preprocessing.items()}  # fmt: skip
+            if epochs := self.config.run.average_epochs:
+                text["average_epochs"] = f"{epochs:g}"
+            state = self.model.state_dict()
+            write_weights(state, out, text)
+            return f"{out}: {len(state)} tensors of {self.path}"
+        return _export_onnx(self, out) if out.suffix == ".onnx" else _export_program(self, out)
+
+    def example_input(self, samples: int = _CHECKED_IMAGES) -> Tensor:
+        """Random numbers with the shape of the model's input."""
+        data = self.config.data
+        shape = (samples, data.channels, data.image_size, data.image_size)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _check_image(name: str, image: object) -> None:
+    if isinstance(image, str | Path | Image.Image):
+        return
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim not in (2, 3):
+        kind = (
+            f"{image.dtype} array of shape {image.shape}" if isinstance(image, np.ndarray) else ""
+        )
+        raise DataError(
+            f"{name} is a {kind or type(image).__name__}",
+            "give file names, PIL images, or uint8 arrays of height × width × channels",
+        )
+
+
+def find_images(paths: Iterable[Path]) -> list[Path]:
+    """Files as they are, folders with all images below them, in the order of their names."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            if not inside:
+                raise DataError(f"{path} has no images", f"looked for {', '.join(IMAGE_SUFFIXES)}")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise DataError(f"{path} does not exist", "give image files or folders")
+    return found
+
+
+class _Logits(nn.Module):
+    """The class scores alone, in fp32, for models that return more."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return class_scores(self.model(images)).float()
+
+
+def _exported(predictor: Predictor) -> tuple[_Logits, Tensor, torch.export.ExportedProgram]:
+    model, images = _Logits(predictor.model).eval(), predictor.example_input()
+    batch = torch.export.Dim("batch", min=1)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
+    except Exception as error:  # the exporter raises whatever the model's code leads to
+        if isinstance(error, PacelineError):
+            raise
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise RunError(
+            f"the model cannot be exported as a program ({reason})",
+            "export its weights as .safetensors",
+        ) from error
+    return model, images, program
+
+
+def _export_program(predictor: Predictor, out: Path) -> str:
+    model, images, program = _exported(predictor)
+    worst = _difference(model, images, lambda x: program.module()(x))
+    import io
+
+    content = io.BytesIO()
+    torch.export.save(
+        program, content, extra_files={f"{METADATA}.json": json.dumps(predictor.preprocessing)}
+    )
+    write_atomically(out, content.getvalue())
+    return f"{out}: a torch.export program of {predictor.path}, equal to the run within {worst:.1e}"
+
+
+def _export_onnx(predictor: Predictor, out: Path) -> str:
+    for package in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError("OUT", str(out), f"needs the package {package}",
+                              "pip install 'paceline[onnx]', or export .pt2 or .safetensors")  # fmt: skip
+    import logging
+    import warnings
+
+    model, images, program = _exported(predictor)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own deprecations
+        found = torch.onnx.export(
+            program, (images,), dynamo=True, verbose=False, input_names=["images"],
+            output_names=["scores"],
+        )  # fmt: skip
+    assert found is not None
+    for name, value in predictor.preprocessing.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        found.model.metadata_props[f"{METADATA}.{name}"] = text
+    content = found.model_proto.SerializeToString()
+    checked = "not checked: onnxruntime is not installed"
+    if importlib.util.find_spec("onnxruntime") is not None:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        entry = session.get_inputs()[0].name
+
+        def run(batch: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(None, {entry: batch.numpy()})[0])
+
+        worst = _difference(model, images, run)
+        checked = f"equal to the run within {worst:.1e} in ONNX Runtime"
+    write_atomically(out, content)
+    return f"{out}: an ONNX model of {predictor.path}, {checked}"
+
+
+def _difference(model: nn.Module, images: Tensor, run: Any) -> float:
+    """The largest difference of outputs, also for another number of images, relative to the largest
+    output. RunError where it is more than rounding."""
+    worst = 0.0
+    with torch.no_grad():
+        for batch in (images, images[:1]):
+            wanted, got = model(batch), run(batch)
+            scale = float(wanted.abs().max()) or 1.0
+            worst = max(worst, float((wanted - got).abs().max()) / scale)
+    if not worst <= _TOLERANCE:
+        raise RunError(
+            f"the exported program differs from the model by {worst:.1e} of its largest output",
+            "export .safetensors, and report this",
+        )
+    return worst
