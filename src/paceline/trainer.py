@@ -3,8 +3,9 @@
     result = pl.Trainer("resnet18", "photos/", epochs=20).fit()
     print(result.top1, result.folder)
 
-One process is one rank. Start the same script with torchrun, srun or mpirun for several. Arguments
-override the recipe, which overrides the defaults of docs/settings.md; `settings` reaches every setting.
+One process is one rank. Start the same script with torchrun, srun or mpirun for several. Named
+arguments override `settings`, which reaches every setting and overrides the recipe, which overrides the
+defaults of docs/settings.md.
 `paceline train` is built on this class.
 """
 
@@ -24,6 +25,11 @@ from paceline.config import RunConfig, load_config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import Observer
 from paceline.data import Source
+
+try:
+    from paceline.data import DatasetSource  # type: ignore[attr-defined]
+except ImportError:
+    DatasetSource = None
 from paceline.train.callbacks import Callback
 from paceline.train.checkpoint import find_checkpoint
 from paceline.train.components import Components, Loss
@@ -134,7 +140,7 @@ class Trainer:
         _take(values, components, "optim.name", "optimizer", optimizer)
         _take(values, components, "run.loss", "loss", loss)
         _take_data(values, components, data, val_data)
-        values |= settings or {}
+        values = {**(settings or {}), **values}
         if recipe is None and not {"data.dir", "data.source"} & values.keys():
             recipe = "quickstart"
         config = load_config(str(recipe) if recipe else None, values)

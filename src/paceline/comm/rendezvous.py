@@ -64,7 +64,7 @@ class _Opened:
 
 
 # A program may run several jobs in a row, such as a training and an evaluation. Rank 0 keeps hosting the
-# store; each further job has keys of its own in it. All ranks count alike, because they run the same jobs.
+# store; each further job has keys of its own in it. All ranks run the same jobs and so count alike.
 _opened: dict[tuple[str, int], _Opened] = {}
 
 

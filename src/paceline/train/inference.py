@@ -9,8 +9,12 @@ batch-norm statistics are averaged over its ranks.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import io
 import json
+import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -260,11 +264,12 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
 
 
 class _Logits(nn.Module):
-    """The class scores alone, in fp32, for models that return more."""
+    """The class scores alone, in fp32, for models that return more; with weights in the plain memory
+    format, which is the only one that files of programs keep."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
         return class_scores(self.model(images)).float()
@@ -290,8 +295,6 @@ def _exported(predictor: Predictor) -> tuple[_Logits, Tensor, torch.export.Expor
 def _export_program(predictor: Predictor, out: Path) -> str:
     model, images, program = _exported(predictor)
     worst = _difference(model, images, lambda x: program.module()(x))
-    import io
-
     content = io.BytesIO()
     torch.export.save(
         program, content, extra_files={f"{METADATA}.json": json.dumps(predictor.preprocessing)}
@@ -305,9 +308,6 @@ def _export_onnx(predictor: Predictor, out: Path) -> str:
         if importlib.util.find_spec(package) is None:
             raise ConfigError("OUT", str(out), f"needs the package {package}",
                               "pip install 'paceline[onnx]', or export .pt2 or .safetensors")  # fmt: skip
-    import logging
-    import warnings
-
     model, images, program = _exported(predictor)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():

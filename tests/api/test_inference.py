@@ -1,0 +1,126 @@
+"""Prediction and export: the run's own outputs, in every format, from files, images and arrays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+import paceline as pl
+from paceline.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    chance = np.random.default_rng(0)
+    for number, (width, height) in enumerate([(40, 30), (28, 28), (31, 64)]):
+        pixels = chance.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return folder
+
+
+def folder_of(trained: pl.Trainer) -> Path:
+    assert trained.folder is not None
+    return trained.folder
+
+
+def test_files_images_and_arrays_agree(trained: pl.Trainer, photos: Path) -> None:
+    files = sorted(photos.glob("*.png"))
+    images = [Image.open(file) for file in files]
+    arrays = [np.asarray(image) for image in images]
+    found = [trained.predict(given, top=4) for given in (files, images, arrays)]
+    for prediction, other in zip(found[0], found[1], strict=True):
+        assert prediction.labels == other.labels
+        assert prediction.confidences == pytest.approx(other.confidences, abs=1e-5)
+        assert sum(prediction.confidences) == pytest.approx(1, abs=1e-5)
+    assert [p.labels for p in found[1]] == [p.labels for p in found[2]]
+
+
+def test_bad_images_are_named_and_the_others_classified(
+    trained: pl.Trainer, photos: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"not an image")
+    found = trained.predict([bad, photos / "0.png", tmp_path / "missing.png"])
+    assert [bool(p.error) for p in found] == [True, False, True]
+    assert not trained.predict([bad])[0].label
+    with pytest.raises(pl.DataError, match="float"):
+        trained.predict([np.zeros((3, 3))])  # type: ignore[list-item]
+
+
+def test_the_command_prints_and_writes_all_of_it(
+    trained: pl.Trainer, photos: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "table.csv"
+    words = [
+        "predict",
+        str(folder_of(trained)),
+        str(photos),
+        "--top",
+        "2",
+        "--json",
+        "--csv",
+        str(table),
+    ]
+    done = CliRunner().invoke(app, words, standalone_mode=False, catch_exceptions=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3
+    assert all(len(row["classes"]) == 2 for row in rows)
+    lines = table.read_text().splitlines()
+    assert lines[0] == "image,class1,confidence1,class2,confidence2,error"
+    assert len(lines) == 4
+    assert rows[0]["classes"][0]["class"] in lines[1]
+
+
+def test_safetensors_has_weights_and_preprocessing(trained: pl.Trainer, tmp_path: Path) -> None:
+    out = tmp_path / "net.safetensors"
+    trained.export(out)
+    with safe_open(out, "pt") as file:
+        metadata = file.metadata()
+        names = set(file.keys())
+    predictor = trained.predictor()
+    assert names == set(predictor.model.state_dict())
+    assert json.loads(metadata["classes"]) == list(predictor.classes)
+    assert json.loads(metadata["mean"]) == [0.5]
+    assert metadata["image_size"] == "28"
+
+
+def test_a_program_computes_what_the_run_computes(trained: pl.Trainer, tmp_path: Path) -> None:
+    out = tmp_path / "net.pt2"
+    assert "equal to the run" in trained.export(out)
+    extra = {"paceline.json": ""}
+    program = torch.export.load(out, extra_files=extra)
+    predictor = trained.predictor()
+    images = predictor.example_input(5)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(images), predictor.model(images))
+    assert json.loads(extra["paceline.json"])["classes"] == list(predictor.classes)
+
+
+def test_onnx_runtime_computes_what_the_run_computes(trained: pl.Trainer, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    out = tmp_path / "net.onnx"
+    assert "in ONNX Runtime" in trained.export(out)
+    session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    properties = session.get_modelmeta().custom_metadata_map
+    predictor = trained.predictor()
+    assert json.loads(properties["paceline.classes"]) == list(predictor.classes)
+    images = predictor.example_input(4)
+    (scores,) = session.run(None, {"images": images.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.from_numpy(scores), predictor.model(images), rtol=1e-3, atol=1e-4
+        )
+
+
+def test_other_formats_are_refused(trained: pl.Trainer, tmp_path: Path) -> None:
+    with pytest.raises(pl.ConfigError, match="onnx"):
+        trained.export(tmp_path / "net.tflite")

@@ -1,0 +1,84 @@
+"""`pl.Trainer`: what it takes, what it returns, and that the command line reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline as pl
+from api.conftest import trainer
+from ranks import run_ranks
+
+
+def test_the_result_is_the_summary_of_the_folder(trained: pl.Trainer) -> None:
+    assert trained.folder is not None
+    summary = json.loads((trained.folder / "summary.json").read_text())
+    again = pl.Trainer.from_config(trained.config)
+    assert summary["stopped_by"] == "finished"
+    found = again.evaluate()
+    assert found.samples > 0
+    assert 0 <= found.top1 <= 100
+
+
+def test_arguments_override_settings_and_recipe(tmp_path: Path) -> None:
+    made = pl.Trainer(
+        "resnet18", "photos", recipe="cifar10-resnet18", epochs=3, global_batch=64, lr=0.5,
+        optimizer="lars", precision="bf16", image_size=48, seed=7, output=tmp_path,
+        settings={"run.smoothing": 0.2},
+    )  # fmt: skip
+    flat = made.config.flat()
+    wanted = {
+        "model.name": "resnet18", "data.dir": "photos", "data.source": "auto", "run.epochs": 3,
+        "run.global_batch_size": 64, "optim.lr": 0.5, "optim.name": "lars", "data.image_size": 48,
+        "precision.amp_dtype": "bf16", "run.seed": 7, "run.smoothing": 0.2,
+        "run.output": str(tmp_path),
+    }  # fmt: skip
+    assert {name: flat[name] for name in wanted} == wanted
+
+
+def test_without_data_it_trains_the_quickstart() -> None:
+    assert pl.Trainer().config.run.name == "quickstart"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"model": 3}, "model"),
+        ({"callbacks": [print]}, "callbacks"),
+        ({"epochs": 0}, "run.epochs"),
+        ({"settings": {"run.epoch": 3}}, "run.epoch"),
+        ({"precision": "fp8"}, "precision.amp_dtype"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, object], field: str) -> None:
+    with pytest.raises(pl.ConfigError) as raised:
+        pl.Trainer(**arguments)  # type: ignore[arg-type]
+    assert raised.value.field == field
+
+
+def test_nothing_trained_yet(tmp_path: Path) -> None:
+    with pytest.raises(pl.RunError, match="fit"):
+        trainer(tmp_path / "none").predict([])
+
+
+def test_import_starts_neither_torch_nor_cuda() -> None:
+    code = "import paceline, sys; assert 'torch' not in sys.modules; paceline.ConfigError"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _fit_and_evaluate(rank: int, output: str) -> tuple[str, float, int]:
+    made = trainer(Path(output))
+    result = made.fit()
+    found = made.evaluate()
+    return result.stopped_by, found.top1, found.samples
+
+
+def test_several_jobs_in_one_program_on_two_ranks(tmp_path: Path) -> None:
+    """Training and evaluation meet at the same address, one after the other."""
+    first, second = run_ranks(2, _fit_and_evaluate, str(tmp_path / "run"))
+    assert first == second
+    assert first[0] == "finished"
