@@ -1,0 +1,65 @@
+"""The examples and the notebook run, each where its packages are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cli_runs import is_launchers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {"own_model": "torch", "own_data": "torch", "fine_tuning": "torch", "timm_model": "timm"}
+
+
+def environment() -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
+    return env | {"PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_examples_run(name: str, tmp_path: Path) -> None:
+    if find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True,
+                          timeout=110)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "top-1" in done.stdout or "Prediction" in done.stdout
+
+
+def test_the_own_model_example_is_short() -> None:
+    assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 30
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(),
+                          capture_output=True, text=True, timeout=110)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_users_code_type_checks(tmp_path: Path) -> None:
+    """Against the public names, under mypy --strict."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import paceline as pl\n"
+        "class Stop(pl.Callback):\n"
+        "    def on_evaluation(self, run: pl.RunControl, event: pl.EvalEvent) -> None:\n"
+        "        if event.top1 > 90:\n"
+        "            run.stop('enough')\n"
+        "result = pl.Trainer('resnet18', 'photos', epochs=3, callbacks=[Stop()]).fit()\n"
+        "top1: float | None = result.top1\n"
+        "labels: list[str] = [p.label for p in pl.Predictor.load(result.folder).predict(['a.jpg'])]\n"
+    )
+    words = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", os.devnull,
+             str(program)]  # fmt: skip
+    env = environment() | {"MYPYPATH": str(EXAMPLES.parent / "src")}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout

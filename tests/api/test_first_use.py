@@ -1,0 +1,104 @@
+"""The first hour of a new user, from an installed wheel: own photos, own model, resume, export, predict,
+own loop. Torch comes from the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cli_runs import is_launchers
+
+ROOT = Path(__file__).parents[2]
+MY_NET = """
+from torch import nn
+
+def make(num_classes, in_channels=3):
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, num_classes),
+    )
+"""
+OWN_LOOP = """
+import torch, torch.nn.functional as F
+import paceline as pl
+
+with pl.init() as here:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 2))
+    prepared = pl.prepare(pl.DataParallel(net), optimizer="sgd", lr=0.01)
+    loader = pl.ImageLoader("photos", batch_size=8, image_size=32, val_split=0.25)
+    for images, labels in loader:
+        with prepared.autocast():
+            loss = F.cross_entropy(prepared.model(images).float(), labels)
+        prepared.backward(loss)
+        prepared.step()
+    print("own loop", float(loss))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with photos of two classes, and Paceline installed beside it."""
+    place = tmp_path_factory.mktemp("first-use")
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*wheel, "-w", str(place / "dist"), str(ROOT)], check=True)
+    (found,) = (place / "dist").glob("paceline-*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*install, str(place / "site"), str(found)], check=True)
+    chance = np.random.default_rng(0)
+    for label, level in (("dark birds", 60), ("light fish", 180)):
+        folder = place / "photos" / label
+        folder.mkdir(parents=True)
+        for number in range(16):
+            pixels = chance.integers(level - 50, level + 50, (40, 50, 3)).astype(np.uint8)
+            suffix = "jpg" if number % 2 else "png"
+            Image.fromarray(pixels).save(folder / f"{number}.{suffix}")
+    (place / "my_net.py").write_text(MY_NET)
+    (place / "own_loop.py").write_text(OWN_LOOP)
+    return place
+
+
+def run(home: Path, *words: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
+    env |= {"PYTHONPATH": str(home / "site"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def paceline(home: Path, text: str) -> str:
+    return run(home, sys.executable, "-m", "paceline", *text.split())
+
+
+TRAIN = (
+    "train --data-dir photos --val-split 0.25 --image-size 32 --model my_net:make -b 8 --opt adamw"
+)
+
+
+def test_a_new_users_first_hour(home: Path) -> None:
+    assert str(home / "site") in run(
+        home, sys.executable, "-c", "import paceline; print(paceline.__file__)"
+    )
+    assert "nothing was trained or written" in paceline(home, f"{TRAIN} --dry-run")
+    assert not (home / "runs").exists()
+    paceline(home, f"{TRAIN} --lr 0.01 --epochs 2 --output first")
+    paceline(home, f"{TRAIN} --lr 0.01 --epochs 4 --output first --resume first")
+    line = paceline(home, "predict first photos --trust --csv found.csv").splitlines()[0]
+    assert "dark birds" in line or "light fish" in line
+    assert len((home / "found.csv").read_text().splitlines()) == 33
+    paceline(home, "export first net.pt2 --trust")
+    if _has("onnxscript") and _has("onnxruntime"):
+        assert "in ONNX Runtime" in paceline(home, "export first net.onnx --trust")
+    assert "own loop" in run(home, sys.executable, "own_loop.py")
+
+
+def _has(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(package) is not None
