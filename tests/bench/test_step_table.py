@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from paceline.bench.optimizer import measure_all
-from paceline.bench.step import StepRow
-from paceline.bench.step_table import RowProcess, choose_rows, measure_rows, ratios
+from paceline.bench.step import RowProcess, StepRow, choose_rows, measure_rows, ratios
 from paceline.bench.timing import Times, device_times, steady_times
 from paceline.core.errors import ConfigError
 

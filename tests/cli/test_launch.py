@@ -18,11 +18,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-import paceline.cli.launcher_watch as watch
+import paceline.cli.failure as watch
 from cli_runs import is_launchers
-from paceline.cli.failure import LAUNCHER_VARIABLE, Failure, root_cause
+from paceline.cli.failure import LAUNCHER_VARIABLE, Failure, Launcher, find_launcher, root_cause
 from paceline.cli.launch import ADDRESS, LaunchSignals, LocalRendezvous, register
-from paceline.cli.launcher_watch import Launcher, find_launcher
 from paceline.comm.agreement import PeerError
 from paceline.core.errors import CommError, ConfigError, PacelineError
 
@@ -212,7 +211,7 @@ def test_the_agent_finds_the_store_by_name_also_twice_in_a_process() -> None:
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FIND = (
-    "import os; from paceline.cli.launcher_watch import find_launcher as find; "
+    "import os; from paceline.cli.failure import find_launcher as find; "
     "found = find(os.environ); print(found.name if found else '-', found.pid if found else 0)"
 )
 BY_HAND = {
@@ -281,7 +280,7 @@ def test_a_process_that_ended_is_gone_also_as_a_zombie() -> None:
 def test_a_rank_whose_launcher_is_gone_ends_with_one_line() -> None:
     """Before the first step there is nothing to save."""
     code = (
-        "import os, time; from paceline.cli.launcher_watch import LauncherWatch; "
+        "import os, time; from paceline.cli.failure import LauncherWatch; "
         "LauncherWatch(os.environ); time.sleep(60)"
     )
     gone = subprocess.Popen(["true"])

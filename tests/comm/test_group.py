@@ -17,10 +17,10 @@ import paceline
 from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm import CommSettings, Group, PeerError, ProcessGroups
 from paceline.comm.group import choose_backend
-from paceline.comm.group_layout import GroupLayout, Place
-from paceline.comm.process_groups import all_gather_json
+from paceline.comm.process_groups import Place, all_gather_json, group_ranks
 from paceline.core.errors import CommError, ConfigError, DataError, PacelineError
 from paceline.core.topology import Topology
+from paceline.plan.steps import Groups
 from ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")
@@ -133,9 +133,9 @@ def _sum(group: dist.ProcessGroup | None, rank: int) -> float:
 
 def _sums(rank: int, nodes: tuple[int, ...]) -> tuple[float, float, dict[int, float], float]:
     with made_groups(rank, nodes) as groups:
-        assert not groups.has_parts, "over Gloo one group does"
+        assert not groups.layout.nested, "over Gloo one group does"
     with made_groups(rank, nodes, subgroups=True) as groups:
-        assert groups.has_parts
+        assert groups.layout.nested
         assert groups.world is not dist.group.WORLD
         columns = {number: _sum(group, rank) for number, group in groups.columns.items()}
         found = (
@@ -208,7 +208,7 @@ def places(*nodes: int) -> list[Place]:
 
 
 def test_a_group_for_each_node() -> None:
-    layout = GroupLayout.from_places(places(3, 2, 1))
+    layout = Groups(group_ranks(places(3, 2, 1)))
     assert layout.groups == ((0, 1, 2), (3, 4), (5,))
     assert (layout.masters, layout.order) == ((0, 3, 5), (0, 1, 2, 3, 4, 5))
     assert layout.row_of(4) == (3, 4)
@@ -216,7 +216,7 @@ def test_a_group_for_each_node() -> None:
     # The lone rank of the last node owns every chunk there.
     assert layout.columns == ((0, 3, 5), (1, 4, 5), (2, 3, 5))
     dealt = [Place(rank, 4, rank % 2, rank // 2, 2) for rank in range(4)]
-    assert GroupLayout.from_places(dealt).groups == ((0, 2), (1, 3)), "ranks dealt out in turn"
+    assert group_ranks(dealt) == ((0, 2), (1, 3)), "ranks dealt out in turn"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_group_for_each_node() -> None:
     ],
 )
 def test_groups_of_k(nodes: tuple[int, ...], k: int, groups: tuple[tuple[int, ...], ...]) -> None:
-    assert GroupLayout.from_places(places(*nodes), k).groups == groups
+    assert group_ranks(places(*nodes), k) == groups
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,6 @@ def test_groups_of_k(nodes: tuple[int, ...], k: int, groups: tuple[tuple[int, ..
 )
 def test_contradictions_are_named(first: Any, second: Any, message: str) -> None:
     with pytest.raises(CommError, match=message):
-        GroupLayout.from_places([Place(*first), Place(*second)])
+        group_ranks([Place(*first), Place(*second)])
     with pytest.raises(ConfigError, match="comm.group_size = 0"):
-        GroupLayout.from_places(places(2), 0)
+        group_ranks(places(2), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.messages import Message, item_bytes, plan_messages
+from paceline.comm.exchange import Message, item_bytes, plan_messages
 from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan import FusionBucket, FusionPlan
 

@@ -20,7 +20,7 @@ from paceline.comm import (
     ProcessGroups,
     create_transport,
 )
-from paceline.comm.comm_thread import CommThread
+from paceline.comm.hybrid import CommThread
 from paceline.comm.progress import Observers
 from paceline.comm.transport import NativeTransport, Piece, ThreadTransport
 from paceline.core.errors import CommError, RunError

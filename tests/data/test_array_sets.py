@@ -21,16 +21,17 @@ from PIL import Image
 
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, SyntheticImages, open_source
-from paceline.data.sources.cifar10 import (
+from paceline.data.sources.array_sets import (
     Cifar10,
+    IdxFiles,
     find_layout,
     read_binary,
+    read_idx,
     read_labels,
     read_pickle,
     read_pickled_batch,
     read_sheet,
 )
-from paceline.data.sources.idx_files import IdxFiles, read_idx
 from paceline.data.sources.layouts import EMBEDDED
 from paceline.data.sources.shards import TarShards
 

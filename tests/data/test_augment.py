@@ -22,7 +22,7 @@ from paceline.data import (
 )
 from paceline.data.augment import _OPERATIONS, apply_extras, draws, extra_draws
 from paceline.data.device.gpu_decoder import check_settings
-from paceline.data.randomness import uniform
+from paceline.data.order import uniform
 
 Make = Callable[..., DataSettings]
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)

@@ -12,7 +12,7 @@ from paceline.data.augment import RESAMPLING
 from paceline.data.device import augment as module
 from paceline.data.device.augment import AugmentNumbers, DeviceAugment, random_boxes, resample
 from paceline.data.device.resident import ResidentSet
-from paceline.data.randomness import uniform
+from paceline.data.order import uniform
 
 Make = Callable[..., DataSettings]
 SAMPLES, BATCH, CROPS = 30, 200, 40

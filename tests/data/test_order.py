@@ -14,8 +14,15 @@ from hypothesis import given
 
 from paceline.core.errors import ConfigError
 from paceline.data import BatchPlan, DataSettings, SampleOrder, create_train_loader, open_source
-from paceline.data.order import ShardGroups, shard_groups, shard_permutation
-from paceline.data.randomness import AUGMENT_STREAM, ORDER_STREAM, hash64, uniform
+from paceline.data.order import (
+    AUGMENT_STREAM,
+    ORDER_STREAM,
+    ShardGroups,
+    hash64,
+    shard_groups,
+    shard_permutation,
+    uniform,
+)
 
 GOLDEN_SEED_0 = [8, 0, 1, 5, 3, 2, 7, 9, 6, 4, 3, 0, 9, 1, 5, 6, 4, 7, 8, 2]
 GOLDEN_IMAGENET = [1051210, 999488, 1213489, 1181654]

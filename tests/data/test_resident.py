@@ -30,7 +30,7 @@ from paceline.data import (
 )
 from paceline.data.device import resident as module
 from paceline.data.device.resident import PixelForm, UnequalSizesError, resident_set
-from paceline.data.sources.cifar10 import Cifar10
+from paceline.data.sources.array_sets import Cifar10
 
 Make = Callable[..., DataSettings]
 CPU = torch.device("cpu")

@@ -10,9 +10,7 @@ import paceline
 
 ROOT = Path(paceline.__file__).parent
 # Modules under 60 lines with a single importer. Each has a reason to stand alone.
-SMALL = {
-    "core/lazy_exports.py": "used by the __init__ of every package",
-}
+SMALL: dict[str, str] = {}
 
 
 def imports() -> dict[str, set[str]]:

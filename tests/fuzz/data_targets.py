@@ -21,8 +21,8 @@ from fuzz.target import Seed, Target
 from paceline.data import DataSettings, Source
 from paceline.data.pack.inspect import shard_problems
 from paceline.data.pack.manifest import check_packed
+from paceline.data.sources.array_sets import read_binary, read_labels, read_pickle, read_sheet
 from paceline.data.sources.cache import from_entry, to_entry
-from paceline.data.sources.cifar10 import read_binary, read_labels, read_pickle, read_sheet
 from paceline.data.sources.index_store import UnfitIndexError, read_index, write_index
 from paceline.data.sources.labels import FILE_NAMES, read_classes, read_flat_labels
 from paceline.data.sources.layouts import open_layout

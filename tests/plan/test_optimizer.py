@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.comm import SIGNALS
-from paceline.comm.messages import Message, plan_messages
+from paceline.comm.exchange import Message, plan_messages
 from paceline.core.errors import ConfigError
 from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan import FusionBucket, FusionPlan, PlanFile

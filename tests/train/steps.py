@@ -18,13 +18,12 @@ from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import DryBackward, create_master_optimizer, plan_exchange
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weights import create_average, master_weights
+from paceline.train.weights import BatchNormState, create_average, master_weights
 
 CPU = torch.device("cpu")
 DATA = DataSettings(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.train.batch_norm import BatchNormState, pool
+from paceline.train.weights import BatchNormState, pool
 from ranks import run_ranks
 from train.steps import alone, joined
 

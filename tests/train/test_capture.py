@@ -12,7 +12,7 @@ import torch
 from paceline.comm import CommSettings
 from paceline.comm.transport import ThreadTransport
 from paceline.core.errors import RunError
-from paceline.train.capture import WARM_CALLS, Captured
+from paceline.train.micro_step import WARM_CALLS, Captured
 from train.steps import Made, alone, make_step
 
 

@@ -15,8 +15,8 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import CorruptEvent, Event, NoteEvent
 from paceline.data import CorruptSample
 from paceline.train import Progress, resolve_batch_sizes
-from paceline.train.input_report import InputReport, InputWait
 from paceline.train.inputs import LARGEST_AUTOMATIC_MICRO_BATCH
+from paceline.train.observers import InputReport, InputWait
 from ranks import run_ranks
 from train.steps import alone, joined
 
@@ -104,8 +104,8 @@ def test_on_a_gpu_only_idle_time_counts(
 ) -> None:
     """The host waits for 20 ms."""
     marks, clock = iter((Clocked(0.0), Clocked(idle_ms))), iter((0.0, 0.02))
-    monkeypatch.setattr("paceline.train.input_report.mark_stream", lambda device: next(marks))
-    monkeypatch.setattr("paceline.train.input_report.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("paceline.train.observers.mark_stream", lambda device: next(marks))
+    monkeypatch.setattr("paceline.train.observers.time.perf_counter", lambda: next(clock))
     wait = InputWait(torch.device("cuda"))
     with wait:
         pass

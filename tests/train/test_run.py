@@ -26,9 +26,9 @@ from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, loop, run_training
 from paceline.train.divergence import find_bad_layer
-from paceline.train.run_lock import NAME as LOCK
+from paceline.train.observers import TensorBoardWriter
+from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
-from paceline.train.tracing import TensorBoardWriter
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, watched

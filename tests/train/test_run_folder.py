@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.train.run_folder import RunFolder, choose_run_folder, claim_run_folder
-from paceline.train.run_lock import NAME, RunFolderGoneError, RunFolderInUseError, RunLock
+from paceline.train.run_folder import (
+    NAME,
+    RunFolder,
+    RunFolderGoneError,
+    RunFolderInUseError,
+    RunLock,
+    choose_run_folder,
+    claim_run_folder,
+)
 from small_runs import small_config
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from paceline.bench.ranks import RankGroup, interleaved
 from paceline.bench.timing import Times
-from paceline.comm.hybrid import HybridAllReduce
-from paceline.comm.wire import WireFormat
+from paceline.comm.hybrid import HybridAllReduce, WireFormat
 from paceline.core.errors import CommError
 from paceline.plan.size_table import SizeTable
 

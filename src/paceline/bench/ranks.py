@@ -1,5 +1,6 @@
 """The ranks of a benchmark: process groups, barriers, the time of the slowest rank, interleaved
-samples."""
+samples.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from paceline.cli import bench, data, doctor, evaluate, plan, report, train, tune
-from paceline.cli.failure import Failure
-from paceline.cli.launcher_watch import LauncherWatch
+from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
 

@@ -44,7 +44,7 @@ def step(
     as_json: bool = JSON,
 ) -> int:
     """A whole training step on synthetic images: ours against plain PyTorch."""
-    from paceline.bench.step_table import choose_rows, measure_rows, ratios
+    from paceline.bench.step import choose_rows, measure_rows, ratios
     from paceline.models.settings import check_model_name
 
     check_model_name(model)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.bench.placement import Placement
 from paceline.cli.bench_ranks import (
     BACKEND,
     DEVICE,
@@ -24,6 +23,7 @@ from paceline.cli.bench_ranks import (
     RANKS,
     RANKS_PER_HOST,
     SHARE_GPUS,
+    Placement,
     check_settings,
     parse_algorithms,
     run_on_ranks,

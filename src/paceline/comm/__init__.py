@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.lazy_exports import lazy_exports
+from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
     from paceline.comm.agreement import AgreedError, PeerError

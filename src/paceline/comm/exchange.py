@@ -13,21 +13,78 @@ graph: `capture` and `replay` keep the exchange's own state in step with the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.comm.messages import plan_messages
 from paceline.comm.progress import BucketInfo, ExchangeObserver
 from paceline.comm.tracing import ExposedTime, Reading
 from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
 from paceline.core.errors import RunError
 from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan.fusion_plan import FusionPlan
+
+
+@dataclass(frozen=True)
+class Message:
+    """Elements `start` to `stop` of the flat buffer of `dtype`."""
+
+    dtype: str
+    start: int
+    stop: int
+    algorithm: str
+    wire: str
+
+    @property
+    def wire_bytes(self) -> int:
+        """What travels."""
+        return (self.stop - self.start) * item_bytes(self.dtype, self.wire)
+
+
+def item_bytes(dtype: str, wire: str) -> int:
+    """Of one element on the wire. A format's name ends with its bits."""
+    name = dtype if wire == "auto" else wire
+    return int("".join(c for c in name if c.isdigit())) // 8
+
+
+def plan_messages(
+    plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int
+) -> list[list[Message]]:
+    """One list for each bucket of the plan, with one contiguous piece per number format in it.
+
+    The tensors of `layouts` lie in the plan's order. `tail` elements of signals lie behind the float32
+    tensors. They travel with the last bucket, always in fp32: inside its piece if that is fp32 too, else
+    as a piece of their own.
+    """
+    found: list[list[Message]] = []
+    for bucket in plan.buckets:
+        names = set(bucket.tensors)
+        pieces = []
+        for dtype, layout in layouts.items():
+            slots = [slot for slot in layout if slot.name in names]
+            if slots:
+                # To where the next tensor would begin: padding travels, so that pieces stay aligned.
+                end = -(-slots[-1].stop // layout.align) * layout.align
+                start = slots[0].offset
+                pieces.append(Message(dtype, start, end, bucket.algorithm, bucket.wire))
+        bulk = max(pieces, key=lambda piece: piece.wire_bytes, default=None)
+        found.append(
+            [p if p is bulk else replace(p, algorithm=bucket.beside_algorithm) for p in pieces]
+        )
+    _add_tail(found[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm)
+    return found
+
+
+def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> None:
+    for number, piece in enumerate(last):
+        if (piece.dtype, piece.stop) == ("float32", length) and piece.wire in ("auto", "float32"):
+            last[number] = replace(piece, stop=length + tail)
+            return
+    last.append(Message("float32", length, length + tail, algorithm, "float32"))
 
 
 @dataclass(frozen=True)

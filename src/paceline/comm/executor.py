@@ -88,7 +88,7 @@ class Executor:
         """`batched`: each round's messages go off together; None means where the backend is NCCL."""
         self.groups = groups
         self.staging = Staging()
-        self._layout = Groups(groups.layout.groups, nested=groups.has_parts)
+        self._layout = groups.layout
         self._batched = groups.backend == "nccl" if batched is None else batched
         self._programs: dict[tuple[str, Segment], Program] = {}
         self._prepared: set[str] = set()

@@ -1,32 +1,185 @@
-"""`HybridAllReduce`: for every buffer the algorithm that its size asks for.
-
-In: process groups, a `SizeTable` and a wire format; then buffers, or the buckets of DDP. Out: their sums
-or means, bit-identical on all ranks, summed on the communication thread with groups of its own:
+"""`HybridAllReduce`: the all-reduce algorithm of each buffer is chosen by its size.
 
     state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=1 << 20))
     ddp.register_comm_hook(state, HybridAllReduce.ddp_hook)
 
-It chooses; `PlannedAllReduce` executes, also what a fusion plan has chosen.
+The sums or means are bit-identical on all ranks. They are computed on a communication thread
+(`CommThread`) with its own process groups. `HybridAllReduce` chooses; `PlannedAllReduce` executes, also
+what a fusion plan has chosen. `WireFormat` casts before and after.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.
+
 import os
+import queue
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # public, not in __all__
 from torch.futures import Future
 
-from paceline.comm.comm_thread import CommThread
 from paceline.comm.executor import Executor, check_buffer
 from paceline.comm.process_groups import ProcessGroups, backend_reason
-from paceline.comm.wire import WireFormat
-from paceline.core.errors import CommError
+from paceline.core.errors import CommError, ConfigError, nearest
 from paceline.core.topology import Topology
+from paceline.plan.fusion_plan import SHORT_WIRES
 from paceline.plan.size_table import SizeTable
 
-__all__ = ["HybridAllReduce", "PlannedAllReduce", "SizeTable"]
+__all__ = ["CommThread", "HybridAllReduce", "PlannedAllReduce", "SizeTable", "WireFormat"]
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+WIRES = tuple(_DTYPES)
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """The number format in which a gradient buffer travels, and a scale, 2^-`shift`, applied before
+    sending.
+
+    fp16 ends at 65504, which a sum over thousands of ranks exceeds. Where asked, each rank divides by a
+    power of two that is at least the number of ranks, and the sum is multiplied back. Both are exact,
+    except for numbers below the smallest of fp16, 2⁻²⁴.
+    """
+
+    name: str = "float32"
+    shift: int = 0
+
+    @classmethod
+    def named(cls, name: str, world_size: int = 1, *, scaled: bool | None = None) -> Self:
+        """`scaled`: room for a sum over `world_size` ranks; None means for fp16 alone."""
+        full = SHORT_WIRES.get(name, name)
+        if full not in _DTYPES:
+            raise ConfigError("comm.wire", name, "unknown format", nearest(str(name), WIRES))
+        wanted = full == "float16" if scaled is None else scaled
+        # 2^shift ≥ p: p numbers of up to 65504 / 2^shift cannot add up to more than 65504.
+        return cls(full, (world_size - 1).bit_length() if wanted else 0)
+
+    @classmethod
+    def for_tensor(cls, tensor: Tensor, name: str) -> Self:
+        """Unscaled, for shares of a mean; `auto` is the tensor's own format."""
+        return cls.named(str(tensor.dtype).removeprefix("torch.") if name == "auto" else name,
+                         scaled=False)  # fmt: skip
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.name]
+
+    @property
+    def unit_roundoff(self) -> float:
+        """The largest relative error of one rounding."""
+        return float(torch.finfo(self.dtype).eps) / 2
+
+    def encode(self, buffer: Tensor, wire: Tensor) -> None:
+        """wire ← buffer · 2^-shift, rounded once. The two may be one tensor."""
+        if self.shift:
+            torch.mul(buffer, 2.0**-self.shift, out=wire)
+        elif wire is not buffer:
+            wire.copy_(buffer)
+
+    def decode(self, wire: Tensor, buffer: Tensor, divide_by: int = 1) -> None:
+        """buffer ← wire · 2^shift / divide_by; exact where that is a power of two."""
+        if wire is not buffer:
+            buffer.copy_(wire)
+        factor = 2.0**self.shift
+        if divide_by & (divide_by - 1):
+            # One rounding rather than two; the scale itself is exact.
+            buffer.mul_(factor / divide_by) if self.shift else buffer.div_(divide_by)
+        elif factor != divide_by:
+            buffer.mul_(factor / divide_by)
+
+
+_END_WAIT_S = 5.0
+
+
+@dataclass
+class _Job:
+    run: Callable[[], Tensor]
+    future: Future[Any]
+    device: torch.device
+    ready: torch.cuda.Event | None
+
+
+class CommThread:
+    """The one thread of a process that runs collectives beside the backward pass, in the order in which
+    they were submitted.
+
+    Submitting never waits. After a job has failed the ranks are no longer in step, so every later job
+    fails with its error. The thread starts with the first job, and is a daemon, so that a stuck
+    collective cannot keep the process alive.
+    """
+
+    def __init__(self, name: str = "paceline-comm") -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def submit(self, run: Callable[[], Tensor], device: torch.device) -> Future[Any]:
+        """Runs `run` after all earlier jobs; the future holds its result, or its error."""
+        if self._closed:
+            raise CommError("the communication thread has ended", "submit before close()")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        ready = None
+        if device.type == "cuda":
+            # What the caller's stream still computes must be complete before the job reads it.
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(device))
+        future: Future[Any] = Future(devices=[device] if ready else None)
+        self._jobs.put(_Job(run, future, device, ready))
+        # An error must be raised in a callback: the C++ side of DDP sees it only from there.
+        return future.then(_value)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the first job that failed."""
+        return self._failure
+
+    def close(self) -> None:
+        """Runs what was submitted, then ends the thread; waits for seconds at most."""
+        self._closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_END_WAIT_S)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.ready is None:
+                job.future.set_result(self._outcome(job))
+                continue
+            stream = self._stream(job.device)
+            with torch.cuda.device(job.device), torch.cuda.stream(stream):
+                stream.wait_event(job.ready)
+                # The future records this stream, and whoever waits for it waits for the stream.
+                job.future.set_result(self._outcome(job))
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """One side stream for each device, so that its exchanges stay in order."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _outcome(self, job: _Job) -> Tensor | BaseException:
+        if self._failure is None:
+            try:
+                return job.run()
+            except Exception as error:  # noqa: BLE001  (raised where the future is read)
+                self._failure = error
+        return self._failure
+
+
+def _value(future: Future[Any]) -> Tensor:
+    outcome = future.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    assert isinstance(outcome, Tensor)
+    return outcome
 
 
 class PlannedAllReduce:

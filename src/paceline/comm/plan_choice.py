@@ -13,8 +13,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from paceline.comm.exchange import item_bytes
 from paceline.comm.group import Group
-from paceline.comm.messages import item_bytes
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.flat_layout import TensorSpec

@@ -1,8 +1,8 @@
 """`ProcessGroups`: the torch.distributed groups of the gradient exchange, and NCCL's set-up and abort.
 
 A group of all ranks carries messages. Where the backend's own collectives run in parts of the cluster
-(NCCL), there are also groups for this rank's row, its columns and the masters of the `GroupLayout`. All
-ranks create them at once, in one order, or all raise the same error.
+(NCCL), there are also groups for this rank's row, its columns and the masters of the layout
+(`plan.steps.Groups`). All ranks create them at once, in one order, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,73 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from paceline.comm.group_layout import GroupLayout, Place
 from paceline.core.errors import CommError, ConfigError
 from paceline.core.topology import Topology
+from paceline.plan.steps import Groups
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs, as its launcher has it."""
+
+    rank: int
+    world_size: int
+    node: int
+    local_rank: int
+    local_world_size: int
+
+
+def group_ranks(places: Sequence[Place], k: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """One group for each node, or groups of k ranks; the last of a node, or of all, may be smaller.
+
+    A k that fits into a node splits each node by itself, so that no group spans two nodes; a larger k
+    joins neighbouring nodes.
+    """
+    nodes = _nodes(places)
+    if k is None:
+        return tuple(nodes)
+    if k < 1:
+        raise ConfigError("comm.group_size", k, "must be 1 or more", "leave it out for nodes")
+    whole = [tuple(rank for node in nodes for rank in node)]
+    pieces = nodes if k <= max(len(node) for node in nodes) else whole
+    # Ascending, as torch.distributed numbers the members of a group.
+    return tuple(
+        tuple(sorted(piece[at : at + k])) for piece in pieces for at in range(0, len(piece), k)
+    )
+
+
+def _nodes(places: Sequence[Place]) -> list[tuple[int, ...]]:
+    """The ranks of each node, in ascending order; fails where the ranks contradict."""
+    remedy = "start all ranks with one launcher; check its variables for rank, node and local rank"
+    world = len(places)
+    if sorted(p.rank for p in places) != list(range(world)):
+        raise CommError(f"the ranks are not 0 to {world - 1}, once each", remedy)
+    nodes: dict[int, dict[int, Place]] = {}
+    for place in sorted(places, key=lambda p: p.rank):
+        if place.world_size != world:
+            raise CommError(
+                f"rank {place.rank} counts {place.world_size} ranks, but there are {world}", remedy
+            )
+        node = nodes.setdefault(place.node, {})
+        if place.local_rank in node:
+            raise CommError(
+                f"ranks {node[place.local_rank].rank} and {place.rank} are both local rank "
+                f"{place.local_rank} of node {place.node}",
+                remedy,
+            )
+        node[place.local_rank] = place
+    for number, node in nodes.items():
+        for place in node.values():
+            if place.local_world_size != len(node):
+                raise CommError(
+                    f"rank {place.rank} counts {place.local_world_size} ranks on node {number}, "
+                    f"but {len(node)} are there",
+                    remedy,
+                )
+    return [
+        tuple(sorted(place.rank for place in node.values())) for _, node in sorted(nodes.items())
+    ]
+
 
 # torch's own NCCL watchdog aborts the process with a C++ stack trace when a peer is gone. Paceline's
 # watchdog knows which rank is missing and in which collective, so torch's is switched off. Variables that
@@ -72,18 +136,14 @@ class ProcessGroups:
                     "call torch.distributed.init_process_group first",
                 )
             self.backend = "none"
-            self.layout = GroupLayout(((0,),))
+            self.layout = Groups(((0,),))
             return
         self.backend = str(dist.get_backend())
-        self.layout = _agree(topology, k, timeout_s)
+        nested = self.backend == "nccl" if subgroups is None else subgroups
+        self.layout = Groups(_agree(topology, k, timeout_s), nested)
         self.world = self._make(self.layout.order)
-        if self.backend == "nccl" if subgroups is None else subgroups:
+        if nested:
             self._make_parts()
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether rows, columns and masters have groups of their own."""
-        return self.row is not None
 
     def _make_parts(self) -> None:
         # Every rank goes through all of them, members or not: torch counts groups to name them.
@@ -118,8 +178,8 @@ class ProcessGroups:
         self.columns = {}
 
 
-def _agree(topology: Topology, k: int | None, timeout_s: float) -> GroupLayout:
-    """The layout, from the reports of all ranks; each rank reads the same ones, so all fail alike."""
+def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+    """The groups, from the reports of all ranks; each rank reads the same ones, so all fail alike."""
     place = Place(
         topology.rank,
         topology.world_size,
@@ -137,7 +197,7 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> GroupLayout:
                 f"rank {rank} of torch.distributed is rank {found.rank} in its topology",
                 "check the launcher's environment variables",
             )
-    return GroupLayout.from_places([found for found, _ in reports], k)
+    return group_ranks([found for found, _ in reports], k)
 
 
 def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[Any]:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.hybrid import PlannedAllReduce
+from paceline.comm.hybrid import PlannedAllReduce, WireFormat
 from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
-from paceline.comm.wire import WireFormat
 from paceline.core.errors import CommError
 from paceline.plan.fusion_plan import FusionPlan
 

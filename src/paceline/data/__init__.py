@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.lazy_exports import lazy_exports
+from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
     from paceline.data.augment import EvalTransform, TrainTransform, random_box
@@ -22,17 +22,16 @@ if TYPE_CHECKING:
     from paceline.data.image import CorruptImage
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
-    from paceline.data.order import BatchPlan, SampleOrder
+    from paceline.data.order import BatchPlan, Int64, SampleOrder
     from paceline.data.pack.inspect import inspect_set
     from paceline.data.pack.manifest import PackedSplit, PackOptions
     from paceline.data.pack.pack import pack_splits
     from paceline.data.pack.splits import open_source, open_splits
     from paceline.data.prefetch import divide_wait, sum_by_stage
-    from paceline.data.randomness import Int64
     from paceline.data.settings import DataSettings
     from paceline.data.sources.base import Source, Split
     from paceline.data.sources.labels import numbered_classes
-    from paceline.data.sources.synthetic import SyntheticImages
+    from paceline.data.sources.layouts import SyntheticImages
 
 __all__ = [
     "Batch", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings", "Decoder",
@@ -53,17 +52,16 @@ _MODULES = {
     "image": "CorruptImage",
     "loaders.create": "create_eval_loader create_train_loader",
     "loaders.loader": "EvalBatches EvalLoader TrainBatches TrainLoader",
-    "order": "BatchPlan SampleOrder",
+    "order": "BatchPlan Int64 SampleOrder",
     "pack.inspect": "inspect_set",
     "pack.manifest": "PackOptions PackedSplit",
     "pack.pack": "pack_splits",
     "pack.splits": "open_source open_splits",
     "prefetch": "divide_wait sum_by_stage",
-    "randomness": "Int64",
     "settings": "DataSettings",
     "sources.base": "Source Split",
     "sources.labels": "numbered_classes",
-    "sources.synthetic": "SyntheticImages",
+    "sources.layouts": "SyntheticImages",
 }
 __getattr__, __dir__ = lazy_exports(
     __name__, {name: module for module, names in _MODULES.items() for name in names.split()}

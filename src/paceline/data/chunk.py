@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.data.order import SampleOrder
+from paceline.data.order import Int64, SampleOrder, uniform
 from paceline.data.prefetch import Progress
-from paceline.data.randomness import Int64, uniform
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.lazy_exports import lazy_exports
+from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
-    from paceline.optim.build import create_optimizer, set_rate
+    from paceline.optim.build import LrSchedule, create_optimizer, set_rate
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon, is_matrix, orthogonalize
-    from paceline.optim.schedule import LrSchedule
     from paceline.optim.settings import OptimSettings
 
 __all__ = [
@@ -29,7 +28,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "LARS": "lars",
         "SGD": "lars",
-        "LrSchedule": "schedule",
+        "LrSchedule": "build",
         "Muon": "muon",
         "OptimSettings": "settings",
         "create_optimizer": "build",

@@ -16,7 +16,7 @@ from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
 from paceline.report.html import document, figures, list_section, section
 from paceline.report.quantities import count, loss, markup, number, plural, rate, text_of
-from paceline.report.run_charts import MAX_POINTS, spans_decades
+from paceline.report.run_page import MAX_POINTS, spans_decades
 from paceline.report.tables import Table
 
 # Curves of a shorter run are cut into this many parts instead of epochs.

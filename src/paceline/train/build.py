@@ -21,7 +21,7 @@ from paceline.core.events import Event, NoteEvent, Observer
 from paceline.data import BatchPlan, Source, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
-from paceline.optim.schedule import LrSchedule
+from paceline.optim.build import LrSchedule
 from paceline.plan.plan_file import PlanFile
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.inputs import (
@@ -32,13 +32,12 @@ from paceline.train.inputs import (
     resolve_batch_sizes,
 )
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
-from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
-from paceline.train.run_lock import RunLock
+from paceline.train.observers import RunTrace
+from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.tracing import RunTrace
 from paceline.train.weights import fingerprint
 
 

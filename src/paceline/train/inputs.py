@@ -25,8 +25,7 @@ from paceline.train.checkpoint import (
     read_file,
 )
 from paceline.train.machine import versions
-from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, claim_run_folder
-from paceline.train.run_lock import RunLock
+from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock, claim_run_folder
 from paceline.train.run_state import check_pinned
 
 # Without `--batch-size`, the largest micro-batch of a process.

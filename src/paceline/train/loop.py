@@ -28,8 +28,8 @@ from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.build import Training
 from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
-from paceline.train.input_report import InputReport
 from paceline.train.machine import hardware, versions
+from paceline.train.observers import InputReport
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
 

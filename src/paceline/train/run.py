@@ -32,9 +32,9 @@ from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.inputs import common_settings
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
-from paceline.train.run_lock import RunLock
+from paceline.train.observers import TensorBoardWriter
+from paceline.train.run_folder import RunLock
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
-from paceline.train.tracing import TensorBoardWriter
 from paceline.train.weights import applied, fingerprint, full_state, master_weights, write_weights
 
 # Parts of CUDA's error messages after which the context is lost.

@@ -23,12 +23,12 @@ from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError
 from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.batch_norm import BatchNormState
-from paceline.train.input_report import InputWait
 from paceline.train.machine import explain_out_of_memory, seed_micro_batch
 from paceline.train.micro_step import MicroStep, Mixing, step_error
+from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
+from paceline.train.weights import BatchNormState
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
-from paceline.train.batch_norm import BatchNormState
 from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
 from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
@@ -38,7 +37,7 @@ from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weights import WeightAverage, create_average
+from paceline.train.weights import BatchNormState, WeightAverage, create_average
 
 
 @dataclass(frozen=True, kw_only=True)

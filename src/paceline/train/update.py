@@ -14,9 +14,8 @@ from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.optim.build import set_rate
 from paceline.optim.lars import LARS
 from paceline.precision.policy import LossScale
-from paceline.train.batch_norm import BatchNormState
-from paceline.train.capture import Captured
-from paceline.train.weights import WeightAverage
+from paceline.train.micro_step import Captured
+from paceline.train.weights import BatchNormState, WeightAverage
 
 # What follows the sums of the signals in the row.
 EXTRAS = ("overflow", "halted", "scale")

@@ -1,4 +1,5 @@
-"""The weights of a run in full precision: masters, their average over the last steps, export files.
+"""The weights of a run in full precision: masters, their average over the last steps, running
+statistics of batch norm, export files.
 
 The model computes in half precision while the optimizer holds fp32 masters; checkpoints, export and
 comparisons use the masters.
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.group import Group
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim.lars import LARS
-from paceline.train.batch_norm import BatchNormState, own_row, pool
 from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.machine import explain_out_of_memory
 
@@ -228,3 +229,100 @@ def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
         flat = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(flat.numpy().tobytes())
     return digest.hexdigest()
+
+
+class BatchNormState:
+    """Running statistics of batch norm, each rank's own, in one flat buffer: row 0 of `flat` holds all
+    running means, row 1 all variances.
+
+    The average over N ranks treats their statistics as those of N equal parts of one population: the
+    mean of the means, and the mean of the variances plus the variance of the means.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [
+            (name, layer)
+            for name, layer in model.named_modules()
+            if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+        ]
+        self.names = [name for name, _ in layers]
+        self.widths = [layer.num_features for _, layer in layers]
+        # Also without any such layer: a step combines these with flags on the model's device.
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.flat = torch.zeros(2, sum(self.widths), device=device)
+        self.tracked = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        start = 0
+        for number, (_, layer) in enumerate(layers):
+            stop = start + layer.num_features
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            self.flat[0, start:stop] = layer.running_mean
+            self.flat[1, start:stop] = layer.running_var
+            # `.data` gives each view its own version counter. Otherwise autograd would take the
+            # update of one layer, which torch.compile makes visible, for a change of what another
+            # layer saved.
+            layer.running_mean, layer.running_var = (
+                self.flat[0, start:stop].data,
+                self.flat[1, start:stop].data,
+            )
+            layer.num_batches_tracked = self.tracked[number]
+            start = stop
+        self._flat_before, self._tracked_before = self.flat.clone(), self.tracked.clone()
+
+    def remember(self) -> None:
+        """Keeps the statistics before a step that may be skipped or stopped."""
+        self._flat_before.copy_(self.flat)
+        self._tracked_before.copy_(self.tracked)
+
+    def roll_back(self) -> None:
+        """Restores what `remember` kept."""
+        self.flat.copy_(self._flat_before)
+        self.tracked.copy_(self._tracked_before)
+
+    def discard_if(self, flag: Tensor) -> None:
+        """Restores what `remember` kept if the flag on the device is set, so that a NaN in one batch
+        does not stay in the statistics. Does not synchronize with the device."""
+        self.flat.copy_(torch.where(flag > 0, self._flat_before, self.flat))
+        self.tracked.copy_(torch.where(flag > 0, self._tracked_before, self.tracked))
+
+    def average(self, group: Group) -> Tensor:
+        """The average over ranks, bit-identical on all of them; computed in float64."""
+        mean, variance = self.flat.double()
+        sums = torch.stack([mean, variance, mean * mean])
+        group.all_reduce_sum(sums)
+        return _pooled(sums / group.world_size).to(self.flat.dtype)
+
+    @contextmanager
+    def averaged(self, group: Group) -> Iterator[None]:
+        """Inside the context the model holds the average over ranks."""
+        own = self.flat.clone()
+        self.flat.copy_(self.average(group))
+        try:
+            yield
+        finally:
+            self.flat.copy_(own)
+
+    def rows(self, group: Group) -> Tensor | None:
+        """The statistics of all ranks, [ranks, 2, width], on rank 0."""
+        return group.gather(self.flat)
+
+    def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
+        self.flat.copy_(own_row(rows, group))
+        self.tracked.copy_(tracked.to(self.tracked.device))
+
+
+def own_row(rows: Tensor, group: Group) -> Tensor:
+    """This rank's row; the average if the number of ranks has changed."""
+    return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
+
+
+def pool(rows: Tensor) -> Tensor:
+    """The average of `[ranks, 2, width]` as `[2, width]`."""
+    mean, variance = rows.double().unbind(1)
+    sums = torch.stack([mean.mean(0), variance.mean(0), (mean * mean).mean(0)])
+    return _pooled(sums).to(rows.dtype)
+
+
+def _pooled(averages: Tensor) -> Tensor:
+    mean, variance, square = averages
+    return torch.stack([mean, variance + (square - mean * mean).clamp_(min=0)])

@@ -26,7 +26,7 @@ from paceline.core.errors import PacelineError
 from paceline.data.augment import RESAMPLING, Box, Pixels, pixels_of
 from paceline.data.decode.build import BuildError, cached_library
 from paceline.data.image import MODES
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.settings import INTERPOLATIONS
 
 VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"

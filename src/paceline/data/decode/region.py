@@ -28,8 +28,8 @@ from paceline.data.decode.library import (
     down_first,
     region_library,
 )
+from paceline.data.order import Int64
 from paceline.data.prefetch import Progress
-from paceline.data.randomness import Int64
 from paceline.data.sources.base import Source, Stored
 from paceline.data.sources.storage import Loan, ShardFile
 

@@ -16,7 +16,7 @@ import torch
 
 from paceline.data.augment import FIRST_TRY, FLIP, LEFT, TOP, TRIES, central_box, draws
 from paceline.data.decode.library import down_first
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.settings import DataSettings
 
 Float64 = npt.NDArray[np.float64]

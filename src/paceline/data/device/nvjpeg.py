@@ -25,7 +25,7 @@ from paceline.data.device.nvjpeg_library import (
     load_nvjpeg,
 )
 from paceline.data.device.streams import drained_stream, finish_current
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 
 _INSTEAD = "or set data.decoder = 'auto'"
 _ALLOCATOR_FAILURE, _INTERNAL_ERROR = 5, 8

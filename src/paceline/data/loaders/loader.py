@@ -20,9 +20,8 @@ import numpy as np
 from paceline.data.batch import Batch
 from paceline.data.chunk import Chunk, CorruptLog, CorruptSample
 from paceline.data.decode.decoder import BatchInProgress, Decoder
-from paceline.data.order import BatchPlan, SampleOrder
+from paceline.data.order import BatchPlan, Int64, SampleOrder
 from paceline.data.prefetch import Job, Prefetcher, Progress
-from paceline.data.randomness import Int64
 
 _Job = Job[Chunk, Batch]
 # What says which samples a batch has: a position of the stream, or their indices.

@@ -18,11 +18,11 @@ from PIL import Image, ImageDraw, ImageFont
 from paceline.core.errors import DataError
 from paceline.data.chunk import CorruptSample
 from paceline.data.image import CorruptImage, ImageFacts, decode, image_facts
+from paceline.data.order import PACK_STREAM, Int64, hash64
 from paceline.data.pack.manifest import PackedShard, PackManifest
 from paceline.data.pack.splits import all_shards, open_splits
 from paceline.data.pack.writer import file_digest
 from paceline.data.prefetch import map_ahead
-from paceline.data.randomness import PACK_STREAM, Int64, hash64
 from paceline.data.sources.base import Source
 from paceline.data.sources.index_store import UnfitIndexError, index_path, read_index
 from paceline.data.sources.storage import ShardStamp, unreadable, write_file

@@ -19,6 +19,7 @@ from paceline.core.errors import DataError
 from paceline.core.files import LEFTOVERS
 from paceline.data.chunk import CorruptSample, allowed_corrupt
 from paceline.data.image import CorruptImage
+from paceline.data.order import PACK_STREAM, Int64, hash64
 from paceline.data.pack.manifest import (
     MANIFEST_FILE,
     PackedShard,
@@ -28,7 +29,6 @@ from paceline.data.pack.manifest import (
 )
 from paceline.data.pack.writer import PackedImage, ShardWriter, pack_image
 from paceline.data.prefetch import map_ahead
-from paceline.data.randomness import PACK_STREAM, Int64, hash64
 from paceline.data.sources.base import Source, source_identity
 from paceline.data.sources.labels import CLASSES_FILE, read_classes
 from paceline.data.sources.storage import file_lock, unwritable, write_file, written_file

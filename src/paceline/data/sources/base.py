@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.sources.storage import Retry, ShardFile
 
 Split = Literal["train", "val"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import DataError
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.sources.base import Source
 from paceline.data.sources.labels import FILE_NAMES, find_label_file, read_flat_labels
 from paceline.data.sources.storage import Retry, unreadable

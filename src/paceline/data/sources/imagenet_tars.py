@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from paceline.core.errors import DataError
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.sources.base import Source
 from paceline.data.sources.folders import is_image, known_classes, label_file
 from paceline.data.sources.labels import read_flat_labels

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import DataError
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.sources.base import Extent, Source
 from paceline.data.sources.index_store import IndexStore
 from paceline.data.sources.labels import CLASSES_FILE, numbered_classes

