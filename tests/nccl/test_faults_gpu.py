@@ -121,6 +121,7 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path) -> None:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
+    (tmp_path / "output.log").write_text(output)
     assert job.returncode == 0, output[-3000:]
     found = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert found["stopped_by"] == "finished"

@@ -7,7 +7,8 @@
 
 The first two start the ranks with torchrun's environment variables and one log file per rank; after a
 time-out the log has the Python stack of every thread. `--wrap` runs inside a rank of another
-launcher: it sets what NCCL needs and replaces itself by COMMAND.
+launcher: it sets what NCCL needs and replaces itself by COMMAND; after torchrun has restarted the ranks,
+the first one restarts MPS.
 
 NCCL refuses two ranks of one host on one GPU, so each rank gets its own host id (NCCL_HOSTID) and
 communicates through sockets on the loopback interface. NVIDIA MPS runs the kernels of several ranks
@@ -19,6 +20,7 @@ NVLink or InfiniBand.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import signal
@@ -72,6 +74,19 @@ def restart_mps() -> None:
             os.kill(process, signal.SIGKILL)
     time.sleep(0.5)
     start_mps()
+
+
+def restart_mps_once(attempt: str) -> None:
+    """`restart_mps`, by the first of this user's ranks that calls it for this attempt of a job; the
+    others wait for it."""
+    start_mps()
+    with (Path(os.environ[_PIPES]).parent / "attempt").open("a+", encoding="utf-8") as last:
+        fcntl.flock(last, fcntl.LOCK_EX)
+        last.seek(0)
+        if last.read() != attempt:
+            restart_mps()
+            last.truncate(0)
+            last.write(attempt)
 
 
 def _mps_processes(pipes: str) -> list[int]:
@@ -221,7 +236,13 @@ def _wrap(command: Sequence[str]) -> int:
         raise LaunchError("--wrap: RANK is not set", "use it under torchrun, or use --ranks")
     for name, value in rank_environment(int(os.environ["RANK"])).items():
         os.environ.setdefault(name, value)
-    start_mps()
+    job, restarts = (
+        os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")
+    )
+    if restarts in ("", "0"):
+        start_mps()
+    else:  # a rank was killed, and with it perhaps the server
+        restart_mps_once(f"{job} {restarts}")
     program = as_program(command)
     os.execvp(program[0], program)
 
