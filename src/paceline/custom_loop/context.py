@@ -6,13 +6,15 @@ an own loop do not need it: they also work with a process group that the program
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,8 +39,15 @@ _LEAVE_WAIT_S = 3.0
 _ABORT_WAIT_S = 3.0
 
 _current: Context | None = None
-# Communication threads and process groups that end with the context.
-_closers: list[Callable[[], None]] = []
+# What holds process groups, and must release them before the context destroys them.
+_holders: WeakSet[Holder] = WeakSet()
+
+
+class Holder(Protocol):
+    """`release` lets go of all process groups; it may be called twice."""
+
+    def release(self) -> None: ...
+    def __hash__(self) -> int: ...
 
 
 class Context:
@@ -114,19 +123,20 @@ class Context:
         self._closed = True
         if _current is self:
             _current = None
-        closers = _closers[:]
-        _closers.clear()
         if self._agreement is None:
-            for close in closers:
-                close()
             return
         if abort and self.backend == "nccl":
             # The other ranks may be in a collective that this rank never joins.
             abort_process_groups([], _ABORT_WAIT_S)
         else:
-            for close in closers:
+            # DDP that outlives its Gloo group deadlocks: it then destroys the group's threads while it
+            # holds the interpreter's lock, which they need to end.
+            holders = list(_holders)
+            for holder in holders:
                 with suppress(RuntimeError):
-                    close()
+                    holder.release()
+            if holders:
+                gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
         self._agreement.leave(_LEAVE_WAIT_S)
@@ -313,9 +323,9 @@ def several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def close_later(close: Callable[[], None]) -> None:
-    """Calls `close` when the context is closed."""
-    _closers.append(close)
+def release_on_close(holder: Holder) -> None:
+    """Calls `release` before the context destroys the process groups."""
+    _holders.add(holder)
 
 
 def agree(error: PacelineError | None = None, facts: Mapping[str, Any] | None = None) -> None:

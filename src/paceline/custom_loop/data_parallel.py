@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +27,7 @@ from paceline.comm.process_groups import ProcessGroups
 from paceline.core.errors import CommError, ConfigError, PacelineError
 from paceline.custom_loop.context import (
     agree,
-    close_later,
+    release_on_close,
     several_ranks,
     timeout_here,
     topology_here,
@@ -89,6 +90,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
+        self._released = False
         # Not as a submodule: DDP holds the same module under another name.
         object.__setattr__(self, "_ddp", None)
         object.__setattr__(self, "_hybrid", None)
@@ -115,20 +117,31 @@ class DataParallel(nn.Module):
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
         object.__setattr__(self, "_ddp", ddp)
+        release_on_close(self)
         if not exchange.is_native:
             hybrid = exchange.create()
             object.__setattr__(self, "_hybrid", hybrid)
             ddp.register_comm_hook(hybrid, HybridAllReduce.ddp_hook)
-            close_later(hybrid.close)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's outputs; on several ranks through DDP."""
+        if self._released and self.training and torch.is_grad_enabled():
+            raise CommError("the process group of this model is closed", "train before close()")
         return (self.module if self._ddp is None else self._ddp)(*inputs, **named)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the context gradients accumulate on this rank only; the first backward pass after it
         exchanges the sums."""
         return nullcontext() if self._ddp is None else self._ddp.no_sync()
+
+    def release(self) -> None:
+        """Leaves the process groups; `Context.close` calls it. The model then computes alone, and refuses
+        to train."""
+        if self._hybrid is not None:
+            self._hybrid.close()
+        self._released = self._released or self._ddp is not None
+        object.__setattr__(self, "_ddp", None)
+        object.__setattr__(self, "_hybrid", None)
 
     def train(self, mode: bool = True) -> DataParallel:
         super().train(mode)
