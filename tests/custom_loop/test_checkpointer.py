@@ -212,6 +212,41 @@ def test_ranks_fail_alike_and_keep_the_last_good_one(tmp_path: Path) -> None:
         assert "was saved on 2 ranks, here are 3" in text
 
 
+class Pair:
+    """Two tensors that are equal when they are saved."""
+
+    def __init__(self) -> None:
+        self.left, self.right = torch.zeros(2), torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def _equal_tensors(rank: int, folder: Path) -> list[float]:
+    with pl.init(device="cpu", timeout_s=30):
+        checkpointer, pair = pl.Checkpointer(folder), Pair()
+        checkpointer.save(1, pair=pair)
+        checkpointer.restore(pair=pair)
+        pair.left += 1 + rank
+        return [*pair.left.tolist(), *pair.right.tolist()]
+
+
+def test_equal_tensors_do_not_share_memory_after_a_restore(tmp_path: Path) -> None:
+    assert run_ranks(2, _equal_tensors, tmp_path) == [[1, 1, 0, 0], [2, 2, 0, 0]]
+
+
+def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
+    net, checkpointer = make_net(), pl.Checkpointer(tmp_path)
+    checkpointer.save(1, model=net)
+    seen: list[Any] = []
+    net.register_load_state_dict_pre_hook(lambda *given: seen.append(given[3]))
+    checkpointer.restore(model=net)
+    assert seen == [{"version": 1}]
+
+
 class Odd:
     def state_dict(self) -> Any:
         return {"when": [Path("x")]}

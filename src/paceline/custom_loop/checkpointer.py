@@ -18,8 +18,7 @@ import random
 import re
 import shutil
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -28,21 +27,25 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from paceline.comm.process_groups import all_gather_json
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import open_part, part_path, sync_directory
 from paceline.core.untrusted import ParseError, is_count, parse_json
 from paceline.custom_loop.context import agree, several_ranks
+from paceline.custom_loop.state_tree import (
+    decoded,
+    encoded,
+    map_tensors,
+    reference,
+    tensors_of,
+)
 from paceline.train.checkpoint import content_hash, set_aside
 
 _FORMAT = "paceline-own-loop"
 _VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _PARTS = ".step-*.tmp"
-_MARK = "__paceline__"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OTHER_RUN = "give the objects that were saved, or another folder"
 
 
@@ -95,9 +98,9 @@ class Checkpointer:
             if not is_count(step):
                 raise ConfigError("step", step, "must be a whole number, 0 or more")
             # First, because state dicts may draw random numbers.
-            state: dict[str, Any] = {"random": _random_state(), "extra": dict(extra or {})}
+            state: dict[str, Any] = {"random": _Random().state_dict(), "extra": dict(extra or {})}
             state["objects"] = {name: _state(name, it) for name, it in objects.items()}
-            tree = _encoded(state, "")
+            tree = encoded(state, "")
             if rank == 0:
                 part = part_path(self.folder / _step_name(step))
                 with _explained(f"cannot write {part}"):
@@ -112,7 +115,7 @@ class Checkpointer:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _write(self, step: int, tree: Any, place: str, rank: int, world: int) -> Path:
-        hashed = _tensors(tree) if rank == 0 and world > 1 else []
+        hashed = tensors_of(tree) if rank == 0 and world > 1 else []
         digests = _from_rank_0([content_hash(tensor) for tensor in hashed], place)
         part = Path(digests.pop())
         name, entry, error = f"rank-{rank}.pt", dict[str, Any](), None
@@ -124,7 +127,7 @@ class Checkpointer:
                 )
             if rank > 0:
                 shared = {digest: number for number, digest in enumerate(digests)}
-                tree = _map(tree, lambda t: _reference(t, shared))
+                tree = map_tensors(tree, lambda t: reference(t, shared))
             buffer = io.BytesIO()
             torch.save(tree, buffer)
             content = buffer.getbuffer()
@@ -232,7 +235,7 @@ class Checkpointer:
             for name, target in objects.items():
                 if target is not None:
                     _load_one(path, name, target, saved[name])
-            _set_random_state(state["random"])
+            _load_one(path, "random", _Random(), state["random"])
             self.extra = state["extra"]
         except PacelineError as caught:
             error = caught
@@ -248,7 +251,7 @@ def _load_one(path: Path, name: str, target: Stateful, state: Any) -> None:
         target.load_state_dict(state)
     except PacelineError:
         raise
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a state of another program can raise anything
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{name} does not fit {path} ({reason})", _OTHER_RUN) from error
 
@@ -265,9 +268,9 @@ def _read(path: Path, rank: int, world: int) -> tuple[int, dict[str, Any]]:
     first = _load_file(path, manifest, 0)
     own = first if rank == 0 else _load_file(path, manifest, rank)
     try:
-        tensors = _tensors(first) if rank > 0 else []
-        state = _decoded(own, tensors)
-        if {"random", "extra", "objects"} <= state.keys():
+        tensors = tensors_of(first) if rank > 0 else []
+        state = decoded(own, tensors)
+        if all(isinstance(state[name], dict) for name in ("random", "extra", "objects")):
             return manifest["step"], state
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
         pass
@@ -336,96 +339,25 @@ def _stateful(name: str, it: Any) -> Stateful:
     return found
 
 
-# Trees of plain values and tensors. Marked tables stand for NumPy values and tensors of rank 0's file.
+class _Random:
+    """The random number generators of this process."""
 
+    def state_dict(self) -> dict[str, Any]:
+        state = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
 
-def _encoded(value: Any, where: str) -> Any:
-    """With tables for NumPy values. CheckpointError for what cannot be read without executing code."""
-    if isinstance(value, Tensor):
-        tensor = value.detach()
-        # A view would be written with all of its storage.
-        whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
-        return tensor if whole else tensor.clone()
-    if isinstance(value, np.ndarray | np.generic):
-        array = np.asarray(value)
-        if array.dtype.kind in "biufc":
-            kind = "array" if isinstance(value, np.ndarray) else "scalar"
-            return {_MARK: kind, "value": torch.from_numpy(array.copy())}
-    elif type(value) in (dict, OrderedDict, Counter):
-        return type(value)({_key(k, where): _encoded(v, f"{where}.{k}") for k, v in value.items()})
-    elif type(value) in (list, tuple):
-        return type(value)(_encoded(item, f"{where}[{n}]") for n, item in enumerate(value))
-    elif type(value) in _PLAIN:
-        return value
-    raise CheckpointError(
-        f"{where.removeprefix('.objects').strip('.')} in the saved state is a {type(value).__name__}, "
-        "which cannot be read back without executing code",
-        "save numbers, texts, tensors, arrays, lists and dicts",
-    )
-
-
-def _key(key: Any, where: str) -> Any:
-    if type(key) not in _PLAIN:
-        raise CheckpointError(
-            f"{where.strip('.')} in the saved state has a key of type {type(key).__name__}",
-            "use texts or numbers as keys",
-        )
-    return key
-
-
-def _map(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The tree with each tensor replaced, in order."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return type(tree)({key: _map(value, change) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)(_map(item, change) for item in tree)
-    return tree
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map(tree, found.append)
-    return found
-
-
-def _reference(tensor: Tensor, shared: Mapping[str, int]) -> Any:
-    number = shared.get(content_hash(tensor))
-    return tensor if number is None else {_MARK: "shared", "value": number}
-
-
-def _decoded(tree: Any, shared: list[Tensor]) -> Any:
-    if isinstance(tree, dict):
-        kind = tree.get(_MARK)
-        if kind == "shared":
-            return shared[tree["value"]]
-        if kind in ("array", "scalar"):
-            array = _decoded(tree["value"], shared).numpy()
-            return array if kind == "array" else array[()]
-        return type(tree)({key: _decoded(value, shared) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)(_decoded(item, shared) for item in tree)
-    return tree
-
-
-def _random_state() -> dict[str, Any]:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
 
 
 def _write_file(path: Path, content: bytes | memoryview) -> None:
