@@ -66,7 +66,7 @@ def test_half_precision_follows_fp32(name: str, precision: str) -> None:
 def _masters(prepared: pl.Prepared) -> list[Tensor]:
     """In the order of the model's parameters."""
     held = [p for group in prepared.optimizer.param_groups for p in group["params"]]
-    by_id = {id(p): m for p, m in zip(held, prepared.optimizer.masters(), strict=True)}
+    by_id = {id(p): m for p, m in zip(held, prepared._masters.masters(), strict=True)}
     return [by_id[id(p)].detach() for p in prepared.model.parameters()]
 
 
@@ -94,6 +94,21 @@ def test_accumulated_gradients_are_those_of_the_whole() -> None:
     whole.step()
     halves.step()
     torch.testing.assert_close(flat(nets[0]), flat(nets[1]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipped_gradients_have_the_given_norm(precision: str) -> None:
+    """Plain SGD with rate 1 moves by the clipped gradient; an overflow is still an overflow."""
+    net = make_net()
+    before = flat(net)
+    prepared = pl.prepare(
+        net, "sgd", lr=1.0, precision=precision, momentum=0.0, weight_decay=0.0, clip_norm=0.01
+    )
+    train(prepared, range(1))
+    moved = torch.cat([m.flatten() for m in _masters(prepared)]) - before
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
+    train(prepared, range(1, 2), poison=1)
+    assert prepared.skipped_steps == 1
 
 
 def test_state_is_exact() -> None:
@@ -174,7 +189,7 @@ def test_an_optimizer_without_masters_is_refused() -> None:
     net = make_net()
     adam = torch.optim.Adam(net.parameters())
     with pytest.raises(ConfigError, match="without fp32 masters"):
-        pl.prepare(net, adam, precision="fp16")  # type: ignore[arg-type]
+        pl.prepare(net, adam, precision="fp16")
     assert net.conv.weight.dtype == torch.float32
     with pytest.raises(ConfigError, match="in_half"):
         pl.prepare(net, pl.SGD(net.parameters(), 0.1, in_half=True), precision="fp16")
@@ -190,6 +205,8 @@ def test_an_optimizer_without_masters_is_refused() -> None:
         ({"lr": 0.1, "precision": "fp17"}, "precision = 'fp17'"),
         ({"lr": 0.1, "momentun": 0.9}, "did you mean 'momentum'"),
         ({"lr": -1.0}, "optim.lr"),
+        ({"lr": 0.1, "clip_norm": -1.0}, "clip_norm"),
+        ({"lr": 0.1, "schedule": "cosine"}, "schedule: unknown"),
     ],
 )
 def test_mistakes_are_one_line(arguments: dict[str, Any], words: str) -> None:

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, nearest
 from paceline.custom_loop.context import agree, several_ranks
 from paceline.custom_loop.data_parallel import DataParallel, wire_of
 from paceline.optim.build import set_rate
-from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import ModelFacts
 from paceline.precision.policy import LossScale, Policy, choose_policy
@@ -29,10 +29,14 @@ from paceline.precision.settings import PrecisionSettings
 from paceline.train.step_parts import create_master_optimizer
 from paceline.train.weights import full_state
 
-# Set by arguments of their own.
-_OWN = ("name", "lr", "weight_decay", "amp_dtype")
 _SCALE_FIELDS = {f.name for f in fields(PrecisionSettings) if f.name.startswith("loss_scale")}
-_OPTIM_FIELDS = {f.name for f in fields(OptimSettings)} - set(_OWN)
+# Arguments of their own, and settings of the schedule and of the record, which an own loop makes itself.
+_NOT_TAKEN = {
+    "name", "lr", "weight_decay", "clip_norm", "lr_base", "lr_base_batch", "warmup_epochs",
+    "warmup_start", "warmup_max_share", "schedule", "decay_epochs", "decay_rate", "poly_power",
+    "lr_end", "decay_over_epochs", "trust_log_interval",
+}  # fmt: skip
+_OPTIM_FIELDS = {f.name for f in fields(OptimSettings)} - _NOT_TAKEN
 
 
 class Prepared:
@@ -53,10 +57,18 @@ class Prepared:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: LARS, policy: Policy, settings: PrecisionSettings
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        policy: Policy,
+        settings: PrecisionSettings,
+        clip_norm: float = 0.0,
     ) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer: Optimizer = optimizer
+        # The same with its masters and switches.
+        self._masters: Any = optimizer
+        self._clip_norm = clip_norm
         self.overflow = torch.zeros((), device=policy.device)
         self._policy = policy
         self._settings = settings
@@ -103,8 +115,8 @@ class Prepared:
         `DataParallel` has left the same gradients on all ranks; without it the ranks agree on a flag,
         and this call is a collective.
         """
-        optimizer, scale = self.optimizer, self._scale
-        optimizer.grad_scale = scale.value
+        optimizer, scale = self._masters, self._scale
+        optimizer.grad_scale = self._divisor()
         optimizer.found_inf = self._agreed_overflow()
         optimizer.step()
         found = optimizer.overflow
@@ -114,6 +126,23 @@ class Prepared:
         self._skipped.add_(found.to(torch.int64))
         scale.update(self.overflow, self._free)
         optimizer.zero_grad(set_to_none=True)
+
+    def _divisor(self) -> Tensor:
+        """What gradients are divided by: the loss scale, and more where their norm exceeds the limit."""
+        scale = self._scale.value
+        if not self._clip_norm:
+            return scale
+        norms = [
+            torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float32)
+            for p in self._parameters()
+            if p.grad is not None
+        ]
+        if not norms:
+            return scale
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
+        # A norm that is not finite is left to the finite check.
+        over = torch.where(torch.isfinite(norm), (norm / self._clip_norm).clamp(min=1.0), 1.0)
+        return scale * over
 
     def _agreed_overflow(self) -> Tensor | None:
         """Whether some rank has a gradient that is not finite; None where all ranks have the same."""
@@ -140,7 +169,7 @@ class Prepared:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's state dict in fp32, with the masters in place of half-precision weights."""
-        return full_state(self.model, self.optimizer)
+        return full_state(self.model, self._masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, buffers, masters, momenta and loss scale: everything that the next step depends on."""
@@ -168,11 +197,12 @@ class Prepared:
 
 def prepare(
     module: nn.Module,
-    optimizer: str | LARS = "sgd",
+    optimizer: str | Optimizer = "sgd",
     lr: float | None = None,
     *,
     precision: str = "auto",
     weight_decay: float | None = None,
+    clip_norm: float = 0.0,
     **arguments: Any,
 ) -> Prepared:
     """Rounds the weights of convolutions and linear layers to half precision and creates the optimizer on
@@ -189,6 +219,7 @@ def prepare(
         lr: learning rate; only with a name.
         precision: `fp16`, `bf16`, `fp32`, or `auto`: fp16 on a GPU, fp32 elsewhere.
         weight_decay: only with a name; 1e-4 by default.
+        clip_norm: largest norm of all gradients together; 0 clips nothing.
         **arguments: further settings of `[optim]`, such as `momentum`, and those of `[precision]` that
             begin with `loss_scale`.
 
@@ -196,12 +227,12 @@ def prepare(
         >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
         >>> prepared = prepare(net, optimizer="lars", lr=2.0, precision="bf16", momentum=0.95)
-        >>> net[0].weight.dtype, net[1].weight.dtype, prepared.optimizer.masters()[0].dtype
+        >>> net[0].weight.dtype, net[1].weight.dtype, prepared.full_state_dict()["0.weight"].dtype
         (torch.bfloat16, torch.float32, torch.float32)
     """
     made, error = None, None
     try:
-        made = _prepare(module, optimizer, lr, precision, weight_decay, arguments)
+        made = _prepare(module, optimizer, lr, precision, weight_decay, clip_norm, arguments)
     except PacelineError as caught:
         error = caught
     trained = ((n, p.numel()) for n, p in module.named_parameters() if p.requires_grad)
@@ -218,8 +249,8 @@ def prepare(
 
 
 def _prepare(
-    module: nn.Module, optimizer: str | LARS, lr: float | None, precision: str,
-    weight_decay: float | None, arguments: dict[str, Any],
+    module: nn.Module, optimizer: str | Optimizer, lr: float | None, precision: str,
+    weight_decay: float | None, clip_norm: float, arguments: dict[str, Any],
 ) -> Prepared:  # fmt: skip
     if isinstance(module, DataParallel | DistributedDataParallel):
         raise ConfigError(
@@ -227,6 +258,8 @@ def _prepare(
             "prepare the module first, then wrap prepared.model",
         )  # fmt: skip
     device = _device(module)
+    if not 0 <= clip_norm < float("inf"):
+        raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "0 clips nothing")
     for name in arguments:
         if name not in _SCALE_FIELDS | _OPTIM_FIELDS:
             raise ConfigError(name, None, "unknown", nearest(name, _SCALE_FIELDS | _OPTIM_FIELDS))
@@ -241,7 +274,7 @@ def _prepare(
                 raise ConfigError(
                     name, value, "the optimizer has its own", "leave it out, or name the optimizer"
                 )
-        return Prepared(module, _adopt(module, optimizer, policy), policy, settings)
+        return Prepared(module, _adopt(module, optimizer, policy), policy, settings, clip_norm)
     if lr is None:
         raise ConfigError("lr", None, f"{optimizer!r} needs a learning rate", "give lr=")
     if policy.is_half and update.get("in_half"):
@@ -250,7 +283,8 @@ def _prepare(
     if weight_decay is not None:
         update["weight_decay"] = weight_decay
     chosen = OptimSettings(name=optimizer, lr=lr, **update)
-    return Prepared(module, create_master_optimizer(chosen, module, policy, lr), policy, settings)
+    made = create_master_optimizer(chosen, module, policy, lr)
+    return Prepared(module, made, policy, settings, clip_norm)
 
 
 def _precision(name: str, scale: dict[str, Any]) -> PrecisionSettings:
@@ -281,10 +315,10 @@ def _device(module: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> LARS:
+def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
     """Rounds the weights under an optimizer that exists; its masters keep them as they are."""
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, LARS):
+    if not hasattr(optimizer, "masters"):
         if policy.is_half:
             raise ConfigError(
                 "optimizer", kind, "would update half-precision weights without fp32 masters",
@@ -322,7 +356,7 @@ def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> LARS:
 @torch.no_grad()
 def _broadcast(made: Prepared) -> None:
     """Rank 0's weights, masters and buffers, on every rank."""
-    masters = made.optimizer.masters()
+    masters = made._masters.masters()
     weights = [*made.model.parameters(), *made.model.buffers()]
     own = {id(p) for p in weights}
     for tensor in [*weights, *(m for m in masters if id(m) not in own)]:
