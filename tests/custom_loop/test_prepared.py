@@ -225,23 +225,3 @@ def test_what_does_not_fit_together() -> None:
         pl.prepare(net, pl.SGD(make_net().parameters(), 0.1))
     with pytest.raises(ConfigError, match="nothing is trained"):
         pl.prepare(make_net().requires_grad_(False), "sgd", lr=0.1)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_nothing_waits_for_the_device() -> None:
-    net = make_net().cuda().to(memory_format=torch.channels_last)
-    prepared = pl.prepare(net, "lars", lr=0.5)
-    assert prepared.precision == "fp16"
-    images, labels = (tensor.cuda() for tensor in batch(0, 0))
-    losses = []
-    for step in range(20):
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-        with prepared.autocast():
-            loss = F.cross_entropy(prepared.model(images).float(), labels)
-        prepared.backward(loss)
-        prepared.step()
-        losses.append(loss.detach())
-    torch.cuda.set_sync_debug_mode("default")
-    assert float(losses[-1]) < float(losses[0])
-    assert float(prepared.overflow) == 0
