@@ -33,9 +33,14 @@ if TYPE_CHECKING:
         StepEvent,
         StopEvent,
     )
+    from paceline.custom_loop.checkpointer import Checkpointer
+    from paceline.custom_loop.context import Context, init
+    from paceline.custom_loop.data_parallel import DataParallel
+    from paceline.custom_loop.prepared import Prepared, prepare
     from paceline.data import DatasetSource, ImageLoader, Source
     from paceline.models import create_model, parameter_groups
     from paceline.optim import LARS, SGD, Muon
+    from paceline.plan.scaling import ScalingPrediction, predict_scaling
     from paceline.plan.size_table import SizeTable
     from paceline.train.callbacks import Callback, EarlyStopping, RunControl
     from paceline.train.inference import Prediction, Predictor
@@ -45,20 +50,26 @@ _MODULES = {
     "comm.hybrid": "HybridAllReduce",
     "core.errors": "CheckpointError CommError ConfigError DataError PacelineError RunError",
     "core.events": "CheckpointEvent EvalEvent MetricEvent StartEvent StepEvent StopEvent",
+    "custom_loop.checkpointer": "Checkpointer",
+    "custom_loop.context": "Context init",
+    "custom_loop.data_parallel": "DataParallel",
+    "custom_loop.prepared": "Prepared prepare",
     "data": "DatasetSource ImageLoader Source",
     "models": "create_model parameter_groups",
     "optim": "LARS Muon SGD",
+    "plan.scaling": "ScalingPrediction predict_scaling",
     "plan.size_table": "SizeTable",
     "train.callbacks": "Callback EarlyStopping RunControl",
     "train.inference": "Prediction Predictor",
     "trainer": "Result Trainer",
 }
 __all__ = [
-    "LARS", "SGD", "Callback", "CheckpointError", "CheckpointEvent", "CommError", "ConfigError",
-    "DataError", "DatasetSource", "EarlyStopping", "EvalEvent", "HybridAllReduce", "ImageLoader",
-    "MetricEvent", "Muon", "PacelineError", "Prediction", "Predictor", "Result", "RunControl",
-    "RunError", "SizeTable", "Source", "StartEvent", "StepEvent", "StopEvent", "Trainer",
-    "__version__", "create_model", "parameter_groups",
+    "LARS", "SGD", "Callback", "CheckpointError", "CheckpointEvent", "Checkpointer", "CommError",
+    "ConfigError", "Context", "DataError", "DataParallel", "DatasetSource", "EarlyStopping",
+    "EvalEvent", "HybridAllReduce", "ImageLoader", "MetricEvent", "Muon", "PacelineError",
+    "Prediction", "Predictor", "Prepared", "Result", "RunControl", "RunError", "ScalingPrediction",
+    "SizeTable", "Source", "StartEvent", "StepEvent", "StopEvent", "Trainer", "__version__",
+    "create_model", "init", "parameter_groups", "predict_scaling", "prepare",
 ]  # fmt: skip
 __getattr__, __dir__ = lazy_exports(
     __name__,

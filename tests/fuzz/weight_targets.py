@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
+import json
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import nn
 
-from fuzz.mutate import mutate_tree
+from fuzz.mutate import mutate_tree, to_json
 from fuzz.target import Seed, Target
 from paceline.config import RunConfig
+from paceline.custom_loop import Checkpointer
 from paceline.models.pretrained import load_pretrained
 from paceline.train.checkpoint import FORMAT, VERSION, Checkpoint, content_hash
 from paceline.train.run_state import Progress
@@ -42,6 +47,7 @@ def weight_targets() -> Sequence[Target]:
         Target("weights", weights, pretrained, 8),
         Target("checkpoint", [Seed("step-00000005.pt", _checkpoint_bytes())], _checkpoint, 5),
         Target("checkpoint signed", [Seed("step-00000005.pt", b"0" * 64)], _signed, 5),
+        Target("own loop", [Seed("rank-0.pt", b"0" * 64)], _own_loop, 3),
     ]
 
 
@@ -88,6 +94,27 @@ def _use(content: bytes, name: str) -> None:
 
 def _checkpoint(content: bytes, name: str, folder: Path) -> None:
     _use(content, name)
+
+
+def _own_loop(content: bytes, name: str, folder: Path) -> None:
+    """A checkpoint of an own loop: damaged bytes, other values under right checksums, other manifests."""
+    rng, net = random.Random(content), nn.Linear(3, 2)
+    checkpointer = Checkpointer(folder)
+    path = checkpointer.save(5, model=net, extra={"best": [1.5, np.zeros(2)]})
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    kind = rng.randrange(3)
+    if kind == 0:
+        (path / "manifest.json").write_bytes(to_json(mutate_tree(rng, manifest, dates=False)))
+    else:
+        state = torch.load(path / name, weights_only=True)
+        saved = _saved(mutate_tree(rng, state, dates=False)) if kind == 1 else content
+        (path / name).write_bytes(saved)
+        entry = {"bytes": len(saved), "sha256": hashlib.sha256(saved).hexdigest()}
+        manifest["files"] = {name: entry}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpointer.restore(model=net)
 
 
 def _signed(content: bytes, name: str, folder: Path) -> None:

@@ -45,12 +45,12 @@ class PlanChoice:
         if settings.plan:
             file = PlanFile.read(Path(settings.plan))
             if file.fusion is None and file.sizes is not None:
-                table = _checked_table(file, cluster, "comm.plan")
+                table = checked_table(file, cluster, "comm.plan")
             else:
                 fixed = _checked_plan(file, tensors, cluster)
         elif settings.algorithm == "hybrid" and settings.sizes:
             file = PlanFile.read(Path(settings.sizes), "comm.sizes")
-            table = _checked_table(file, cluster, "comm.sizes")
+            table = checked_table(file, cluster, "comm.sizes")
         elif settings.algorithm == "hybrid":
             table = SizeTable.two_way(1024 * (settings.eta_kib or 0))
         elif settings.algorithm != "auto":
@@ -99,7 +99,7 @@ class PlanChoice:
         return max(totals.values(), default=0)
 
 
-def _checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTable:
+def checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTable:
     """A table that says where it was measured is refused elsewhere, as a plan is."""
     tuned = file.cluster
     if tuned is not None and tuned != cluster:

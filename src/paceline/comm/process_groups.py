@@ -237,9 +237,10 @@ def _compare(reports: Sequence[Mapping[str, object]]) -> None:
                 )
 
 
-def prepare_nccl(topology: Topology, *, share_gpus: bool) -> None:
-    """Before the process group is created; NCCL and torch read the environment only then."""
-    for name, value in _NCCL_ENVIRONMENT.items():
+def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) -> None:
+    """Before the process group is created; NCCL and torch read the environment only then. Without
+    `watched` no `Watchdog` follows the collectives, and torch's own stays on."""
+    for name, value in _NCCL_ENVIRONMENT.items() if watched else ():
         os.environ.setdefault(name, value)
     if not share_gpus or topology.world_size == 1:
         return

@@ -30,7 +30,7 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("run.device", "cuda", "no CUDA device here", "use --device cpu")
-    shared = topology.local_world_size > count and not _has_gpu_of_its_own(topology)
+    shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
     if shared and config.comm.backend != "gloo" and not config.comm.share_gpus:
         raise ConfigError(
             "--nproc-per-node",
@@ -44,7 +44,7 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     return device
 
 
-def _has_gpu_of_its_own(topology: Topology) -> bool:
+def has_gpu_of_its_own(topology: Topology) -> bool:
     """Whether SLURM hides the other ranks' GPUs from this rank (`srun --gpus-per-task=1`)."""
     asked = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
     return topology.launcher == "slurm" and any(name in os.environ for name in asked)

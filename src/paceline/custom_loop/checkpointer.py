@@ -1,0 +1,402 @@
+"""`Checkpointer`: saves the state of an own loop on all ranks, and resumes it bit for bit.
+
+    folder/step-00000120/rank-0.pt … rank-7.pt, manifest.json
+
+Every rank writes its own file, because batch-norm statistics, random numbers and the position of a
+loader differ between ranks. A tensor that rank 0 has too is stored as a reference to rank 0's file, so
+replicated weights and momenta are stored once. Rank 0 writes the manifest with sizes and SHA-256 of all
+files and then renames the folder to its name: a checkpoint is complete or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline.comm.process_groups import all_gather_json
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.core.files import open_part, part_path, sync_directory
+from paceline.core.untrusted import ParseError, is_count, parse_json
+from paceline.custom_loop.context import agree, several_ranks
+from paceline.custom_loop.state_tree import (
+    decoded,
+    encoded,
+    map_tensors,
+    reference,
+    tensors_of,
+)
+from paceline.train.checkpoint import content_hash, set_aside
+
+_FORMAT = "paceline-own-loop"
+_VERSION = 1
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_PARTS = ".step-*.tmp"
+_OTHER_RUN = "give the objects that were saved, or another folder"
+
+
+class Stateful(Protocol):
+    """What can be saved: models, optimizers, schedulers, loaders, `GradScaler`, `Prepared`."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Checkpointer:
+    """Checkpoints of an own loop in `folder`, of which the last `keep` stay.
+
+    Saved are the state dicts of the given objects, `extra`, and the states of the random number
+    generators of Python, NumPy, torch and the current CUDA device, all of them for each rank. All ranks
+    call `save` and `restore` at the same point, with a folder that they share. A process that is killed
+    while it saves leaves the older checkpoints as they are. Files are read with `weights_only=True`:
+    loading executes no code.
+
+    The same number of ranks is needed to resume; another number is refused. If one rank fails, all raise
+    the same error.
+
+    >>> import tempfile, torch
+    >>> net, folder = torch.nn.Linear(2, 1), tempfile.mkdtemp()
+    >>> checkpointer = Checkpointer(folder, keep=2)
+    >>> checkpointer.restore(model=net) is None  # nothing there yet
+    True
+    >>> path = checkpointer.save(120, model=net, extra={"best": 0.5})
+    >>> checkpointer.restore(model=net), checkpointer.extra
+    (120, {'best': 0.5})
+    """
+
+    def __init__(self, folder: str | PathLike[str], keep: int = 2) -> None:
+        if not is_count(keep, 1):
+            raise ConfigError("keep", keep, "must be at least 1", "2 is usual")
+        self.folder = Path(folder)
+        self.keep = keep
+        # Of the restored checkpoint.
+        self.extra: dict[str, Any] = {}
+        # Damaged checkpoints that `restore` skipped.
+        self.notes: list[str] = []
+
+    def save(
+        self, step: int, *, extra: Mapping[str, Any] | None = None, **objects: Stateful
+    ) -> Path:
+        """Saves after `step` steps and returns the checkpoint's folder; a collective."""
+        rank, world = _place()
+        part, tree, error = None, dict[str, Any](), None
+        try:
+            if not is_count(step):
+                raise ConfigError("step", step, "must be a whole number, 0 or more")
+            # First, because state dicts may draw random numbers.
+            state: dict[str, Any] = {"random": _Random().state_dict(), "extra": dict(extra or {})}
+            state["objects"] = {name: _state(name, it) for name, it in objects.items()}
+            tree = encoded(state, "")
+            if rank == 0:
+                part = part_path(self.folder / _step_name(step))
+                with _explained(f"cannot write {part}"):
+                    part.mkdir(parents=True)
+        except PacelineError as caught:
+            error = caught
+        try:
+            agree(error, {"step": step, "the saved objects": sorted(objects)})
+            return self._write(step, tree, str(part), rank, world)
+        finally:
+            if part is not None:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _write(self, step: int, tree: Any, place: str, rank: int, world: int) -> Path:
+        hashed = tensors_of(tree) if rank == 0 and world > 1 else []
+        digests = _from_rank_0([content_hash(tensor) for tensor in hashed], place)
+        part = Path(digests.pop())
+        name, entry, error = f"rank-{rank}.pt", dict[str, Any](), None
+        try:
+            if not part.is_dir():
+                raise CheckpointError(
+                    f"rank {rank} does not see {part}, which rank 0 has created",
+                    "give a folder that all ranks share",
+                )
+            if rank > 0:
+                shared = {digest: number for number, digest in enumerate(digests)}
+                tree = map_tensors(tree, lambda t: reference(t, shared))
+            buffer = io.BytesIO()
+            torch.save(tree, buffer)
+            content = buffer.getbuffer()
+            with _explained(f"cannot write {part / name} ({len(content) / 1e6:.1f} MB)"):
+                _write_file(part / name, content)
+            entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        except PacelineError as caught:
+            error = caught
+        agree(error)
+        entries = all_gather_json(entry) if several_ranks() else [entry]
+        path = ""
+        if rank == 0:
+            try:
+                path = str(self._publish(step, part, entries, world))
+            except PacelineError as caught:
+                error = caught
+        agree(error)
+        return Path(_from_rank_0([], path)[-1])
+
+    def _publish(self, step: int, part: Path, entries: list[Any], world: int) -> Path:
+        manifest = {
+            "format": _FORMAT, "version": _VERSION, "step": step, "world_size": world,
+            "files": {f"rank-{rank}.pt": entry for rank, entry in enumerate(entries)},
+        }  # fmt: skip
+        with _explained(f"cannot write {part}"):
+            _write_file(part / "manifest.json", json.dumps(manifest, indent=1).encode())
+            sync_directory(part)
+            path = self.folder / _step_name(step)
+            revision = 1
+            while path.exists():  # never in the place of one that may be the last good one
+                revision += 1
+                path = self.folder / f"{_step_name(step)}.{revision}"
+            part.replace(path)
+            sync_directory(self.folder)
+        with _explained(f"cannot remove old checkpoints of {self.folder}"):
+            self._tidy(path)
+        return path
+
+    def _tidy(self, newest: Path) -> None:
+        found = self._found()
+        at = found.index(newest)
+        # A loop that began again has abandoned the later ones; they must not count as its newest.
+        for later in found[at + 1 :]:
+            set_aside(later, "abandoned")
+        for old in found[: at + 1][: -self.keep]:
+            # Under a hidden name first: a kill in between leaves no checkpoint without its files.
+            shutil.rmtree(old.replace(part_path(old)))
+        for leftover in self.folder.glob(_PARTS):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _found(self) -> list[Path]:
+        """Checkpoints, the oldest first."""
+        if not self.folder.is_dir():
+            return []
+        named = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        return [p for _, _, p in sorted((int(m[1]), int(m[2] or 1), p) for m, p in named if m)]
+
+    def restore(self, **objects: Stateful | None) -> int | None:
+        """Loads the newest undamaged checkpoint into the objects and returns its step; None if the
+        folder has no checkpoint. A collective.
+
+        Damaged ones are skipped with a warning; `notes` has the reasons. Every saved object is named;
+        None leaves one as it is. `extra` is in the attribute of that name.
+        """
+        rank, world = _place()
+        for name, it in objects.items():
+            if it is not None:
+                _stateful(name, it)
+        names = [path.name for path in self._found()] if rank == 0 else []
+        names = _from_rank_0(names, "")[:-1]
+        self.notes = []
+        for name in reversed(names):
+            path = self.folder / name
+            step, state, error = 0, dict[str, Any](), None
+            try:
+                step, state = _read(path, rank, world)
+            except _DamagedError as caught:
+                error = caught
+            damaged = _first_text(error)
+            if damaged:
+                self.notes.append(damaged)
+                if rank == 0:
+                    warnings.warn(f"{damaged}; skipped", stacklevel=2)
+                continue
+            self._load(path, state, objects)
+            return step
+        if names:
+            raise CheckpointError(
+                f"all {len(names)} checkpoints in {self.folder} are damaged: {self.notes[0]}",
+                "start in another folder",
+            )
+        return None
+
+    def _load(
+        self, path: Path, state: dict[str, Any], objects: Mapping[str, Stateful | None]
+    ) -> None:
+        saved, error = state["objects"], None
+        try:
+            if saved.keys() != objects.keys():
+                raise CheckpointError(
+                    f"{path} holds {', '.join(sorted(saved)) or 'no object'}, asked for were "
+                    f"{', '.join(sorted(objects)) or 'none'}",
+                    "name all that were saved, with None for what to leave as it is",
+                )
+            for name, target in objects.items():
+                if target is not None:
+                    _load_one(path, name, target, saved[name])
+            _load_one(path, "random", _Random(), state["random"])
+            self.extra = state["extra"]
+        except PacelineError as caught:
+            error = caught
+        agree(error)
+
+
+class _DamagedError(CheckpointError):
+    """Files that differ from what was written."""
+
+
+def _load_one(path: Path, name: str, target: Stateful, state: Any) -> None:
+    try:
+        target.load_state_dict(state)
+    except PacelineError:
+        raise
+    except Exception as error:  # a state of another program can raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{name} does not fit {path} ({reason})", _OTHER_RUN) from error
+
+
+def _read(path: Path, rank: int, world: int) -> tuple[int, dict[str, Any]]:
+    """This rank's state. Raises _DamagedError, or CheckpointError for another number of ranks."""
+    manifest = _manifest(path)
+    saved = manifest["world_size"]
+    if saved != world:
+        raise CheckpointError(
+            f"{path} was saved on {saved} ranks, here are {world}",
+            f"start {saved} ranks: each has random numbers and batch-norm statistics of its own",
+        )
+    first = _load_file(path, manifest, 0)
+    own = first if rank == 0 else _load_file(path, manifest, rank)
+    try:
+        tensors = tensors_of(first) if rank > 0 else []
+        state = decoded(own, tensors)
+        if all(isinstance(state[name], dict) for name in ("random", "extra", "objects")):
+            return manifest["step"], state
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
+        pass
+    raise _DamagedError(f"{path} is damaged: rank-{rank}.pt has another content")
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json((path / "manifest.json").read_bytes())
+    except OSError as error:
+        raise _DamagedError(f"{path} is damaged: manifest.json: {error.strerror}") from None
+    except ParseError as error:
+        raise _DamagedError(f"{path} is damaged: manifest.json {error}") from None
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise _DamagedError(f"{path} is damaged: manifest.json is not a manifest")
+    if found.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path} has format {found.get('version')}, this Paceline reads {_VERSION}",
+            "use the Paceline version that wrote it",
+        )
+    world, files = found.get("world_size"), found.get("files")
+    whole = is_count(found.get("step")) and is_count(world, 1, 1 << 20)
+    if not whole or not isinstance(files, dict) or len(files) != world:
+        raise _DamagedError(f"{path} is damaged: manifest.json lacks step, ranks or files")
+    return found
+
+
+def _load_file(path: Path, manifest: dict[str, Any], rank: int) -> Any:
+    name = f"rank-{rank}.pt"
+    entry = manifest["files"].get(name)
+    try:
+        content = (path / name).read_bytes()
+    except OSError as error:
+        raise _DamagedError(f"{path} is damaged: {name}: {error.strerror}") from None
+    digest = hashlib.sha256(content).hexdigest()
+    if not isinstance(entry, dict) or (entry.get("bytes"), entry.get("sha256")) != (
+        len(content), digest,
+    ):  # fmt: skip
+        raise _DamagedError(f"{path} is damaged: {name} does not match its SHA-256")
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001  (unpickling foreign bytes can raise anything)
+        reason = type(error).__name__
+        raise _DamagedError(f"{path} is damaged: {name} cannot be read ({reason})") from None
+
+
+def _state(name: str, it: Any) -> Any:
+    target = _stateful(name, it)
+    try:
+        return target.state_dict()
+    except PacelineError:
+        raise
+    except Exception as error:  # the other ranks wait for this one
+        raise CheckpointError(
+            f"{name}.state_dict() raised {type(error).__name__}: {error}", "see its traceback"
+        ) from error
+
+
+def _stateful(name: str, it: Any) -> Stateful:
+    if not (hasattr(it, "state_dict") and hasattr(it, "load_state_dict")):
+        raise ConfigError(
+            name, type(it).__name__, "has no state_dict() and load_state_dict()",
+            "give it both, or pass its position in extra=",
+        )  # fmt: skip
+    found: Stateful = it
+    return found
+
+
+class _Random:
+    """The random number generators of this process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def _write_file(path: Path, content: bytes | memoryview) -> None:
+    with open_part(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns errors of the operating system into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{what}: {error.strerror or error}",
+            "free space or choose another folder; older checkpoints are untouched",
+        ) from error
+
+
+def _step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if several_ranks() else (0, 1)
+
+
+def _from_rank_0(texts: list[str], last: str) -> list[str]:
+    """Rank 0's texts, and `last` behind them, on all ranks."""
+    mine = [*texts, last]
+    if not several_ranks():
+        return mine
+    return [str(text) for text in all_gather_json(mine if dist.get_rank() == 0 else [])[0]]
+
+
+def _first_text(error: _DamagedError | None) -> str:
+    """Why the checkpoint is damaged on the first rank that finds it so; empty if on none."""
+    mine = error.cause if error else ""
+    found = all_gather_json(mine) if several_ranks() else [mine]
+    return next(filter(None, found), "")

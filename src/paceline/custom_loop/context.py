@@ -1,0 +1,352 @@
+"""`init`: device, rank and process group of this process, from any launcher.
+
+In: the environment that torchrun, srun, mpirun or no launcher left. Out: a `Context`. The other parts of
+an own loop do not need it: they also work with a process group that the program created itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from paceline.comm.agreement import AgreedError, Agreement
+from paceline.comm.process_groups import (
+    abort_process_groups,
+    all_gather_json,
+    backend_reason,
+    prepare_nccl,
+)
+from paceline.comm.rendezvous import meet
+from paceline.comm.settings import CommSettings
+from paceline.core.errors import CommError, ConfigError, PacelineError
+from paceline.core.host import ask_for_connections
+from paceline.core.topology import Topology
+from paceline.train.machine import has_gpu_of_its_own
+
+# How long the host of the store waits for the other ranks to leave, and NCCL for an abort.
+_LEAVE_WAIT_S = 3.0
+_ABORT_WAIT_S = 3.0
+
+_current: Context | None = None
+# What holds process groups, and must release them before the context destroys them.
+_holders: WeakSet[Holder] = WeakSet()
+
+
+class Holder(Protocol):
+    """`release` lets go of all process groups; it may be called twice."""
+
+    def release(self) -> None: ...
+    def __hash__(self) -> int: ...
+
+
+class Context:
+    """This process's place in the job; `init` creates it.
+
+    `rank` of `world_size` ranks, `local_rank` of `local_world_size` on this node, `device`, and `backend`
+    (`nccl`, `gloo`, or `none` for a process alone). `is_main` is true on rank 0. As a context manager it
+    closes at the end of the block; after an exception without waiting for the other ranks.
+
+    >>> with init(device="cpu") as context:
+    ...     context.rank, context.world_size, context.is_main, str(context.device)
+    (0, 1, True, 'cpu')
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        backend: str,
+        timeout_s: float,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self.topology = topology
+        self.device = device
+        self.backend = backend
+        self.timeout_s = timeout_s
+        # Set where `init` created the process group, which then ends with this context.
+        self._agreement = agreement
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.topology.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self.topology.local_world_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.topology.is_main
+
+    def barrier(self) -> None:
+        """Waits until all ranks are here. Raises CommError if one is gone or late by `timeout_s`."""
+        if not dist.is_initialized():
+            return
+        try:
+            dist.barrier()
+        except torch.AcceleratorError:
+            raise
+        except RuntimeError as error:
+            raise CommError(
+                f"barrier broke on rank {self.rank} ({backend_reason(error)})",
+                "a rank is gone or late; the log of the first rank to fail has the cause",
+            ) from error
+
+    def close(self) -> None:
+        """Leaves the process group, if `init` created it. May be called twice."""
+        self._close(abort=False)
+
+    def _close(self, *, abort: bool) -> None:
+        global _current
+        if self._closed:
+            return
+        self._closed = True
+        if _current is self:
+            _current = None
+        if self._agreement is None:
+            return
+        if abort and self.backend == "nccl":
+            # The other ranks may be in a collective that this rank never joins.
+            abort_process_groups([], _ABORT_WAIT_S)
+        else:
+            # DDP that outlives its Gloo group deadlocks: it then destroys the group's threads while it
+            # holds the interpreter's lock, which they need to end.
+            holders = list(_holders)
+            for holder in holders:
+                with suppress(RuntimeError):
+                    holder.release()
+            if holders:
+                gc.collect()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        self._agreement.leave(_LEAVE_WAIT_S)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(abort=error is not None)
+
+    def __repr__(self) -> str:
+        return (
+            f"Context(rank={self.rank}, world_size={self.world_size}, device='{self.device}', "
+            f"backend='{self.backend}', launcher='{self.topology.launcher}')"
+        )
+
+
+def init(
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout_s: float = 600.0,
+    *,
+    share_gpus: bool = False,
+) -> Context:
+    """Chooses this rank's device and joins the process group of all ranks.
+
+    Works under torchrun, srun and mpirun, and without a launcher; then there is one rank and no process
+    group. A process group that exists already is used and left open. A second call returns the same
+    context. If a rank fails here, all ranks raise the same error of one line.
+
+    Args:
+        backend: `nccl`, `gloo`, or None: NCCL on GPUs, Gloo elsewhere.
+        device: None means the GPU of this local rank, or the CPU where there is none.
+        timeout_s: time limit of the rendezvous and of every collective, enforced by the backend.
+        share_gpus: allow several NCCL ranks on one GPU; needs NVIDIA MPS.
+
+    Example:
+        >>> with init(device="cpu") as context:
+        ...     context.barrier()
+        ...     context
+        Context(rank=0, world_size=1, device='cpu', backend='none', launcher='single')
+    """
+    global _current
+    if _current is not None:
+        return _same(_current, backend, device)
+    settings = CommSettings(
+        backend=backend or "auto", timeout_s=timeout_s, rendezvous_timeout_s=timeout_s,
+        share_gpus=share_gpus,
+    )  # fmt: skip
+    if dist.is_initialized():
+        topology, existing = topology_here(), str(dist.get_backend())
+        if existing != "nccl":  # ranks may then share a GPU
+            settings = replace(settings, backend="gloo")
+        _current = Context(
+            topology, _choose_device(device, topology, settings), existing, timeout_s
+        )
+        return _current
+    topology = Topology.from_env(os.environ)
+    if topology.launcher == "single":
+        _current = Context(topology, _choose_device(device, topology, settings), "none", timeout_s)
+        return _current
+    _current = _join(topology, device, settings)
+    return _current
+
+
+def _join(topology: Topology, wanted: str | torch.device | None, settings: CommSettings) -> Context:
+    device, error = torch.device("cpu"), None
+    backend = settings.backend
+    try:
+        device = _choose_device(wanted, topology, settings)
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+            raise ConfigError(
+                "backend", "nccl", "needs CUDA devices and a torch with NCCL", 'use backend="gloo"'
+            )
+        if backend == "nccl":
+            # An own loop has no watchdog of Paceline's, so torch's must stay on.
+            prepare_nccl(topology, share_gpus=settings.share_gpus, watched=False)
+    except PacelineError as caught:
+        error = caught
+    # A rank that failed meets the others all the same: then all raise its error.
+    store = meet(topology, settings.timeout_s, {"program": "own loop"}).store
+    agreement = Agreement(store, topology, settings.timeout_s)
+    facts = {"backend": backend, "device": device.type} if error is None else {}
+    try:
+        agreement.agree("join", error, facts, "use the same kind of device everywhere")
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("paceline", store),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=settings.timeout_s),
+            device_id=device if backend == "nccl" else None,
+        )
+    except PacelineError:
+        agreement.leave(_LEAVE_WAIT_S)
+        raise
+    except RuntimeError as failure:
+        raise CommError(
+            f"rank {topology.rank} cannot join the {backend} process group "
+            f"({backend_reason(failure)})",
+            "look into the logs of the other ranks",
+        ) from failure
+    return Context(topology, device, backend, settings.timeout_s, agreement)
+
+
+def _same(context: Context, backend: str | None, device: str | torch.device | None) -> Context:
+    if backend not in (None, "auto", context.backend):
+        raise ConfigError(
+            "backend", backend, f"init has chosen {context.backend!r} already", "close() it first"
+        )
+    if device is not None and _parse_device(device).type != context.device.type:
+        raise ConfigError(
+            "device", str(device), f"init has chosen {str(context.device)!r} already",
+            "close() it first",
+        )  # fmt: skip
+    return context
+
+
+def _parse_device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ConfigError("device", str(device), "is no device", "use 'cpu' or 'cuda'") from None
+
+
+def _choose_device(
+    wanted: str | torch.device | None, topology: Topology, settings: CommSettings
+) -> torch.device:
+    """One GPU for each rank, unless the caller names one."""
+    ask_for_connections(topology.local_world_size if settings.share_gpus else 1)
+    given = None if wanted is None else _parse_device(wanted)
+    if given is not None and given.type != "cuda":
+        return given
+    count = torch.cuda.device_count()
+    if count == 0:
+        if given is None:
+            return torch.device("cpu")
+        raise ConfigError("device", str(given), "no CUDA device here", "use device='cpu'")
+    if given is not None and given.index is not None:
+        if given.index >= count:
+            raise ConfigError("device", str(given), f"there are {count} CUDA devices here")
+        device = given
+    else:
+        shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
+        if shared and settings.backend != "gloo" and not settings.share_gpus:
+            raise ConfigError(
+                "ranks of this node", topology.local_world_size,
+                f"it has {count} GPU(s), and NCCL needs one for each rank",
+                f'start {count}, or share GPUs with backend="gloo" or, under NVIDIA MPS, '
+                "share_gpus=True",
+            )  # fmt: skip
+        device = torch.device("cuda", topology.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def topology_here() -> Topology:
+    """Of the context, else of the launcher's environment and the process group that exists. Ranks that a
+    program started without a launcher (torch.multiprocessing) are on one node."""
+    if _current is not None:
+        return _current.topology
+    topology = Topology.from_env(os.environ)
+    if not dist.is_initialized() or topology.launcher != "single":
+        return topology
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return replace(
+        topology, rank=rank, world_size=world, local_rank=rank, local_world_size=world,
+        launcher="process group",
+    )  # fmt: skip
+
+
+def timeout_here() -> float:
+    return 600.0 if _current is None else _current.timeout_s
+
+
+def several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def release_on_close(holder: Holder) -> None:
+    """Calls `release` before the context destroys the process groups."""
+    _holders.add(holder)
+
+
+def agree(error: PacelineError | None = None, facts: Mapping[str, Any] | None = None) -> None:
+    """All ranks continue, or all raise the same error: the first that a rank has, or a difference of
+    facts. A collective."""
+    if not several_ranks():
+        if error is not None:
+            raise error
+        return
+    mine = {"error": str(error) if error else "", "code": error.exit_code if error else 0}
+    reports = all_gather_json({**mine, "facts": dict(facts or {})})
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            if error is not None and rank == dist.get_rank():
+                raise error
+            raise AgreedError(f"rank {rank}: {report['error']}", report["code"])
+    for rank, report in enumerate(reports):
+        for name, ours in reports[0]["facts"].items():
+            theirs = report["facts"].get(name)
+            if ours != theirs:
+                raise CommError(
+                    f"ranks differ in {name}: {ours} on rank 0, {theirs} on rank {rank}",
+                    "give every rank the same model and arguments",
+                )

@@ -1,0 +1,368 @@
+"""`prepare`: half-precision weights with fp32 masters and a dynamic loss scale, for an own loop.
+
+In: a model and an optimizer. Out: `Prepared`, whose `backward` scales the loss and whose `step` unscales,
+skips the update on all ranks alike where a gradient is not finite, and updates masters and weights. All
+decisions are made on the device; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError, nearest
+from paceline.custom_loop.context import agree, several_ranks
+from paceline.custom_loop.data_parallel import DataParallel, wire_of
+from paceline.optim.build import set_rate
+from paceline.optim.settings import OptimSettings
+from paceline.plan.plan_file import ModelFacts
+from paceline.precision.policy import LossScale, Policy, choose_policy
+from paceline.precision.settings import PrecisionSettings
+from paceline.train.step_parts import create_master_optimizer
+from paceline.train.weights import full_state
+
+_SCALE_FIELDS = {f.name for f in fields(PrecisionSettings) if f.name.startswith("loss_scale")}
+# Arguments of their own, and settings of the schedule and of the record, which an own loop makes itself.
+_NOT_TAKEN = {
+    "name", "lr", "weight_decay", "clip_norm", "lr_base", "lr_base_batch", "warmup_epochs",
+    "warmup_start", "warmup_max_share", "schedule", "decay_epochs", "decay_rate", "poly_power",
+    "lr_end", "decay_over_epochs", "trust_log_interval",
+}  # fmt: skip
+_OPTIM_FIELDS = {f.name for f in fields(OptimSettings)} - _NOT_TAKEN
+
+
+class Prepared:
+    """A model with its optimizer and loss scale; `prepare` creates it.
+
+    `model` computes in `precision` (`fp16`, `bf16` or `fp32`). `optimizer` holds the fp32 masters, and
+    learning-rate schedulers of torch.optim accept it. `overflow` is a tensor on the device, 1 if the last
+    step was skipped.
+
+    >>> import torch
+    >>> prepared = prepare(torch.nn.Linear(4, 2), "sgd", lr=0.1)
+    >>> with prepared.autocast():
+    ...     loss = prepared.model(torch.ones(3, 4)).float().square().mean()
+    >>> prepared.backward(loss)
+    >>> prepared.step()
+    >>> prepared.precision, prepared.lr, prepared.skipped_steps
+    ('fp32', 0.1, 0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        policy: Policy,
+        settings: PrecisionSettings,
+        clip_norm: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.optimizer: Optimizer = optimizer
+        # The same with its masters and switches.
+        self._masters: Any = optimizer
+        self._clip_norm = clip_norm
+        self.overflow = torch.zeros((), device=policy.device)
+        self._policy = policy
+        self._settings = settings
+        self._scale = LossScale(policy, settings)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=policy.device)
+        self._free = torch.zeros((), device=policy.device)
+
+    @property
+    def precision(self) -> str:
+        return self._policy.name
+
+    @property
+    def lr(self) -> float:
+        """Of all parameter groups; assign to it to follow a schedule."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        set_rate(self.optimizer, rate)
+
+    @property
+    def loss_scale(self) -> float:
+        """Current factor of the loss. Waits for the device."""
+        return float(self._scale.value)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an update because a gradient was not finite. Waits for the device."""
+        return int(self._skipped)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Context of the forward pass; in fp32 it does nothing."""
+        return self._policy.compute()
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward pass of the scaled loss. Several calls before `step` accumulate."""
+        self._follow_wire()
+        (loss.float() * self._scale.value).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Updates masters and weights, adjusts the loss scale, and clears the gradients.
+
+        If a gradient is not finite, nothing but the loss scale changes, on every rank alike.
+        `DataParallel` has left the same gradients on all ranks; without it the ranks agree on a flag,
+        and this call is a collective.
+        """
+        optimizer, scale = self._masters, self._scale
+        optimizer.grad_scale = self._divisor()
+        optimizer.found_inf = self._agreed_overflow()
+        optimizer.step()
+        found = optimizer.overflow
+        if optimizer.found_inf is not None:
+            found = torch.maximum(found, optimizer.found_inf)
+        self.overflow.copy_(found)
+        self._skipped.add_(found.to(torch.int64))
+        scale.update(self.overflow, self._free)
+        optimizer.zero_grad(set_to_none=True)
+
+    def _divisor(self) -> Tensor:
+        """What gradients are divided by: the loss scale, and more where their norm exceeds the limit."""
+        scale = self._scale.value
+        if not self._clip_norm:
+            return scale
+        norms = [
+            torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float32)
+            for p in self._parameters()
+            if p.grad is not None
+        ]
+        if not norms:
+            return scale
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
+        # A norm that is not finite is left to the finite check.
+        over = torch.where(torch.isfinite(norm), (norm / self._clip_norm).clamp(min=1.0), 1.0)
+        return scale * over
+
+    def _agreed_overflow(self) -> Tensor | None:
+        """Whether some rank has a gradient that is not finite; None where all ranks have the same."""
+        if not several_ranks() or wire_of(self.model) is not None:
+            return None
+        flag = torch.zeros((), device=self._policy.device)
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                square = parameter.grad.detach().float().square().sum()
+                flag = torch.maximum(flag, (~torch.isfinite(square)).to(flag.dtype))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag
+
+    def _follow_wire(self) -> None:
+        """Gradients that travel in fp16 need a loss scale whatever the model computes in."""
+        if self._settings.loss_scale is not None or self._scale.dynamic:
+            return
+        if wire_of(self.model) == "float16" and several_ranks():
+            self._scale = LossScale(self._policy, self._settings, fp16_travels=True)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict in fp32, with the masters in place of half-precision weights."""
+        return full_state(self.model, self._masters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, buffers, masters, momenta and loss scale: everything that the next step depends on."""
+        return {
+            "precision": self.precision,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "loss_scale": self._scale.state(),
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores bit for bit what `state_dict` of the same model, optimizer and precision returned."""
+        if state["precision"] != self.precision:
+            raise CheckpointError(
+                f"precision is {state['precision']} in the saved state and {self.precision} here",
+                f"prepare the model with precision={state['precision']!r}",
+            )
+        self._follow_wire()
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scale.restore(state["loss_scale"])
+        self._skipped.fill_(state["skipped_steps"])
+
+
+def prepare(
+    module: nn.Module,
+    optimizer: str | Optimizer = "sgd",
+    lr: float | None = None,
+    *,
+    precision: str = "auto",
+    weight_decay: float | None = None,
+    clip_norm: float = 0.0,
+    **arguments: Any,
+) -> Prepared:
+    """Rounds the weights of convolutions and linear layers to half precision and creates the optimizer on
+    fp32 masters, which keep the weights as they are now.
+
+    Biases and normalization stay fp32, without weight decay and, with LARS, without adaptation. On
+    several ranks all start from rank 0's weights and buffers. Prepare first, then wrap:
+    `model = DataParallel(prepared.model)`.
+
+    Args:
+        module: on its device.
+        optimizer: a name, such as `sgd`, `lars` or `muon`, or one of Paceline's optimizers on the
+            parameters of `module`. An optimizer without masters for half-precision weights is refused.
+        lr: learning rate; only with a name.
+        precision: `fp16`, `bf16`, `fp32`, or `auto`: fp16 on a GPU, fp32 elsewhere.
+        weight_decay: only with a name; 1e-4 by default.
+        clip_norm: largest norm of all gradients together; 0 clips nothing.
+        **arguments: further settings of `[optim]`, such as `momentum`, and those of `[precision]` that
+            begin with `loss_scale`.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
+        >>> prepared = prepare(net, optimizer="lars", lr=2.0, precision="bf16", momentum=0.95)
+        >>> net[0].weight.dtype, net[1].weight.dtype, prepared.full_state_dict()["0.weight"].dtype
+        (torch.bfloat16, torch.float32, torch.float32)
+    """
+    made, error = None, None
+    try:
+        made = _prepare(module, optimizer, lr, precision, weight_decay, clip_norm, arguments)
+    except PacelineError as caught:
+        error = caught
+    trained = ((n, p.numel()) for n, p in module.named_parameters() if p.requires_grad)
+    facts = {
+        "the trained parameters": ModelFacts.of(trained).describe(),
+        "precision": made.precision if made else "",
+        "optimizer": type(made.optimizer).__name__ if made else "",
+    }
+    agree(error, facts)
+    assert made is not None
+    if several_ranks():
+        _broadcast(made)
+    return made
+
+
+def _prepare(
+    module: nn.Module, optimizer: str | Optimizer, lr: float | None, precision: str,
+    weight_decay: float | None, clip_norm: float, arguments: dict[str, Any],
+) -> Prepared:  # fmt: skip
+    if isinstance(module, DataParallel | DistributedDataParallel):
+        raise ConfigError(
+            "module", type(module).__name__, "prepare changes formats that it has recorded",
+            "prepare the module first, then wrap prepared.model",
+        )  # fmt: skip
+    device = _device(module)
+    if not 0 <= clip_norm < float("inf"):
+        raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "0 clips nothing")
+    for name in arguments:
+        if name not in _SCALE_FIELDS | _OPTIM_FIELDS:
+            raise ConfigError(name, None, "unknown", nearest(name, _SCALE_FIELDS | _OPTIM_FIELDS))
+    scale = {name: value for name, value in arguments.items() if name in _SCALE_FIELDS}
+    settings = _precision(precision, scale)
+    policy = _policy(settings, device)
+    update = {name: value for name, value in arguments.items() if name in _OPTIM_FIELDS}
+    if not isinstance(optimizer, str):
+        given = {"lr": lr, "weight_decay": weight_decay, **update}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    name, value, "the optimizer has its own", "leave it out, or name the optimizer"
+                )
+        return Prepared(module, _adopt(module, optimizer, policy), policy, settings, clip_norm)
+    if lr is None:
+        raise ConfigError("lr", None, f"{optimizer!r} needs a learning rate", "give lr=")
+    if policy.is_half and update.get("in_half"):
+        raise ConfigError("in_half", True, "updates half-precision weights without masters",
+                          "leave it out")  # fmt: skip
+    if weight_decay is not None:
+        update["weight_decay"] = weight_decay
+    chosen = OptimSettings(name=optimizer, lr=lr, **update)
+    made = create_master_optimizer(chosen, module, policy, lr)
+    return Prepared(module, made, policy, settings, clip_norm)
+
+
+def _precision(name: str, scale: dict[str, Any]) -> PrecisionSettings:
+    try:
+        return PrecisionSettings(amp_dtype=name, **scale)
+    except ConfigError as error:
+        if error.field != "precision.amp_dtype":
+            raise
+        raise ConfigError("precision", name, "unknown", error.remedy) from None
+
+
+def _policy(settings: PrecisionSettings, device: torch.device) -> Policy:
+    try:
+        return choose_policy(settings, device)
+    except ConfigError as error:
+        _, _, problem = error.cause.partition(": ")
+        raise ConfigError(
+            "precision", settings.amp_dtype, problem, "use precision='fp32'"
+        ) from None
+
+
+def _device(module: nn.Module) -> torch.device:
+    devices = {p.device for p in module.parameters() if p.requires_grad}
+    if len(devices) != 1:
+        where = ", ".join(sorted(str(d) for d in devices)) or "no device: nothing is trained"
+        raise ConfigError("module", type(module).__name__, f"its trained parameters lie on {where}",
+                          "move it to one device first")  # fmt: skip
+    return devices.pop()
+
+
+def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
+    """Rounds the weights under an optimizer that exists; its masters keep them as they are."""
+    kind = type(optimizer).__name__
+    if not hasattr(optimizer, "masters"):
+        if policy.is_half:
+            raise ConfigError(
+                "optimizer", kind, "would update half-precision weights without fp32 masters",
+                "pass its name or a Paceline optimizer, or use precision='fp32'",
+            )  # fmt: skip
+        raise ConfigError(
+            "optimizer", kind, "is neither a name nor an optimizer of Paceline",
+            "in fp32 it needs no prepare: use it as it is",
+        )  # fmt: skip
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    trained = {p for p in module.parameters() if p.requires_grad}
+    if held != trained:
+        raise ConfigError(
+            "optimizer", kind,
+            f"has {len(held)} parameters, {len(held - trained)} of them not of the model, which "
+            f"trains {len(trained)}",
+            "create it from parameter_groups(module, weight_decay)",
+        )  # fmt: skip
+    if optimizer.in_half and policy.is_half:
+        raise ConfigError(
+            "optimizer", kind, "updates half-precision weights without masters (in_half=True)",
+            "create it without in_half",
+        )  # fmt: skip
+    drawn = {p: p.detach().clone() for p in held if p.dtype == torch.float32}
+    policy.convert(module)
+    # Creates the masters that fp32 parameters did not need.
+    optimizer.load_state_dict(optimizer.state_dict())
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for master, parameter in zip(optimizer.masters(), parameters, strict=True):
+        if parameter in drawn:
+            master.detach().copy_(drawn[parameter])
+    return optimizer
+
+
+@torch.no_grad()
+def _broadcast(made: Prepared) -> None:
+    """Rank 0's weights, masters and buffers, on every rank."""
+    masters = made._masters.masters()
+    weights = [*made.model.parameters(), *made.model.buffers()]
+    own = {id(p) for p in weights}
+    for tensor in [*weights, *(m for m in masters if id(m) not in own)]:
+        if tensor.is_contiguous():
+            dist.broadcast(tensor.detach(), src=0)
+        else:  # channels_last
+            copy = tensor.detach().contiguous()
+            dist.broadcast(copy, src=0)
+            tensor.copy_(copy)

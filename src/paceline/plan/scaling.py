@@ -1,0 +1,195 @@
+"""`predict_scaling`: the planner in one call, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.plan.answer import Question, node_counts
+from paceline.plan.cluster import Cluster, catalogue, gpu_cluster
+from paceline.plan.cluster import accelerator as find_accelerator
+from paceline.plan.fusion_plan import wire_names
+from paceline.plan.networks import analytic_workload, network
+from paceline.plan.plan_file import PlanFile
+from paceline.plan.prediction import Prediction
+from paceline.plan.schedules import algorithm_names, check_name
+from paceline.plan.workload import Affine, Workload
+
+# Names of the command line, which the planner's errors have, and ours.
+_ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """The prediction for one number of nodes; `uncertainty` is relative, one standard error."""
+
+    nodes: int
+    ranks: int
+    images_per_s: float
+    efficiency: float
+    step_s: float
+    exposed_s: float
+    uncertainty: float
+
+
+@dataclass(frozen=True)
+class ScalingPrediction:
+    """Throughput in images/s, efficiency against one rank alone, time of a step, and the part of the
+    exchange that compute does not hide; `rows` has the same for other numbers of nodes.
+
+    >>> predict_scaling(nodes=2).describe().splitlines()[1].split()
+    ['nodes', 'ranks', 'images/s', 'efficiency', 'step', 'ms', 'exposed', 'ms']
+    """
+
+    model: str
+    source: str
+    nodes: int
+    ranks: int
+    batch_size: int
+    images_per_s: float
+    efficiency: float
+    step_s: float
+    exposed_s: float
+    uncertainty: float
+    rows: tuple[ScalingRow, ...]
+
+    def describe(self) -> str:
+        """A table for the terminal."""
+        lines = [
+            f"{self.model}, batch {self.batch_size} a rank; {self.source}",
+            f"{'nodes':>6} {'ranks':>7} {'images/s':>11} {'efficiency':>11} {'step ms':>9} "
+            f"{'exposed ms':>11}",
+        ]
+        lines += [
+            f"{row.nodes:>6,} {row.ranks:>7,} {row.images_per_s:>11,.0f} {row.efficiency:>11.1%} "
+            f"{1e3 * row.step_s:>9.2f} {1e3 * row.exposed_s:>11.2f}"
+            for row in self.rows
+        ]
+        return "\n".join(lines)
+
+
+def predict_scaling(
+    model: str = "resnet50",
+    *,
+    accelerator: str = "h100",
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    batch_size: int = 64,
+    image_size: int = 224,
+    node_gbps: float | None = None,
+    latency_us: float | None = None,
+    links: int | None = None,
+    oversubscription: float | None = None,
+    input_images_per_s: float = 0.0,
+    algorithms: Sequence[str] = (),
+    wires: Sequence[str] = ("auto",),
+    profile: str | PathLike[str] | None = None,
+    cluster: str | PathLike[str] | None = None,
+) -> ScalingPrediction:
+    """Predicts how fast data-parallel training runs on a cluster, with the best plan for each size.
+
+    Args:
+        model: a built-in model; with `profile`, the model that was profiled.
+        accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`.
+        nodes: 1, or as in the cluster file; the rows double from one node to at least twice as many.
+        gpus_per_node: ranks of a node; 8.
+        batch_size: of one rank.
+        image_size: edge of the images in pixels.
+        node_gbps: all links of a node, in Gb/s; 100.
+        latency_us: start of a message between nodes; 10.
+        links: links of a node; 1.
+        oversubscription: of the network between nodes; 1.
+        input_images_per_s: what the input of a rank delivers; 0 means enough.
+        algorithms: allowed all-reduce algorithms; empty means all.
+        wires: allowed wire formats: `auto` (as held), `fp32`, `fp16`, `bf16`.
+        profile: a file of `paceline profile` or `paceline tune`, instead of the analytic workload.
+        cluster: a file of `paceline tune`, instead of `gpus_per_node` and the network's arguments.
+
+    Example:
+        >>> prediction = predict_scaling("resnet50", accelerator="h100", nodes=4)
+        >>> prediction.ranks, 0 < prediction.efficiency <= 1
+        (32, True)
+        >>> [row.nodes for row in prediction.rows]
+        [1, 2, 4, 8, 16]
+    """
+    with _python_names():
+        work = _workload(model, accelerator, image_size, profile, input_images_per_s)
+        place = _cluster(cluster, accelerator, nodes, {
+            "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
+            "links": links, "oversubscription": oversubscription,
+        })  # fmt: skip
+        for name in algorithms:
+            check_name(name, "algorithms")
+        known = place.probed.algorithms if place.probed else algorithm_names()
+        question = Question(work, batch_size, tuple(algorithms) or known, wire_names(wires))
+        rows = [_row(question, place.with_nodes(count)) for count in _counts(question, place)]
+    now = next(row for row in rows if row.nodes == place.nodes)
+    return ScalingPrediction(
+        work.model, work.source, now.nodes, now.ranks, batch_size, now.images_per_s, now.efficiency,
+        now.step_s, now.exposed_s, now.uncertainty, tuple(rows),
+    )  # fmt: skip
+
+
+def _cluster(
+    path: str | PathLike[str] | None, gpu: str, nodes: int | None, network: dict[str, float | None]
+) -> Cluster:
+    given: dict[str, Any] = {name: it for name, it in network.items() if it is not None}
+    if path is None:
+        values = {"gpus_per_node": 8, "node_gbps": 100.0} | given
+        return gpu_cluster(find_accelerator(gpu), 1 if nodes is None else nodes, **values)
+    for name, value in given.items():
+        raise ConfigError(name, value, "is in the cluster file already", "leave out one of them")
+    place = PlanFile.read(Path(path), "cluster").planned_cluster()
+    return place if nodes is None else place.with_nodes(nodes)
+
+
+def _counts(question: Question, place: Cluster) -> list[int]:
+    """Numbers of nodes for which some algorithm has a price; the cluster's own always."""
+    return [
+        count
+        for count in node_counts(place)
+        if count == place.nodes or question.reaches(place.with_nodes(count))
+    ]
+
+
+def _row(question: Question, place: Cluster) -> ScalingRow:
+    found: Prediction = question.answer(place)
+    return ScalingRow(
+        place.nodes, found.ranks, found.images_per_s, found.efficiency, found.step_s,
+        found.exposed_comm_s, found.uncertainty,
+    )  # fmt: skip
+
+
+def _workload(
+    model: str, gpu: str, image_size: int, profile: str | PathLike[str] | None, input_rate: float
+) -> Workload:
+    if not 0 <= input_rate < float("inf"):
+        raise ConfigError("input_images_per_s", input_rate, "must be 0 or more")
+    if profile is None:
+        work = analytic_workload(network(model, image_size), find_accelerator(gpu))
+    else:
+        work = PlanFile.read(Path(profile), "profile").profile
+        if work.model != model:
+            raise ConfigError("model", model, f"the profile is of {work.model}", f"profile {model}")
+    return replace(work, input=Affine(0.0, 1 / input_rate)) if input_rate else work
+
+
+@contextmanager
+def _python_names() -> Iterator[None]:
+    """Names arguments, not flags, in errors."""
+    try:
+        yield
+    except ConfigError as error:
+        if not error.field.startswith("--"):
+            raise
+        name = _ARGUMENTS.get(error.field, error.field[2:].replace("-", "_"))
+        shown, _, problem = error.cause.removeprefix(error.field).partition(": ")
+        remedy = error.remedy.replace("--gpu", "accelerator=").replace("--profile", "profile=")
+        if name == "accelerator" and not remedy:
+            remedy = f"known are {', '.join(catalogue())}"
+        raise ConfigError(f"{name}{shown}", None, problem, remedy) from None

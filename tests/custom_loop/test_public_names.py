@@ -1,0 +1,110 @@
+"""Public names: their documented examples run, importing them starts no CUDA, the planner no torch."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline as pl
+from paceline.core.errors import ConfigError
+
+OWN = {
+    "custom_loop.checkpointer": ("Checkpointer",),
+    "custom_loop.context": ("Context", "init"),
+    "custom_loop.data_parallel": ("DataParallel",),
+    "custom_loop.prepared": ("Prepared", "prepare"),
+    "plan.scaling": ("ScalingPrediction", "predict_scaling"),
+}
+
+
+@pytest.mark.parametrize("module", OWN)
+def test_the_examples_of_the_docstrings_run(module: str) -> None:
+    found = importlib.import_module(f"paceline.{module}")
+    for name in OWN[module]:
+        assert getattr(pl, name) is getattr(found, name)
+        assert ">>> " in getattr(found, name).__doc__
+    assert doctest.testmod(found).failed == 0
+
+
+def _run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_runs_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "own-loop.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        exec(block, {})
+    assert (tmp_path / "checkpoints/step-00000010/manifest.json").is_file()
+    assert "resnet50" in capsys.readouterr().out
+
+
+def test_importing_every_part_starts_no_cuda() -> None:
+    _run(
+        "import paceline as pl\n"
+        "for name in pl.__all__: getattr(pl, name)\n"
+        "import torch; assert not torch.cuda.is_initialized()"
+    )
+
+
+def test_predictions_need_no_torch() -> None:
+    out = _run(
+        "import sys, json, paceline as pl\n"
+        "found = pl.predict_scaling('resnet50', accelerator='h100', nodes=4, gpus_per_node=8)\n"
+        "print(json.dumps([found.ranks, found.images_per_s, found.describe()]))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    ranks, speed, table = json.loads(out)
+    assert ranks == 32
+    assert speed > 32 * 1000
+    assert len(table.splitlines()) == 7
+
+
+def test_predictions_are_those_of_the_command() -> None:
+    out = _run(
+        "import sys; sys.argv = 'paceline plan --gpu A100 --nodes 8 --node-gbps 25 -b 32 "
+        "--model resnet18 --wire fp16 --json'.split()\n"
+        "from paceline.cli.app import run_command; sys.exit(run_command())"
+    )
+    told = json.loads(out)
+    found = pl.predict_scaling(
+        "resnet18", accelerator="a100", nodes=8, node_gbps=25, batch_size=32, wires=["fp16"]
+    )
+    assert found.images_per_s == pytest.approx(told["images_per_s"])
+    assert found.efficiency == pytest.approx(told["efficiency"])
+    assert found.exposed_s == pytest.approx(told["exposed_comm_s"])
+    assert [row.ranks for row in found.rows] == [row["ranks"] for row in told["scaling"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"accelerator": "h101"}, "^accelerator = 'h101'"),
+        ({"model": "resnet51"}, "^model = 'resnet51'"),
+        ({"nodes": 0}, "^nodes = 0"),
+        ({"batch_size": 0}, "^batch_size = 0"),
+        ({"gpus_per_node": 0}, "^gpus_per_node"),
+        ({"wires": ["fp8"]}, "^wires"),
+        ({"algorithms": ["rign"]}, "did you mean 'ring'"),
+        ({"cluster": "c.toml", "links": 2}, "leave out one"),
+        ({"cluster": "nowhere.toml"}, "^cluster = 'nowhere.toml'"),
+        ({"profile": "nowhere.toml"}, "^profile = 'nowhere.toml'"),
+        ({"image_size": 8}, "^image_size = 8"),
+    ],
+)
+def test_mistakes_name_the_argument(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        pl.predict_scaling(**arguments)
