@@ -114,3 +114,31 @@ def test_evaluation_finds_the_split_again(tmp_path: Path) -> None:
     result, _, _ = evaluate_file(saved, {}, 8)
     assert not isinstance(result, int)
     assert (result.samples, result.top1) == (12, outcome.summary["top1"])  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_augmentation_in_a_cuda_graph_draws_anew_in_every_step(tmp_path: Path) -> None:
+    logs = []
+    for number in range(2):
+        log = torch.zeros(64, device="cuda")
+
+        def shake(batch: torch.Tensor, log: torch.Tensor = log) -> torch.Tensor:
+            assert batch.shape[1] == 1
+            noise = torch.randn_like(batch)
+            log.copy_(log.roll(1))
+            log[0] = noise.float().sum()
+            return batch + 0.05 * noise
+
+        values = {"run__device": "cuda", "run__cuda_graphs": "on", "run__epochs": 6}
+        trained(tmp_path / str(number), device_augment=shake, **values)
+        logs.append(log.cpu())
+    drawn = logs[0][logs[0] != 0]
+    assert len(drawn) >= 10
+    assert len(drawn.unique()) == len(drawn)
+    assert torch.equal(*logs)
+    with pytest.raises(RunError, match="device_augment: .*cannot be captured"):
+        trained(
+            tmp_path / "waits", device_augment=lambda batch: batch * batch.max().item(),
+            run__device="cuda", run__cuda_graphs="on", run__epochs=6,
+        )  # fmt: skip

@@ -23,6 +23,7 @@ from paceline.data.sources.layouts import (
     open_layout,
     shard_paths,
 )
+from paceline.data.sources.own_source import checked_source
 from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
 from paceline.data.sources.subset import split_source
 
@@ -59,8 +60,8 @@ def open_data(
             "data.cache", "disk", "cannot tell the images of a Python source from earlier ones",
             "use 'memory' or 'none'",
         )  # fmt: skip
-    if train is None:
-        train = open_source(settings, "train")
+    train = open_source(settings, "train") if train is None else checked_source(train)
+    val = None if val is None else checked_source(val)
     if val is not None and settings.val_split:
         raise _not_split(settings, "there is a validation set (val_data)")
     if val is None and settings.val_split:
@@ -91,7 +92,7 @@ def as_source(
     """`data` as a source: one that is, a directory that `--data-dir` takes (opened with `settings`), or
     a map-style Dataset of (image, label), whose classes are `classes` where it does not name them."""
     if isinstance(data, Source):
-        return data
+        return checked_source(data)
     if isinstance(data, str | os.PathLike):
         chosen = settings or DataSettings()
         kind = "auto" if chosen.source in ("embedded", "synthetic") else chosen.source

@@ -1,7 +1,7 @@
 """`Source`: labelled images by index, whatever they are stored in.
 
-A source implements `read` and `name`. Everything else that a kind of storage may offer is declared
-here with a default, so that whoever uses a source never has to ask what it is.
+A source sets `classes` and `labels` and implements `read`. Everything else that a kind of storage may
+offer is declared here with a default, so that whoever uses a source never has to ask what it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Extent = tuple[ShardFile, int, int]
 
 
 class Source(ABC):
-    """Read by several threads at once. Sub-classes set `classes` and `labels`.
+    """Read by several threads at once. Sub-classes set `classes` (names) and `labels` (an index into
+    them for each sample, int64), and implement `read`.
 
     `shard_sizes`: how many samples each shard has, in order; None where the data is not in shards.
     `pixels`: all images at once, equal in size, samples × height × width × channels; None where
@@ -50,9 +51,9 @@ class Source(ABC):
         """The encoded image, or its pixels as height × width × channels. DataError where storage
         fails."""
 
-    @abstractmethod
     def name(self, i: int) -> str:
         """Where the sample lies, for messages."""
+        return f"{type(self).__name__}[{i}]"
 
     def extent(self, i: int) -> Extent | None:
         """Where the encoded image lies in a file; None where it has to be read by `read`."""
