@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from paceline.data.device.normalize import Normalizer
     from paceline.data.device.streams import mark_stream
     from paceline.data.image import CorruptImage
-    from paceline.data.image_loader import ImageLoader
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
+    from paceline.data.loaders.image_loader import ImageLoader
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
     from paceline.data.order import BatchPlan, Int64, SampleOrder
     from paceline.data.own_augment import BatchAugment, ImageAugment
@@ -61,8 +61,8 @@ _MODULES = {
     "device.normalize": "Normalizer",
     "device.streams": "mark_stream",
     "image": "CorruptImage",
-    "image_loader": "ImageLoader",
     "loaders.create": "create_eval_loader create_train_loader",
+    "loaders.image_loader": "ImageLoader",
     "loaders.loader": "EvalBatches EvalLoader TrainBatches TrainLoader",
     "order": "BatchPlan Int64 SampleOrder",
     "own_augment": "BatchAugment ImageAugment",

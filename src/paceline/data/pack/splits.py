@@ -14,7 +14,7 @@ from paceline.data.image import CorruptImage, image_facts
 from paceline.data.pack.manifest import check_packed
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Split
-from paceline.data.sources.cache import cached
+from paceline.data.sources.cache import CachedSource, cached
 from paceline.data.sources.labels import read_classes
 from paceline.data.sources.layouts import (
     has_validation,
@@ -106,6 +106,8 @@ def as_source(
 
 def describe_channels(source: Source, channels: int) -> str:
     """A note where the images have other channels than `data.channels`, by a look at a few of them."""
+    if isinstance(source, CachedSource):
+        source = source.kept  # whose counters are those of the training
     count, seen = len(source), set()
     for index in range(0, count, max(1, count // _LOOKS)):
         try:
