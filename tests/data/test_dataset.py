@@ -13,14 +13,16 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
-from paceline.core.errors import DataError
+from paceline.core.errors import ConfigError, DataError
 from paceline.data import (
     BatchPlan,
     CorruptImage,
     DatasetSource,
     DataSettings,
+    Source,
     as_source,
     create_train_loader,
+    open_data,
 )
 
 
@@ -194,13 +196,17 @@ def test_items_that_change_between_reads() -> None:
     chance = np.random.default_rng(0)
     noisy = DatasetSource(Pictures(lambda i: chance.integers(0, 256, (4, 4, 3), dtype=np.uint8)))
     assert "differs between two reads" in noisy.note
+    for values in ({"resident": "on"}, {"cache": "memory"}):  # would keep the first for good
+        with pytest.raises(ConfigError, match="Pictures gives other images at every read"):
+            batches(noisy, **values)
     turn = iter(range(1000))
     with pytest.raises(DataError, match=r"has label \d+, before it was \d+"):
         DatasetSource(Items(lambda i: (pixels(i), next(turn))))
 
 
-def batches(source: DatasetSource, workers: int = 2) -> list[Any]:
-    chosen = DataSettings(image_size=8, workers=workers, max_corrupt_share=0.2)
+def batches(source: Source, **values: Any) -> list[Any]:
+    chosen = DataSettings(image_size=8, max_corrupt_share=0.2, **values)
+    source, _ = open_data(chosen, source, source)
     plan = BatchPlan(len(source), 1, 4, 4, 1)
     with create_train_loader(
         source, plan, chosen, seed=0, rank=0, first_step=0, device=torch.device("cpu")

@@ -129,7 +129,9 @@ def test_evaluation_is_a_pass_in_order(tmp_path: Path) -> None:
 
 def test_other_data_and_own_augmentation() -> None:
     pictures = [(np.full((9, 9), i, np.uint8), i % 2) for i in range(8)]
-    chosen = {"augment": "none", "flip": False, "val_split": 0.0}
+    with loader(pictures, settings={"val_split": 0.25}) as part:
+        assert len(labels(list(part))) == 6
+    chosen = {"augment": "none", "flip": False}
     with loader(pictures, mean=[0.0], std=[1.0], settings=chosen, augment=lambda x: x + 1) as ours:
         found = list(ours)
     values = sorted(round(float(image.mean()) * 255) for images, _ in found for image in images)

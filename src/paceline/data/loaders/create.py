@@ -220,6 +220,13 @@ def _choose(
             f"is decoded once, by the host: data.decoder = {settings.decoder!r} would do nothing",
             "set data.resident = 'off', or data.decoder = 'auto'",
         )
+    if not source.is_constant:
+        if wanted == "auto":
+            return "not resident: the images change between reads"
+        raise ConfigError(
+            "data.resident", wanted, f"{source.kind} gives other images at every read",
+            "set data.resident = 'off', or move random transforms to `augment`",
+        )  # fmt: skip
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     shape = form.shape(source)

@@ -6,6 +6,7 @@ epoch has every sample once over all ranks, and all ranks have equally many batc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,7 +22,8 @@ from paceline.data.loaders.loader import EvalLoader, TrainLoader
 from paceline.data.order import BatchPlan, Stretch
 from paceline.data.pack.splits import as_source
 from paceline.data.settings import DataSettings
-from paceline.data.sources.base import Source
+from paceline.data.sources.base import Source, Split
+from paceline.data.sources.subset import split_source
 
 LAYOUTS = ("NCHW", "NHWC")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -123,7 +125,10 @@ class ImageLoader:
                     f"ImageLoader: {name}", value, "cannot be used", known.get(name, "")
                 )
         self._opened = not isinstance(data, Source)
-        self.source = as_source(data, "train" if train else "val", classes, self.settings)
+        split: Split = "train" if train else "val"
+        self.source = as_source(data, split, classes, self.settings)
+        if self.settings.val_split and not isinstance(data, str | os.PathLike):
+            self.source = split_source(self.source, self.settings.val_split, split)
         self._augment = augment
         self._normalize = Normalizer(
             self.settings.mean, self.settings.std, self.settings.channels, dtype,

@@ -32,7 +32,8 @@ class Source(ABC):
     `pixels`: all images at once, equal in size, samples × height × width × channels; None where
     there is no such array. `is_in_memory`: reading needs no storage, so a cache would be of no use.
     `has_extents`: `extent` finds samples, which can then be read many at a time. `retry`: counts
-    the reads that were repeated.
+    the reads that were repeated. `is_constant`: a sample is the same whenever it is read, so that it may
+    be kept.
     """
 
     classes: Sequence[str]
@@ -41,6 +42,7 @@ class Source(ABC):
     pixels: npt.NDArray[np.uint8] | None = None
     is_in_memory: bool = False
     has_extents: bool = False
+    is_constant: bool = True
     retry: Retry | None = None
 
     def __len__(self) -> int:

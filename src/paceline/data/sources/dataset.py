@@ -148,6 +148,7 @@ class DatasetSource(Source):
             except CorruptImage:
                 continue
             if not (one == two if isinstance(one, bytes) else np.array_equal(one, two)):
+                self.is_constant = False
                 self._notes.append(
                     f"{self._type}[{i}] differs between two reads (random transforms?): the run cannot "
                     "be repeated bit by bit; see `augment`"

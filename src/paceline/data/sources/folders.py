@@ -9,6 +9,7 @@ other files that are no images, and classes without any, are passed over with a 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from paceline.data.sources.tar_index import IMAGE_EXTENSIONS, NameTable
 # Files, unlike members of shards, come from cameras, scanners and web pages.
 IMAGE_SUFFIXES = (*(f".{extension}" for extension in IMAGE_EXTENSIONS), ".jfif", ".bmp", ".gif")
 METADATA = "metadata.csv"
+_FOLDERS_LOOKED_AT = 1000
 _NAMED = 5
 # A look at a file of a network file system takes a millisecond, nearly all of it waiting.
 _LOOKERS = 16
@@ -167,10 +169,13 @@ def class_directories(root: Path) -> list[str]:
 
 
 def has_images(root: Path, name: str) -> bool:
-    return next(_images(root, name), None) is not None
+    """Looks into so many folders below it and no more: `--data-dir /` is a mistake, not a search."""
+    return next(_images(root, name, most_folders=_FOLDERS_LOOKED_AT), None) is not None
 
 
-def _images(root: Path, name: str, passed_over: Counter[str] | None = None) -> Iterator[str]:
+def _images(
+    root: Path, name: str, passed_over: Counter[str] | None = None, most_folders: int | None = None
+) -> Iterator[str]:
     """Paths relative to `root` of all images under one class, however deep. A directory counts
     once, by whatever links it is reached: links may lead in a circle, or up to all classes.
     `passed_over` counts other files by suffix; hidden ones are not worth a word."""
@@ -181,7 +186,8 @@ def _images(root: Path, name: str, passed_over: Counter[str] | None = None) -> I
             f"{error.filename}: cannot be listed ({error.strerror})", "check its permissions"
         )
 
-    for folder, below, files in os.walk(root / name, onerror=fail, followlinks=True):
+    walk = os.walk(root / name, onerror=fail, followlinks=True)
+    for folder, below, files in itertools.islice(walk, most_folders):
         number = _number(folder)
         if number in seen:
             below.clear()

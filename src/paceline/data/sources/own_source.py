@@ -47,7 +47,7 @@ class OwnSource(Source):
         self.labels: Int64 = labels.astype(np.int64)
         self.shard_sizes, self.pixels = source.shard_sizes, source.pixels
         self.is_in_memory, self.has_extents = source.is_in_memory, source.has_extents
-        self.retry = source.retry
+        self.is_constant, self.retry = source.is_constant, source.retry
 
     def read(self, i: int) -> Stored:
         try:

@@ -67,6 +67,7 @@ class SubsetSource(Source):
         self.labels: Int64 = source.labels[indices]
         self.is_in_memory = source.is_in_memory
         self.has_extents = source.has_extents
+        self.is_constant = source.is_constant
         self.retry = source.retry
         if source.pixels is not None:
             self.pixels = source.pixels[indices]
