@@ -168,3 +168,22 @@ def test_every_setting_that_the_source_names_exists() -> None:
                 found = set(named.findall(node.value)) - known
                 unknown += [f"{file.name}:{node.lineno}: {name}" for name in found]
     assert not unknown
+
+
+def test_settings_of_a_recipe_follow_the_image() -> None:
+    small = load_config("imagenet-resnet50", {"data.image_size": 112}).data
+    assert (small.image_size, small.eval_resize) == (112, 128)
+    assert (
+        load_config(
+            "imagenet-resnet50", {"data.image_size": 112, "data.eval_resize": 0}
+        ).data.eval_resize
+        == 0
+    )
+    assert load_config("quickstart", {"data.image_size": 64}).data.eval_resize == 0
+    grey = load_config("imagenet-resnet50", {"data.channels": 1}).data
+    assert (len(grey.mean), len(grey.std)) == (1, 1)
+    assert load_config("quickstart", {"data.channels": 3}).data.mean == (0.286,)
+    assert RunConfig().with_values({"data.image_size": 32}).data.eval_resize == 37
+    for name in recipe_names():  # as they were before this rule
+        data = load_config(name, {}).data
+        assert data.eval_resize == (256 if data.image_size == 224 else 0)

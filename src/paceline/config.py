@@ -296,11 +296,32 @@ def _warmup_share(recipe: Tables, asked: bool) -> float:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Lays the sections of `above` over those of `below`, key by key."""
+    """Lays the sections of `above` over those of `below`, key by key. Settings of `below` that belong to
+    another one that `above` changes follow it, unless `above` sets them too."""
     merged = {section: dict(table) for section, table in below.items()}
     for section, table in above.items():
         merged.setdefault(section, {}).update(table)
+    lower, upper = below.get("data"), above.get("data")
+    if isinstance(lower, Mapping) and isinstance(upper, Mapping):
+        _follow_image(lower, upper, merged["data"])
     return merged
+
+
+def _follow_image(
+    below: Mapping[str, Any], above: Mapping[str, Any], merged: dict[str, Any]
+) -> None:
+    """The validation resize keeps its ratio to the image size; statistics that are not those of the
+    number of channels give way to its defaults."""
+    was = below.get("image_size", DataSettings.image_size)
+    size, resize = above.get("image_size", was), below.get("eval_resize", 0)
+    numbers = all(type(value) is int and value > 0 for value in (was, size, resize))
+    if numbers and size != was and "eval_resize" not in above:
+        merged["eval_resize"] = round(size * resize / was)
+    if above.get("channels") not in (None, below.get("channels", DataSettings.channels)):
+        for name in ("mean", "std"):
+            values = below.get(name)
+            if name not in above and isinstance(values, list | tuple) and len(values) > 1:
+                del merged[name]
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:

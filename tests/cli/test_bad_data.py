@@ -59,8 +59,8 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: _add_class(write_folders(folder), "val", "zebra", images=1),
         "data/val/zebra: ",
     ),
-    "empty class": (
-        lambda folder: _add_class(write_folders(folder), "train", "empty", images=0),
+    "no image": (
+        lambda folder: [p.unlink() for p in (write_folders(folder) / "train").glob("*/*.png")],
         "data/train: ",
     ),
 }

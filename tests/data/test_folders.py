@@ -77,10 +77,16 @@ def test_a_class_that_training_does_not_have(root: Path) -> None:
         ImageFolder(root, ["ant", "cat"])
 
 
-def test_empty_classes_are_named(root: Path) -> None:
-    (root / "eel").mkdir()
+def test_classes_without_images_are_left_out_with_a_note(root: Path) -> None:
+    assert ImageFolder(root).note == "train/: files that are no images were passed over (1 .txt)"
+    (root / "bee").mkdir()
     (root / "fox" / "deep").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"no image .* in 2 of 5 class directories: eel, fox"):
+    source = ImageFolder(root)
+    assert source.classes == ["ant", "cat", "dog"]
+    assert "train/: no image in bee, fox;" in source.note
+    for name in ("ant", "cat", "dog"):
+        shutil.rmtree(root / name)
+    with pytest.raises(DataError, match=r"no image .* in any of 2 class directories: bee, fox"):
         ImageFolder(root)
 
 

@@ -27,7 +27,8 @@ from paceline.data import DataSettings
         ("eval_resize", 200),
         ("eval_resize", 449),
         ("mean", (0.5, 0.5)),
-        ("mean", ()),
+        ("val_split", 1.0),
+        ("val_split", -0.1),
         ("mean", (124.0,)),
         ("std", (0.0,)),
         ("std", (0.2, 0.2, float("nan"))),
@@ -55,16 +56,17 @@ def test_unknown_choice_suggests_the_nearest() -> None:
         DataSettings(augment="pad_corp")
 
 
-def test_greyscale_needs_its_own_statistics() -> None:
+def test_statistics_follow_the_channels() -> None:
     with pytest.raises(ConfigError, match=r"data.mean.*has 3 values for data.channels = 1"):
-        DataSettings(channels=1)
+        DataSettings(channels=1, mean=(0.5, 0.5, 0.5))
     assert DataSettings(channels=3, mean=(0.5,), std=(0.5,)).mean == (0.5,)
+    assert (len(DataSettings().mean), len(DataSettings(channels=1).std)) == (3, 1)
 
 
-def test_a_small_image_size_does_not_keep_the_large_eval_resize() -> None:
+def test_the_validation_resize_follows_the_image_size() -> None:
+    assert (DataSettings().eval_resize, DataSettings(image_size=64).eval_resize) == (256, 73)
     with pytest.raises(ConfigError, match=r"data.eval_resize = 256.*set data.eval_resize = 73"):
-        DataSettings(image_size=64)
-    assert DataSettings(image_size=64, eval_resize=73).eval_resize == 73
+        DataSettings(image_size=64, eval_resize=256)
 
 
 def test_padding_must_leave_some_image() -> None:

@@ -24,7 +24,14 @@ from paceline.data.pack.manifest import check_packed
 from paceline.data.sources.array_sets import read_binary, read_labels, read_pickle, read_sheet
 from paceline.data.sources.cache import from_entry, to_entry
 from paceline.data.sources.index_store import UnfitIndexError, read_index, write_index
-from paceline.data.sources.labels import FILE_NAMES, read_classes, read_flat_labels
+from paceline.data.sources.labels import (
+    FILE_NAMES,
+    is_metadata,
+    metadata_labels,
+    read_classes,
+    read_flat_labels,
+    read_metadata,
+)
 from paceline.data.sources.layouts import open_layout
 from paceline.data.sources.storage import ShardStamp
 from paceline.data.sources.tar_index import NameTable, ShardIndex
@@ -55,6 +62,7 @@ def data_targets() -> Sequence[Target]:
         Target("pack manifest", pack, _pack_manifest, 5, form="json"),
         Target("class list", classes, _class_list, 4, form="json"),
         Target("label files", _label_seeds(), _label_file, 4),
+        Target("metadata.csv", _metadata(), _metadata_file, 4),
     ]  # fmt: skip
 
 
@@ -288,3 +296,19 @@ def _label_file(content: bytes, name: str, folder: Path) -> None:
     found = read_flat_labels(folder / name, [f"v{i}.JPEG" for i in range(3)], _CLASSES)
     if not all(0 <= label < len(_CLASSES) for label in found):
         raise AssertionError(f"labels {found}")
+
+
+def _metadata() -> list[Seed]:
+    rows = ('a.png,"cat, big"\nx/b.png,dog\n', "a.png,0\nb.png,2\n")
+    return [Seed("metadata.csv", f"file_name,label\n{text}".encode()) for text in rows]
+
+
+def _metadata_file(content: bytes, name: str, folder: Path) -> None:
+    path = folder / name
+    path.write_bytes(content)
+    assert is_metadata(path) in (True, False)
+    rows = read_metadata(path)
+    assert not any(Path(file).is_absolute() or ".." in Path(file).parts for file, _ in rows)
+    for classes in (None, _CLASSES):
+        labels, known = metadata_labels(path, [label for _, label in rows], classes)
+        assert all(0 <= label < len(known) for label in labels)

@@ -31,6 +31,9 @@ def train(
         "where --data-dir is given.",
     ),
     data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
+    val_split: str | None = typer.Option(
+        None, help="Share of the training images for validation, where there is no val.", metavar="X"),
+    image_size: str | None = typer.Option(None, help="Edge of the model's images.", metavar="PIXELS"),
     model: str | None = typer.Option(None, help="resnet18 … resnet152, alexnet … (docs/models.md)."),
     batch_size: str | None = typer.Option(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
@@ -63,7 +66,8 @@ def train(
 ) -> int:  # fmt: skip
     """Train a model."""
     given = {
-        "data.dir": data_dir, "model.name": model, "run.batch_size": batch_size,
+        "data.dir": data_dir, "data.val_split": val_split, "data.image_size": image_size,
+        "model.name": model, "run.batch_size": batch_size,
         "run.global_batch_size": global_batch_size, "run.epochs": epochs, "optim.name": opt,
         "optim.lr": lr, "optim.warmup_epochs": warmup_epochs, "optim.momentum": momentum,
         "optim.weight_decay": weight_decay, "run.smoothing": smoothing, "run.seed": seed,

@@ -21,25 +21,36 @@ if TYPE_CHECKING:
     from paceline.data.device.streams import mark_stream
     from paceline.data.image import CorruptImage
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
+    from paceline.data.loaders.image_loader import ImageLoader
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
     from paceline.data.order import BatchPlan, Int64, SampleOrder
+    from paceline.data.own_augment import BatchAugment, ImageAugment
     from paceline.data.pack.inspect import inspect_set
     from paceline.data.pack.manifest import PackedSplit, PackOptions
     from paceline.data.pack.pack import pack_splits
-    from paceline.data.pack.splits import open_source, open_splits
+    from paceline.data.pack.splits import (
+        as_source,
+        describe_channels,
+        open_data,
+        open_source,
+        open_splits,
+    )
     from paceline.data.prefetch import divide_wait, sum_by_stage
     from paceline.data.settings import DataSettings
     from paceline.data.sources.base import Source, Split
+    from paceline.data.sources.dataset import DatasetSource
     from paceline.data.sources.labels import numbered_classes
     from paceline.data.sources.layouts import SyntheticImages
 
 __all__ = [
-    "Batch", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings", "Decoder",
-    "EvalBatches", "EvalLoader", "EvalTransform", "Int64", "Normalizer", "PackOptions",
-    "PackedSplit", "RegionUnavailableError", "SampleOrder", "Source", "Split", "SyntheticImages",
-    "TrainBatches", "TrainLoader", "TrainTransform", "allowed_corrupt", "create_eval_loader",
-    "create_train_loader", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
-    "open_source", "open_splits", "pack_splits", "random_box", "region_library", "sum_by_stage",
+    "Batch", "BatchAugment", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings",
+    "DatasetSource", "Decoder", "EvalBatches", "EvalLoader", "EvalTransform", "ImageAugment",
+    "ImageLoader", "Int64", "Normalizer", "PackOptions", "PackedSplit", "RegionUnavailableError",
+    "SampleOrder", "Source", "Split", "SyntheticImages", "TrainBatches", "TrainLoader",
+    "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
+    "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
+    "open_data", "open_source", "open_splits", "pack_splits", "random_box", "region_library",
+    "sum_by_stage",
 ]  # fmt: skip
 _MODULES = {
     "augment": "EvalTransform TrainTransform random_box",
@@ -51,15 +62,18 @@ _MODULES = {
     "device.streams": "mark_stream",
     "image": "CorruptImage",
     "loaders.create": "create_eval_loader create_train_loader",
+    "loaders.image_loader": "ImageLoader",
     "loaders.loader": "EvalBatches EvalLoader TrainBatches TrainLoader",
     "order": "BatchPlan Int64 SampleOrder",
+    "own_augment": "BatchAugment ImageAugment",
     "pack.inspect": "inspect_set",
     "pack.manifest": "PackOptions PackedSplit",
     "pack.pack": "pack_splits",
-    "pack.splits": "open_source open_splits",
+    "pack.splits": "as_source describe_channels open_data open_source open_splits",
     "prefetch": "divide_wait sum_by_stage",
     "settings": "DataSettings",
     "sources.base": "Source Split",
+    "sources.dataset": "DatasetSource",
     "sources.labels": "numbered_classes",
     "sources.layouts": "SyntheticImages",
 }

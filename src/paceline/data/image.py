@@ -17,7 +17,7 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError, WebPImagePlugin  # noqa: F401  (WebP registers itself)
 
 MODES = {1: "L", 3: "RGB"}
-_GREY_MODES = ("1", "L", "LA", "La")
+GREY_MODES = ("1", "L", "LA", "La")
 UNKNOWN = "unknown"
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
@@ -46,19 +46,20 @@ def decode(data: bytes | npt.NDArray[np.uint8], channels: int) -> Image.Image:
     """The image upright, in the mode of `channels`. Transparency is dropped, not blended."""
     mode = MODES[channels]
     if isinstance(data, np.ndarray):
-        return _to_mode(Image.fromarray(data[:, :, 0] if data.shape[2] == 1 else data), mode)
+        return to_mode(Image.fromarray(data[:, :, 0] if data.shape[2] == 1 else data), mode)
     _quieten_pillow()
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
         image.load()
-        return _to_mode(_upright(image), mode)
+        return to_mode(_upright(image), mode)
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes make Pillow raise almost anything
         raise CorruptImage(_reason(data, error)) from error
 
 
-def _to_mode(image: Image.Image, mode: str) -> Image.Image:
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
+    """In 8 bits; of 16-bit values the upper byte."""
     if image.mode == mode:
         return image
     if image.mode.startswith("I"):
@@ -112,7 +113,7 @@ class ImageFacts:
     @property
     def channels(self) -> int:
         """In which the image loses no colour: 1 for grey of any depth, else 3."""
-        return 1 if self.mode in _GREY_MODES or self.mode.startswith("I") else 3
+        return 1 if self.mode in GREY_MODES or self.mode.startswith("I") else 3
 
 
 def image_facts(data: bytes | npt.NDArray[np.uint8]) -> ImageFacts:

@@ -35,6 +35,7 @@ SYNTHETIC_STREAM = 3
 PACK_STREAM = 4
 SHARD_ORDER_STREAM = 5
 RUN_ORDER_STREAM = 6
+SPLIT_STREAM = 7
 
 
 def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:

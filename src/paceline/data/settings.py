@@ -20,6 +20,14 @@ MOST_MAGNITUDE = 30
 SHUFFLES = ("global", "shards")
 CACHES = ("none", "memory", "disk")
 CACHE_FORMS = ("raw", "decoded")
+# By number of channels; for one, the means of ImageNet's three.
+MEANS = {1: (0.449,), 3: (0.485, 0.456, 0.406)}
+STDS = {1: (0.226,), 3: (0.229, 0.224, 0.225)}
+
+
+def default_eval_resize(image_size: int) -> int:
+    """The usual ratio: 256 for 224."""
+    return round(image_size * 8 / 7)
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,18 @@ class DataSettings:
     """Strengths of random brightness, contrast, saturation and hue; 0 disables each."""
     randaugment: tuple[int, int] = (0, 9)
     """RandAugment: operations per training image (0 disables it) and magnitude, 0 to 30."""
-    eval_resize: int = 256
+    eval_resize: int | None = None
     """Short side of validation images before the center crop, in pixels; 0 resizes them directly to
-    `image_size`."""
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    """Mean for normalization on the scale 0 to 1; one value, or one for each channel."""
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    """Standard deviation for normalization on the scale 0 to 1; one value, or one for each channel."""
+    `image_size`; unset, `image_size` · 8 / 7 (256 for 224)."""
+    val_split: float = 0.0
+    """Share of the training images of each class that is used for validation, where the data has no
+    validation set; 0 takes none."""
+    mean: tuple[float, ...] = ()
+    """Mean for normalization on the scale 0 to 1; one value, or one for each channel; unset,
+    ImageNet's."""
+    std: tuple[float, ...] = ()
+    """Standard deviation for normalization on the scale 0 to 1; one value, or one for each channel;
+    unset, ImageNet's."""
     interpolation: str = "bilinear"
     """Resampling filter: `nearest`, `bilinear`, `bicubic` or `lanczos`."""
     decoder: str = "auto"
@@ -100,6 +113,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         for name in ("crop_scale", "crop_ratio", "color_jitter", "randaugment", "mean", "std"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._set_dependent_defaults()
         self._check_choice("source", SOURCES)
         self._check_choice("augment", AUGMENTATIONS)
         self._check_choice("interpolation", INTERPOLATIONS)
@@ -130,6 +144,9 @@ class DataSettings:
                          "set data.cache_form = 'raw'")  # fmt: skip
         if self.channels not in (1, 3):
             raise _error("channels", self.channels, "must be 1 or 3", "1 is greyscale, 3 is RGB")
+        if not 0 <= self.val_split < 1:
+            raise _error("val_split", self.val_split, "must be in [0, 1)",
+                         "0.1 takes one image in ten of each class, 0 none")  # fmt: skip
         if not 0 <= self.max_corrupt_share < 1:
             raise _error(
                 "max_corrupt_share",
@@ -141,6 +158,14 @@ class DataSettings:
         self._check_crops()
         self._check_extras()
         self._check_statistics()
+
+    def _set_dependent_defaults(self) -> None:
+        """What follows from other settings is stored as a value, so that a run's record has it."""
+        if self.eval_resize is None:
+            object.__setattr__(self, "eval_resize", default_eval_resize(self.image_size))
+        for name, values in (("mean", MEANS), ("std", STDS)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, values.get(self.channels, values[3]))
 
     def _check_choice(self, name: str, known: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -189,14 +214,14 @@ class DataSettings:
                 f"must be below data.image_size = {self.image_size}",
                 "a quarter to a half of the image is usual",
             )
-        # 256 is right for 224; left as it is beside a small image_size, the centre crop would show
-        # the model a few pixels of the middle, and the accuracy would silently be nothing.
+        # 256 is right for 224; beside a small image_size, the centre crop would show the model a few
+        # pixels of the middle, and the accuracy would silently be nothing.
         if self.eval_resize and not self.image_size <= self.eval_resize <= 2 * self.image_size:
             raise _error(
                 "eval_resize",
                 self.eval_resize,
                 f"must be 0, or one to two times data.image_size = {self.image_size}",
-                f"set data.eval_resize = {round(self.image_size * 8 / 7)}, or 0",
+                f"leave it out, or set data.eval_resize = {default_eval_resize(self.image_size)} or 0",
             )
 
     def _check_extras(self) -> None:

@@ -18,7 +18,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
-from paceline.data import BatchPlan, Source, create_train_loader
+from paceline.data import BatchPlan, Source, create_train_loader, describe_channels
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import create_model
 from paceline.optim.build import LrSchedule
@@ -186,7 +186,7 @@ def _assemble(
         "loader",
         lambda: create_train_loader(
             source, plan, config.data, seed=config.run.seed, rank=group.rank,
-            first_step=progress.step, device=group.device,
+            first_step=progress.step, device=group.device, augment=components.augment,
         ),
     )  # fmt: skip
     step = create_step(config, parts, loader, plan, group, stop, components)
@@ -202,6 +202,7 @@ def _assemble(
         "data": _describe_data(inputs),
         "input": loader.describe(),
         "model": _describe_model(config, model),
+        **_data_notes(config, inputs, components, loader.describe()),
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
@@ -255,6 +256,23 @@ def _describe_data(inputs: RunInputs) -> str:
         f"{source.kind}, {len(source):,} training and {len(inputs.validation):,} "
         f"validation images, {len(source.classes)} classes"
     )
+
+
+def _data_notes(
+    config: RunConfig, inputs: RunInputs, components: Components, described: str
+) -> dict[str, str]:
+    """What the user should know about the data beyond what `described` says of the input."""
+    sources = (inputs.source, inputs.validation)
+    notes = [s.note for s in sources if s.note and s.note not in described]
+    own = {"augment": components.augment, "device_augment": components.device_augment}
+    found = {
+        "data notes": "; ".join(dict.fromkeys(notes)),
+        "channels": describe_channels(inputs.source, config.data.channels),
+        "augmentation": ", ".join(
+            f"own {name}" for name, value in own.items() if value is not None
+        ),
+    }
+    return {name: note for name, note in found.items() if note}
 
 
 def _describe_model(config: RunConfig, model: nn.Module) -> str:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
-from paceline.data import Source, open_source
+from paceline.data import Source, open_data
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -153,8 +153,7 @@ def common_settings(config: RunConfig) -> dict[str, object]:
 
 
 def _open_data(config: RunConfig, components: Components) -> tuple[Source, Source]:
-    source = components.train_data or open_source(config.data, "train")
-    validation = components.val_data or open_source(config.data, "val", source.classes)
+    source, validation = open_data(config.data, components.train_data, components.val_data)
     if list(source.classes) != list(validation.classes):
         raise DataError(
             f"training has {len(source.classes)} classes, validation {len(validation.classes)}, "

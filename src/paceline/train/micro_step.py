@@ -126,8 +126,10 @@ class MicroStep:
         *,
         graphs: bool = False,
         loss: Loss | None = None,
+        augment: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it."""
+        """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
+        `augment` changes the normalized images."""
         self.forward = forward
         self._policy = policy
         self._normalize = normalize
@@ -135,6 +137,7 @@ class MicroStep:
         self._scale = scale
         self._smoothing = smoothing
         self._own_loss = loss
+        self._augment = augment
         self._graphs = graphs
         self._share = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)
@@ -190,6 +193,8 @@ class MicroStep:
             self._exchange.arm()
         with self._policy.compute():
             inputs = self._normalize(images, self._policy.device)
+            if self._augment is not None:
+                inputs = self._augment(inputs)
             if mix is not None:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)

@@ -36,7 +36,7 @@ PINNED = (
     "optim.name",
 )  # fmt: skip
 # These as well; checkpoints older than the settings have their defaults.
-_PINNED_ORDER = ("shuffle",)
+_PINNED_ORDER = ("shuffle", "val_split")
 _PINNED_SHARD_ORDER = ("shuffle_run", "shuffle_window_shards")
 
 

@@ -22,7 +22,7 @@ from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.units import format_bytes
-from paceline.data import BatchPlan, Normalizer, TrainBatches
+from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import parameter_groups
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
@@ -150,9 +150,13 @@ def create_step(
     stop: StopSignals, components: Components | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
+    augment = None
+    if components is not None and components.device_augment is not None:
+        augment = BatchAugment(components.device_augment, config.data.channels)
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, loss=components.loss if components else None,
+        augment=augment,
     )  # fmt: skip
     update = Update(
         parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,

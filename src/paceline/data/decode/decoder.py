@@ -109,9 +109,9 @@ class PillowDecoder(Decoder):
         while not chunk.is_dropped(row):
             index = int(chunk.indices[row])
             start = perf_counter()
-            data = self.source.read(index)
-            chunk.progress.add("read", perf_counter() - start)
             try:
+                data = self.source.read(index)
+                chunk.progress.add("read", perf_counter() - start)
                 self.prepare(data, chunk.numbers[row].tolist(), out, chunk.progress)
                 return
             except CorruptImage as error:

@@ -28,6 +28,7 @@ from paceline.data.decode.library import (
     down_first,
     region_library,
 )
+from paceline.data.image import CorruptImage
 from paceline.data.order import Int64
 from paceline.data.prefetch import Progress
 from paceline.data.sources.base import Source, Stored
@@ -183,7 +184,10 @@ class BulkRead:
         for index, data in zip(indices, self(indices), strict=True):
             if data is None:
                 progress.check()
-            found.append(self._source.read(index) if data is None else data)
+            try:
+                found.append(self._source.read(index) if data is None else data)
+            except CorruptImage:
+                found.append(b"")  # as which it is reported
         return found
 
     def __call__(self, indices: Sequence[int]) -> list[memoryview | None]:

@@ -33,6 +33,7 @@ from paceline.data.decode.region import BulkRead
 from paceline.data.device.nvjpeg import Decoded, DeviceImage, JpegFile, jpeg_file
 from paceline.data.device.nvjpeg_library import CHUNK
 from paceline.data.device.streams import drained_stream, finish, mark_stream
+from paceline.data.image import CorruptImage
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Stored
 
@@ -343,7 +344,11 @@ def check_settings(settings: DataSettings) -> None:
 
 def check_source(source: Source, settings: DataSettings) -> None:
     """Pixels need no decoder: all of them would go through the host, one by one."""
-    if len(source) and not isinstance(source.read(0), bytes):
+    try:
+        encoded = not len(source) or isinstance(source.read(0), bytes)
+    except CorruptImage:
+        return  # which the batches report
+    if not encoded:
         raise ConfigError(
             "data.decoder", settings.decoder, "decodes JPEGs, but these images are stored as pixels",
             "set data.decoder = 'auto'",

@@ -6,8 +6,9 @@ The decoder is a set that is resident on the device, the GPU's JPEG decoder, or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from paceline.data.device.resident import (
 from paceline.data.device.streams import CopyingDecoder
 from paceline.data.loaders.loader import EvalLoader, TrainLoader
 from paceline.data.order import BatchPlan, SampleOrder, shard_groups
+from paceline.data.own_augment import ImageAugment
 from paceline.data.settings import DEVICE_DECODERS, HOST_DECODERS, DataSettings
 from paceline.data.sources.base import Source
 
@@ -46,16 +48,19 @@ def create_train_loader(
     rank: int,
     first_step: int,
     device: torch.device,
+    augment: Callable[..., Any] | None = None,
 ) -> TrainLoader:
-    """DataError where decoding the set meets failing storage; ConfigError where `data.resident` =
-    on, or `data.decoder`, cannot be done."""
+    """`augment`: the user's own augmentation (`own_augment`). DataError where decoding the set meets
+    failing storage; ConfigError where `data.resident` = on, or `data.decoder`, cannot be done."""
     _prepare_cuda(settings)
-    chosen = _choose_for_training(source, settings, device)
+    own = None if augment is None else ImageAugment(settings, augment)
+    chosen = _choose_for_training(source, settings, device, own)
     decoder: Decoder
     if isinstance(chosen, ResidentSet):
         decoder = ResidentDecoder(chosen, settings)
     else:
-        decoder = _create_decoder(source, TrainTransform(settings), settings, device, chosen)
+        transform = own or TrainTransform(settings)
+        decoder = _create_decoder(source, transform, settings, device, chosen)
         if isinstance(decoder, PillowDecoder) and device.type == "cuda":
             decoder = CopyingDecoder(decoder, device)
     order = SampleOrder(len(source), seed, groups=shard_groups(settings, source.shard_sizes))
@@ -177,22 +182,26 @@ def _has_jpegs(source: Source) -> bool:
 
 
 def _choose_for_training(
-    source: Source, settings: DataSettings, device: torch.device
+    source: Source, settings: DataSettings, device: torch.device, own: ImageAugment | None
 ) -> ResidentSet | str:
-    """Extras are done by Pillow, on the host: a resident set has no place for them."""
-    if not extra_draws(settings):
+    """Extras and own augmentation are done on the host: a resident set has no place for them."""
+    if own is not None and settings.decoder in DEVICE_DECODERS:
+        raise ConfigError(
+            "data.decoder", settings.decoder, "decodes on the GPU, and `augment` works on the host",
+            "use `device_augment`, or set data.decoder = 'auto'",
+        )  # fmt: skip
+    if not extra_draws(settings) and own is None:
         return _choose(source, PixelForm.for_training(settings), settings, device)
+    which, remedy = "data.color_jitter and data.randaugment are", "leave these at 0"
+    if own is not None:
+        which, remedy = "`augment` is", "use `device_augment`"
     if settings.resident == "on":
         raise ConfigError(
-            "data.resident",
-            "on",
-            "data.color_jitter and data.randaugment are done on the host",
-            "set data.resident = 'off', or leave these at 0",
-        )
+            "data.resident", "on", f"{which} done on the host",
+            f"set data.resident = 'off', or {remedy}",
+        )  # fmt: skip
     asked = settings.resident == "auto" and device.type == "cuda"
-    return (
-        "not resident: data.color_jitter and data.randaugment are done on the host" if asked else ""
-    )
+    return f"not resident: {which} done on the host" if asked else ""
 
 
 def _choose(
@@ -211,6 +220,13 @@ def _choose(
             f"is decoded once, by the host: data.decoder = {settings.decoder!r} would do nothing",
             "set data.resident = 'off', or data.decoder = 'auto'",
         )
+    if not source.is_constant:
+        if wanted == "auto":
+            return "not resident: the images change between reads"
+        raise ConfigError(
+            "data.resident", wanted, f"{source.kind} gives other images at every read",
+            "set data.resident = 'off', or move random transforms to `augment`",
+        )  # fmt: skip
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     shape = form.shape(source)

@@ -3,19 +3,32 @@ as they are."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, DataError
+from paceline.data.image import CorruptImage, image_facts
 from paceline.data.pack.manifest import check_packed
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Split
-from paceline.data.sources.cache import cached
+from paceline.data.sources.cache import CachedSource, cached
 from paceline.data.sources.labels import read_classes
-from paceline.data.sources.layouts import kinds_of, open_layout, shard_paths
+from paceline.data.sources.layouts import (
+    has_validation,
+    is_unsplit,
+    kinds_of,
+    open_layout,
+    shard_paths,
+)
+from paceline.data.sources.own_source import checked_source
 from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
+from paceline.data.sources.subset import split_source
 
 SPLITS: tuple[Split, ...] = ("train", "val")
+_LOOKS = 8
 
 
 def open_source(
@@ -24,8 +37,88 @@ def open_source(
     """Opens one split, behind the cache that the settings ask for. `classes`, those of the training
     split, define what the labels mean where the data does not say it. DataError where anything is
     missing or not whole."""
-    _check_pack(settings, split)
-    return cached(open_layout(settings, split, classes), settings, split)
+    if not settings.val_split:
+        _check_pack(settings, split)
+        return cached(open_layout(settings, split, classes), settings, split)
+    _check_pack(settings, "train")
+    whole = open_layout(settings, "train", classes)
+    if sign := has_validation(settings):
+        raise _not_split(settings, f"there is a validation set ({sign})")
+    return cached(split_source(whole, settings.val_split, split), settings, split)
+
+
+def open_data(
+    settings: DataSettings, train: Source | None = None, val: Source | None = None
+) -> tuple[Source, Source]:
+    """Both splits: the sources given, or those that the settings name. A part of a training source
+    serves as the other where `data.val_split` asks for it."""
+    if train is None and val is None:
+        source = open_source(settings, "train")
+        return source, open_source(settings, "val", source.classes)
+    if settings.cache == "disk":
+        raise ConfigError(
+            "data.cache", "disk", "cannot tell the images of a Python source from earlier ones",
+            "use 'memory' or 'none'",
+        )  # fmt: skip
+    train = open_source(settings, "train") if train is None else checked_source(train)
+    val = None if val is None else checked_source(val)
+    if val is not None and settings.val_split:
+        raise _not_split(settings, "there is a validation set (val_data)")
+    if val is None and settings.val_split:
+        whole, share = train, settings.val_split
+        train = split_source(whole, share, "train")
+        val = split_source(whole, share, "val", owner=False)
+    elif val is None and settings.dir:
+        val = open_source(settings, "val", train.classes)
+    if val is None:
+        raise DataError(
+            f"{train.kind} is the training data, and there is no validation data",
+            "give val_data, or set data.val_split = 0.1",
+        )
+    return cached(train, settings, "train"), cached(val, settings, "val")
+
+
+def _not_split(settings: DataSettings, problem: str) -> ConfigError:
+    return ConfigError(
+        "data.val_split", settings.val_split, problem,
+        "leave --val-split out, or set data.val_split = 0, to validate on it",
+    )  # fmt: skip
+
+
+def as_source(
+    data: Any, split: Split = "train", classes: Sequence[str] | None = None,
+    settings: DataSettings | None = None,
+) -> Source:  # fmt: skip
+    """`data` as a source: one that is, a directory that `--data-dir` takes (opened with `settings`), or
+    a map-style Dataset of (image, label), whose classes are `classes` where it does not name them."""
+    if isinstance(data, Source):
+        return checked_source(data)
+    if isinstance(data, str | os.PathLike):
+        chosen = settings or DataSettings()
+        kind = "auto" if chosen.source in ("embedded", "synthetic") else chosen.source
+        return open_source(replace(chosen, dir=os.fspath(data), source=kind), split, classes)
+    from paceline.data.sources.dataset import (
+        DatasetSource,
+    )  # imports torch, which directories do not need
+
+    return DatasetSource(data, classes)
+
+
+def describe_channels(source: Source, channels: int) -> str:
+    """A note where the images have other channels than `data.channels`, by a look at a few of them."""
+    if isinstance(source, CachedSource):
+        source = source.kept  # whose counters are those of the training
+    count, seen = len(source), set()
+    for index in range(0, count, max(1, count // _LOOKS)):
+        try:
+            seen.add(image_facts(source.read(index)).channels)
+        except (CorruptImage, DataError):
+            continue  # which the training reports
+    if channels == 1 and 3 in seen:
+        return "images in color become grayscale (data.channels = 1); --set data.channels=3 keeps colors"
+    if channels == 3 and seen == {1}:
+        return "grayscale images fill three equal channels; --set data.channels=1 trains on one"
+    return ""
 
 
 def open_splits(
@@ -49,6 +142,10 @@ def open_splits(
             if unnamed:
                 on_note(f"{unnamed[0].name} … tell no split by their names: taken as train")
                 return {"train": TarShards(unnamed, read_classes(root), keep_index=False)}
+        may_be_unsplit = kind in ("auto", "folder") and split != "val" and root.is_dir()
+        if may_be_unsplit and not any(there.values()) and is_unsplit(root):
+            on_note(f"{root}: class folders without train/ and val/: taken as train")
+            wanted = ("train",)
         if split == "all" and any(there.values()):
             wanted = tuple(s for s in SPLITS if there[s])
     found: dict[str, Source] = {}

@@ -1,7 +1,7 @@
 """`Source`: labelled images by index, whatever they are stored in.
 
-A source implements `read` and `name`. Everything else that a kind of storage may offer is declared
-here with a default, so that whoever uses a source never has to ask what it is.
+A source sets `classes` and `labels` and implements `read`. Everything else that a kind of storage may
+offer is declared here with a default, so that whoever uses a source never has to ask what it is.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ Extent = tuple[ShardFile, int, int]
 
 
 class Source(ABC):
-    """Read by several threads at once. Sub-classes set `classes` and `labels`.
+    """Read by several threads at once. Sub-classes set `classes` (names) and `labels` (an index into
+    them for each sample, int64), and implement `read`.
 
     `shard_sizes`: how many samples each shard has, in order; None where the data is not in shards.
     `pixels`: all images at once, equal in size, samples × height × width × channels; None where
     there is no such array. `is_in_memory`: reading needs no storage, so a cache would be of no use.
     `has_extents`: `extent` finds samples, which can then be read many at a time. `retry`: counts
-    the reads that were repeated.
+    the reads that were repeated. `is_constant`: a sample is the same whenever it is read, so that it may
+    be kept.
     """
 
     classes: Sequence[str]
@@ -40,6 +42,7 @@ class Source(ABC):
     pixels: npt.NDArray[np.uint8] | None = None
     is_in_memory: bool = False
     has_extents: bool = False
+    is_constant: bool = True
     retry: Retry | None = None
 
     def __len__(self) -> int:
@@ -50,9 +53,9 @@ class Source(ABC):
         """The encoded image, or its pixels as height × width × channels. DataError where storage
         fails."""
 
-    @abstractmethod
     def name(self, i: int) -> str:
         """Where the sample lies, for messages."""
+        return f"{type(self).__name__}[{i}]"
 
     def extent(self, i: int) -> Extent | None:
         """Where the encoded image lies in a file; None where it has to be read by `read`."""

@@ -47,6 +47,11 @@ def cached(source: Source, settings: DataSettings, split: Split) -> Source:
             "these images are in memory already, or made up on the spot",
             "set data.cache = 'none'",
         )
+    if not source.is_constant:
+        raise ConfigError(
+            "data.cache", settings.cache, f"{source.kind} gives other images at every read",
+            "set data.cache = 'none', or move random transforms to `augment`",
+        )  # fmt: skip
     decoded = settings.cache_form == "decoded"
     limit = settings.cache_mib * _MIB
     store: CacheStore

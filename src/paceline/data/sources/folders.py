@@ -1,14 +1,17 @@
-"""Images that are files of their own: class folders (`ImageFolder`), or one folder with a label
-file (`FlatFolder`).
+"""Images that are files of their own: class folders (`ImageFolder`), one folder with a label file
+(`FlatFolder`), or a folder with Hugging Face's `metadata.csv` (`MetadataFolder`).
 
 `ImageFolder` reads `DIR/<split>/<class>/…/name.jpg`: a class is a sub-directory, and its index is
-the place of its name among the sorted names of the training split. Hidden names are passed over.
+the place of its name among the sorted names of the training split. Hidden names are passed over;
+other files that are no images, and classes without any, are passed over with a note.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,11 +22,21 @@ import numpy as np
 from paceline.core.errors import DataError
 from paceline.data.order import Int64
 from paceline.data.sources.base import Source
-from paceline.data.sources.labels import FILE_NAMES, find_label_file, read_flat_labels
+from paceline.data.sources.labels import (
+    FILE_NAMES,
+    find_label_file,
+    metadata_labels,
+    read_flat_labels,
+    read_metadata,
+)
 from paceline.data.sources.storage import Retry, unreadable
 from paceline.data.sources.tar_index import IMAGE_EXTENSIONS, NameTable
 
-IMAGE_SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
+# Files, unlike members of shards, come from cameras, scanners and web pages.
+IMAGE_SUFFIXES = (*(f".{extension}" for extension in IMAGE_EXTENSIONS), ".jfif", ".bmp", ".gif")
+METADATA = "metadata.csv"
+_FOLDERS_LOOKED_AT = 1000
+_NAMED = 5
 # A look at a file of a network file system takes a millisecond, nearly all of it waiting.
 _LOOKERS = 16
 _LOOKS = 1024
@@ -41,8 +54,10 @@ class ImageFiles(Source):
         labels: Sequence[int],
         classes: Sequence[str],
         retry: Retry | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self._root = root
+        self._notes = list(notes)
         self._paths = NameTable(paths)
         self.labels: Int64 = np.array(labels, dtype=np.int64)
         self.classes: Sequence[str] = classes
@@ -61,6 +76,13 @@ class ImageFiles(Source):
 
     def name(self, i: int) -> str:
         return str(self._root / self._paths[i])
+
+    @property
+    def note(self) -> str:
+        return "; ".join(self._notes)
+
+    def add_note(self, text: str) -> None:
+        self._notes.append(text)
 
     def identity(self) -> bytes:
         """Changes with the name, size or time of any file. It looks at all of them: seconds for a
@@ -97,34 +119,44 @@ class ImageFolder(ImageFiles):
     def __init__(
         self, root: Path, classes: Sequence[str] | None = None, retry: Retry | None = None
     ) -> None:
-        """Lists `root`; with `classes` given, sub-directories must be among them."""
+        """Lists `root`; with `classes` given, sub-directories with images must be among them."""
         here = class_directories(root)
         if not here:
             raise DataError(f"{root}: no class directories", "put images into <class>/ beneath it")
-        classes = here if classes is None else classes
+        passed_over: Counter[str] = Counter()
+        images = {name: sorted(_images(root, name, passed_over)) for name in here}
+        empty = [name for name in here if not images[name]]
+        if len(empty) == len(here):
+            raise DataError(
+                f"{root}: no image ({', '.join(IMAGE_SUFFIXES)}) in any of {len(here)} class "
+                f"directories: {_some(empty)}",
+                "put images into <class>/ beneath it",
+            )
+        filled = [name for name in here if images[name]]
+        classes = filled if classes is None else classes
         number = {name: index for index, name in enumerate(classes)}
         paths: list[str] = []
         labels: list[int] = []
-        empty = []
-        for name in here:
+        for name in filled:
             if name not in number:
                 raise DataError(
                     f"{root / name}: not a class of the training data "
                     f"({len(classes)} classes: {', '.join(classes[:3])} …)",
                     "remove the directory, or add the class to the training split",
                 )
-            found = sorted(_images(root, name))
-            if not found:
-                empty.append(name)
-            paths += found
-            labels += [number[name]] * len(found)
-        if empty:
-            raise DataError(
-                f"{root}: no image ({', '.join(IMAGE_SUFFIXES)}) in {len(empty)} of {len(here)} class "
-                f"directories: {', '.join(empty[:5])}{' …' if len(empty) > 5 else ''}",
-                "add images or remove these directories",
+            paths += images[name]
+            labels += [number[name]] * len(images[name])
+        notes = [f"{root.name}/: no image in {_some(empty)}"] if empty else []
+        if passed_over:
+            kinds = ", ".join(
+                f"{n} {kind or 'without suffix'}" for kind, n in passed_over.most_common(5)
             )
-        super().__init__(root, paths, labels, classes, retry)
+            notes.append(f"{root.name}/: files that are no images were passed over ({kinds})")
+        super().__init__(root, paths, labels, classes, retry, notes)
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_NAMED])}{' …' if len(names) > _NAMED else ''}"
 
 
 def class_directories(root: Path) -> list[str]:
@@ -136,9 +168,17 @@ def class_directories(root: Path) -> list[str]:
         raise DataError(f"{root}: cannot be listed ({error.strerror})", "check the path") from None
 
 
-def _images(root: Path, name: str) -> Iterator[str]:
+def has_images(root: Path, name: str) -> bool:
+    """Looks into so many folders below it and no more: `--data-dir /` is a mistake, not a search."""
+    return next(_images(root, name, most_folders=_FOLDERS_LOOKED_AT), None) is not None
+
+
+def _images(
+    root: Path, name: str, passed_over: Counter[str] | None = None, most_folders: int | None = None
+) -> Iterator[str]:
     """Paths relative to `root` of all images under one class, however deep. A directory counts
-    once, by whatever links it is reached: links may lead in a circle, or up to all classes."""
+    once, by whatever links it is reached: links may lead in a circle, or up to all classes.
+    `passed_over` counts other files by suffix; hidden ones are not worth a word."""
     seen = {_number(root)}
 
     def fail(error: OSError) -> None:
@@ -146,7 +186,8 @@ def _images(root: Path, name: str) -> Iterator[str]:
             f"{error.filename}: cannot be listed ({error.strerror})", "check its permissions"
         )
 
-    for folder, below, files in os.walk(root / name, onerror=fail, followlinks=True):
+    walk = os.walk(root / name, onerror=fail, followlinks=True)
+    for folder, below, files in itertools.islice(walk, most_folders):
         number = _number(folder)
         if number in seen:
             below.clear()
@@ -157,6 +198,8 @@ def _images(root: Path, name: str) -> Iterator[str]:
         for file in files:
             if is_image(file):
                 yield os.path.relpath(os.path.join(folder, file), root)  # noqa: PTH118
+            elif passed_over is not None and not file.startswith("."):
+                passed_over[Path(file).suffix.lower()] += 1
 
 
 def _number(folder: Path | str) -> tuple[int, int]:
@@ -177,6 +220,23 @@ class FlatFolder(ImageFiles):
             raise DataError(f"{root}: no image in it", "put images, or class folders, into it")
         labels = read_flat_labels(label_file(root), names, known_classes(root, classes))
         super().__init__(root, names, labels, known_classes(root, classes), retry)
+
+
+class MetadataFolder(ImageFiles):
+    """Hugging Face's `imagefolder` with `metadata.csv`: a file name and a label in each row."""
+
+    def __init__(
+        self, root: Path, classes: Sequence[str] | None, retry: Retry | None = None
+    ) -> None:
+        path = root / METADATA
+        rows = read_metadata(path)
+        labels, names = metadata_labels(path, [label for _, label in rows], classes)
+        for number, (name, _) in enumerate(rows, start=2):
+            if not (root / name).is_file():
+                raise DataError(
+                    f"{path}: row {number}: no file {name!r}", "add it, or remove the row"
+                )
+        super().__init__(root, [name for name, _ in rows], labels, names, retry)
 
 
 def flat_images(root: Path) -> list[str]:

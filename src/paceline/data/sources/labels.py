@@ -12,10 +12,14 @@ ImageNet's is published, takes its labels from one of these files, beside `val/`
 | `ILSVRC2012_validation_ground_truth.txt` (devkit) | the devkit's class number, by order of file name |
 
 The devkit's numbers are not sorted, so they need `map_clsloc.txt` (wnid, number, name).
+
+Hugging Face's `metadata.csv` has a header with the columns `file_name` and `label`; labels are class
+indices, or names of classes.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,3 +190,60 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})", "check the file") from None
+
+
+_MOST_CLASSES = 1_000_000
+_COLUMNS = ("file_name", "label")
+_METADATA_FORM = "its header has the columns file_name and label"
+
+
+def is_metadata(path: Path) -> bool:
+    """Whether the file has the two columns; one without labels is of no use here."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return set(_COLUMNS) <= set(next(csv.reader(file), ()))
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return False
+
+
+def read_metadata(path: Path) -> list[tuple[str, str]]:
+    """File name and label of each row. DataError names the row that is wrong."""
+    rows: list[tuple[str, str]] = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for row in csv.DictReader(file):
+                name, label = (row.get(column) for column in _COLUMNS)
+                line = len(rows) + 2
+                if not name or not label:
+                    raise DataError(
+                        f"{path}: row {line} has no file_name or no label", _METADATA_FORM
+                    )
+                place = Path(name)
+                if place.is_absolute() or ".." in place.parts or "\0" in name:
+                    raise DataError(
+                        f"{path}: row {line}: {name!r} is not below the folder", _METADATA_FORM
+                    )
+                rows.append((name, label.strip()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read ({error})", _METADATA_FORM) from None
+    if not rows:
+        raise DataError(f"{path}: has no row", _METADATA_FORM)
+    return rows
+
+
+def metadata_labels(
+    path: Path, labels: Sequence[str], classes: Sequence[str] | None
+) -> tuple[list[int], Sequence[str]]:
+    """A number for each label, and the classes: those given, the numbers up to the largest, or the
+    sorted names."""
+    digits = all(label.isascii() and label.isdigit() and len(label) < 10 for label in labels)
+    if classes is None and digits:
+        highest = max(map(int, labels))
+        if highest >= _MOST_CLASSES:
+            raise DataError(f"{path}: label {highest}", "labels are 0, 1, 2 …, or names of classes")
+        classes = numbered_classes(highest + 1)
+    elif classes is None:
+        classes = sorted(set(labels))
+    known = {name: index for index, name in enumerate(classes)}
+    rows = enumerate(labels, start=2)
+    return [_class(path, row, label, known, numbers=digits) for row, label in rows], classes

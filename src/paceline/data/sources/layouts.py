@@ -6,6 +6,7 @@ images. Anything that is missing fails here, with the path, what was looked for 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,16 @@ from paceline.data.order import SYNTHETIC_STREAM, Int64, hash64, to_unit
 from paceline.data.settings import DataSettings
 from paceline.data.sources.array_sets import Cifar10, IdxFiles, find_idx, find_layout
 from paceline.data.sources.base import Source, Split
-from paceline.data.sources.folders import FlatFolder, ImageFolder, class_directories, flat_images
+from paceline.data.sources.folders import (
+    METADATA,
+    FlatFolder,
+    ImageFiles,
+    ImageFolder,
+    MetadataFolder,
+    class_directories,
+    flat_images,
+    has_images,
+)
 from paceline.data.sources.imagenet_tars import (
     TRAIN_TAR,
     VAL_TAR,
@@ -26,7 +36,7 @@ from paceline.data.sources.imagenet_tars import (
     open_class_tars,
     open_flat_tar,
 )
-from paceline.data.sources.labels import numbered_classes, read_classes
+from paceline.data.sources.labels import is_metadata, numbered_classes, read_classes
 from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
 from paceline.data.sources.storage import Retry
 
@@ -89,8 +99,16 @@ def _stripes(classes: int, side: int, length: int, channels: int) -> npt.NDArray
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 _LAYOUT = (
     "--data-dir takes a folder with train-*.tar and val-*.tar, with train/<class>/ and val/<class>/, "
-    "with CIFAR-10 or with idx files; the embedded images are data.source = embedded"
+    "with CIFAR-10 or with idx files, or with <class>/ alone and --val-split 0.1; the embedded images "
+    "are data.source = embedded"
 )
+_NO_VALIDATION = "add val/<class>/, or use --val-split 0.1 for a tenth of the training images"
+# Names of a split's folder, in any case; those of validation in order of preference.
+_FOLDERS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "val": ("val", "validation", "valid"),
+}
+_TEST = "test"
 
 
 def open_layout(
@@ -133,7 +151,7 @@ def kinds_of(directory: Path, split: Split) -> dict[Kind, str]:
     """What `directory` holds of `split`, and the sign by which that was seen."""
     signs: dict[Kind, tuple[str, bool]] = {
         "shards": (f"{split}-*.tar", bool(shard_paths(directory, split))),
-        "folder": (f"{split}/", (directory / split).is_dir()),
+        "folder": (f"{split}/", split_folder(directory, split) is not None),
         "cifar10": ("CIFAR-10", find_layout(directory, split) is not None),
         "idx": ("idx files", find_idx(directory, split, "images-idx3") is not None),
         "imagenet": (_IMAGENET_TARS[split], (directory / _IMAGENET_TARS[split]).is_file()),
@@ -151,11 +169,54 @@ def detect(directory: Path, split: Split) -> Kind:
         )
     for kind in found:
         return kind
+    if split == "train" and is_unsplit(directory):
+        return "folder"
+    missing_validation = split == "val" and (kinds_of(directory, "train") or is_unsplit(directory))
     raise DataError(
         f"{directory}: neither {split}-*.tar[.gz] nor {split}/<class>/ nor CIFAR-10 nor idx files "
         "in it",
-        _LAYOUT,
+        _NO_VALIDATION if missing_validation else _LAYOUT,
     )
+
+
+def split_folder(directory: Path, split: Split) -> Path | None:
+    """The folder of a split by its usual names, in any case; `test` where nothing else is there to
+    validate on. DataError where two folders could be meant."""
+    try:
+        with os.scandir(directory) as entries:
+            here = sorted(e.name for e in entries if e.is_dir())
+    except OSError:
+        return None
+    found = [name for name in here if name.lower() in _FOLDERS[split]]
+    if split == "val" and not found:
+        found = [name for name in here if name.lower() == _TEST]
+    if len(found) > 1:
+        raise DataError(
+            f"{directory}: holds {' and '.join(f'{name}/' for name in found)}",
+            f"keep one of them for {'training' if split == 'train' else 'validation'}",
+        )
+    return directory / found[0] if found else None
+
+
+def is_unsplit(directory: Path) -> bool:
+    """Class folders without a folder for each split, or images with `metadata.csv`."""
+    if any(split_folder(directory, split) for split in ("train", "val")):
+        return False
+    if is_metadata(directory / METADATA):
+        return True
+    folders = iter(class_directories(directory))
+    # Two: any folder has folders, and a picture somewhere below one of them.
+    return sum(1 for name in folders if has_images(directory, name)) > 1
+
+
+def has_validation(settings: DataSettings) -> str:
+    """The sign of a validation set, empty where there is none."""
+    if settings.source in ("synthetic", "embedded"):
+        return f"data.source = {settings.source}"
+    found = kinds_of(Path(settings.dir).expanduser(), "val")
+    if settings.source == "auto":
+        return " and ".join(found.values())
+    return "".join(sign for kind, sign in found.items() if kind == settings.source)
 
 
 def _check_directory(directory: Path) -> None:
@@ -188,11 +249,26 @@ def _shards(
 
 def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry) -> Source:
     """Class folders; else a tar for each class; else images with a label file."""
-    root = directory / split
-    if not root.is_dir():
-        raise DataError(f"{directory}: no {split}/<class>/ in it", _LAYOUT)
+    root = split_folder(directory, split)
+    if root is None and split == "train" and is_unsplit(directory):
+        root = directory
+    if root is None:
+        remedy = _LAYOUT if split == "train" else _NO_VALIDATION
+        raise DataError(f"{directory}: no {split}/<class>/ in it", remedy)
     if classes is None and split != "train":
-        classes = _training_classes(directory / "train")
+        training = split_folder(directory, "train")
+        classes = None if training is None else _training_classes(training)
+    source = _split_source(directory, root, classes, retry)
+    if root.name.lower() == _TEST and isinstance(source, ImageFiles):
+        source.add_note(f"{root.name}/ is the validation set: there is no val/ or validation/")
+    return source
+
+
+def _split_source(
+    directory: Path, root: Path, classes: Sequence[str] | None, retry: Retry
+) -> Source:
+    if is_metadata(root / METADATA):
+        return MetadataFolder(root, classes, retry)
     folders, tars = class_directories(root), _tars(root)
     # Tars kept beside what was extracted from them do no harm; one without its folder does.
     if folders and (lonely := [tar for tar in tars if tar.stem not in folders]):
@@ -219,10 +295,11 @@ def _imagenet(
 
 
 def _training_classes(root: Path) -> list[str] | None:
-    """What the training split calls its classes, where it is a folder."""
-    if not root.is_dir():
-        return None
-    return class_directories(root) or [path.stem for path in _tars(root)] or None
+    """What the training split calls its classes; folders without images are none."""
+    if is_metadata(root / METADATA):
+        return list(MetadataFolder(root, None).classes)
+    folders = [name for name in class_directories(root) if has_images(root, name)]
+    return folders or [path.stem for path in _tars(root)] or None
 
 
 def _tars(root: Path) -> list[Path]:

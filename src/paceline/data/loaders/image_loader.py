@@ -1,0 +1,297 @@
+"""`ImageLoader`: normalized batches on the device, for a training loop of one's own.
+
+It is the input pipeline of `paceline train`: the same order, augmentation, decoders and prefetching. An
+epoch has every sample once over all ranks, and all ranks have equally many batches of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from paceline.core.errors import ConfigError, DataError
+from paceline.data.chunk import CorruptSample
+from paceline.data.device.normalize import Normalizer
+from paceline.data.loaders.create import create_eval_loader, create_train_loader
+from paceline.data.loaders.loader import EvalLoader, TrainLoader
+from paceline.data.order import BatchPlan, Stretch
+from paceline.data.pack.splits import as_source
+from paceline.data.settings import DataSettings
+from paceline.data.sources.base import Source, Split
+from paceline.data.sources.subset import split_source
+
+LAYOUTS = ("NCHW", "NHWC")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_STATE = ("epoch", "batch", "seed", "samples", "batch_size", "world_size", "drop_last")
+
+
+@dataclass(frozen=True)
+class EpochPlan(BatchPlan):
+    """One epoch of the stream, in whole steps of all ranks. What remains at its end is shared among all
+    ranks; too little for that joins the last full step."""
+
+    epoch: int = 0
+    drop_last: bool = False
+
+    @property
+    def total_steps(self) -> int:
+        full, rest = divmod(self.samples, self.global_batch)
+        return full + (0 if self.drop_last or not rest else 1)
+
+    def micro_batches(self, step: int, rank: int) -> list[Stretch]:
+        """One of them, wherever `step` is."""
+        offset = self.epoch * self.samples
+        rest = self.samples % self.global_batch
+        first, steps, length = step, 1, self.global_batch
+        if not self.drop_last and rest:
+            last = self.total_steps - 1
+            if rest < self.world_size and step >= last - 1:
+                first, steps, length = max(last - 1, 0), min(2, last + 1), self.global_batch + rest
+            elif step == last:
+                length = rest
+        length = min(length, self.samples - first * self.global_batch)
+        start = offset + first * self.global_batch
+        pieces = steps * self.world_size
+        piece = (step - first) * self.world_size + rank
+        return [(start + piece * length // pieces, start + (piece + 1) * length // pieces)]
+
+
+class ImageLoader:
+    """Batches `(images, labels)`: floats, normalized, samples × channels × height × width, and int64.
+
+    `data` is a directory that `--data-dir` takes, a `Source`, or a map-style Dataset of (image, label).
+    Every `iter` runs from the current position to the end of the epoch, and the next one begins the next
+    epoch: after a `break`, or `load_state_dict`, it continues behind the last batch. With `train` False
+    it is one pass in order over the validation images, without augmentation.
+
+    >>> with ImageLoader("photos", 64, image_size=128, device="cuda") as loader:  # doctest: +SKIP
+    ...     for images, labels in loader:
+    ...         loss = F.cross_entropy(model(images), labels)
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        train: bool = True,
+        image_size: int = 224,
+        channels: int = 3,
+        device: torch.device | str | None = None,
+        layout: str = "NCHW",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        workers: int = 2,
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+        drop_last: bool = False,
+        augment: Callable[..., Any] | None = None,
+        classes: Sequence[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`batch_size` of one rank. `device`: where batches are, the current GPU if there is one.
+        `layout`: of the memory; NHWC is `torch.channels_last`. `rank` and `world_size`: those of
+        torch.distributed where it is initialized. `mean`, `std`: ImageNet's unless given. `augment`: own
+        function of an image (docs/data.md). `classes`: names, for a Dataset that has none. `settings`:
+        any others of `[data]`, as `{"augment": "pad_crop", "val_split": 0.1}`."""
+        self.settings = DataSettings(
+            **{
+                "image_size": image_size, "channels": channels, "workers": workers,
+                "mean": tuple(mean), "std": tuple(std), **(settings or {}),
+            }
+        )  # fmt: skip
+        self.rank, self.world_size = _place(rank, world_size)
+        self.train, self.batch_size, self.seed, self.drop_last = train, batch_size, seed, drop_last
+        self.device = _device(device)
+        for name, value, good in (
+            ("batch_size", batch_size, batch_size >= 1),
+            ("layout", layout, layout in LAYOUTS),
+            ("dtype", dtype, dtype in DTYPES),
+            ("seed", seed, 0 <= seed < 2**63),
+        ):
+            if not good:
+                known = {
+                    "layout": f"use {' or '.join(LAYOUTS)}",
+                    "dtype": "use float32, float16 or bfloat16",
+                }
+                raise ConfigError(
+                    f"ImageLoader: {name}", value, "cannot be used", known.get(name, "")
+                )
+        self._opened = not isinstance(data, Source)
+        split: Split = "train" if train else "val"
+        self.source = as_source(data, split, classes, self.settings)
+        if self.settings.val_split and not isinstance(data, str | os.PathLike):
+            self.source = split_source(self.source, self.settings.val_split, split)
+        self._augment = augment
+        self._normalize = Normalizer(
+            self.settings.mean, self.settings.std, self.settings.channels, dtype,
+            channels_last=layout == "NHWC",
+        )  # fmt: skip
+        self._epoch = self._batch = 0
+        self._running: TrainLoader | None = None
+        self._evaluation: EvalLoader | None = None
+        self._corrupt: dict[int, CorruptSample] = {}
+        if train and len(self) < 1:
+            raise DataError(
+                f"{self.source.kind}: {len(self.source)} images for {self.world_size} ranks with batches "
+                f"of {batch_size}{' and drop_last' if drop_last else ''}",
+                "use smaller batches or fewer ranks",
+            )
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self.source.classes
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._epoch
+
+    @property
+    def corrupt(self) -> tuple[CorruptSample, ...]:
+        """Samples that could not be decoded: replaced in training, left out in evaluation."""
+        return tuple(self._corrupt.values())
+
+    def describe(self) -> str:
+        """How the batches are made, once there was one."""
+        return self._described
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        if self.train:
+            return self._plan().total_steps
+        return -(-len(range(self.rank, len(self.source), self.world_size)) // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next `iter` is epoch `epoch`, from its beginning unless it is the current one."""
+        if epoch != self._epoch:
+            self._epoch, self._batch = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position behind the last batch, for `load_state_dict` of a loader of the same data."""
+        epoch, batch = self._epoch, self._batch
+        if self.train and batch == len(self):
+            epoch, batch = epoch + 1, 0
+        return {
+            "epoch": epoch, "batch": batch if self.train else 0, "seed": self.seed,
+            "samples": len(self.source), "batch_size": self.batch_size,
+            "world_size": self.world_size, "drop_last": int(self.drop_last),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """ConfigError where the state is of other data, another seed or other batches."""
+        here = self.state_dict()
+        for name in _STATE:
+            if name not in state:
+                raise ConfigError(f"ImageLoader: {name}", None, "is missing in the state")
+            if name not in ("epoch", "batch") and state[name] != here[name]:
+                raise ConfigError(
+                    f"ImageLoader: {name}", here[name], f"but the state has {state[name]}",
+                    "continue with the arguments and data of the loader that was saved",
+                )  # fmt: skip
+        self._stop()
+        self._epoch, self._batch = state["epoch"], state["batch"]
+
+    def _plan(self) -> EpochPlan:
+        return EpochPlan(
+            samples=len(self.source), epochs=self._epoch + 1,
+            global_batch=self.batch_size * self.world_size, micro_batch=self.batch_size,
+            world_size=self.world_size, epoch=self._epoch, drop_last=self.drop_last,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self._training() if self.train else self._pass()
+
+    def _training(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self._stop()
+        if self._batch >= len(self):
+            self._epoch, self._batch = self._epoch + 1, 0
+        loader = self._running = create_train_loader(
+            self.source, self._plan(), self.settings, seed=self.seed, rank=self.rank,
+            first_step=self._batch, device=self.device, augment=self._augment,
+        )  # fmt: skip
+        self._described = loader.describe()
+        try:
+            for batch in loader:
+                # Before the caller has it: a state that is saved in the loop's body is behind it.
+                self._batch += 1
+                self._corrupt.update((sample.index, sample) for sample in batch.corrupt)
+                yield self._on_device(batch.images, batch.labels)
+            if loader is self._running:
+                self._epoch, self._batch = self._epoch + 1, 0
+        finally:
+            loader.close()
+
+    def _pass(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self._evaluation is None:
+            self._evaluation = create_eval_loader(
+                self.source, self.settings, rank=self.rank, world_size=self.world_size,
+                batch_size=self.batch_size, device=self.device,
+            )  # fmt: skip
+            self._described = self._evaluation.describe()
+        for batch in self._evaluation:
+            yield self._on_device(batch.images, batch.labels)
+        self._corrupt = {sample.index: sample for sample in self._evaluation.corrupt}
+        self._epoch += 1
+
+    def _on_device(
+        self, images: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            self._normalize(images, self.device),
+            labels.to(self.device, non_blocking=True),
+        )
+
+    def _stop(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def close(self) -> None:
+        """Stops the threads, and closes a source that the loader opened itself."""
+        self._stop()
+        if self._evaluation is not None:
+            self._evaluation.close()
+        if self._opened:
+            self.source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    _described = ""
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Of torch.distributed, where neither is given."""
+    if rank is None and world_size is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+    rank, world_size = rank or 0, world_size or 1
+    if not 0 <= rank < world_size:
+        raise ConfigError("ImageLoader: rank", rank, f"is none of {world_size} ranks", "give both")
+    return rank, world_size
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
