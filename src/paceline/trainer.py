@@ -24,12 +24,7 @@ from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig, load_config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import Observer
-from paceline.data import Source
-
-try:
-    from paceline.data import DatasetSource  # type: ignore[attr-defined]
-except ImportError:
-    DatasetSource = None
+from paceline.data import Source, as_source
 from paceline.train.callbacks import Callback
 from paceline.train.checkpoint import find_checkpoint
 from paceline.train.components import Components, Loss
@@ -184,7 +179,7 @@ class Trainer:
         """Accuracy of the best checkpoint on the validation data, or on `data`. All ranks call it."""
         components = self._components
         if data is not None:
-            components = Components(model=components.model, val_data=_source(data))
+            components = Components(model=components.model, val_data=as_source(data, "val"))
         overrides = {"run.device": self.config.run.device}
         found, _, _ = evaluate_file(
             find_checkpoint(self._trained()), overrides, batch_size, components, trust=True
@@ -243,14 +238,10 @@ def _take_data(
         values |= {"data.dir": str(data), "data.source": "auto"}
     elif data is not None:
         values["data.source"] = PYTHON
-        components["train_data"] = _source(data)
+        components["train_data"] = as_source(data)
     if val_data is not None:
-        components["val_data"] = _source(val_data)
-
-
-def _source(data: Any) -> Source:
-    """A source as it is, anything else as a map-style dataset."""
-    return data if isinstance(data, Source) else DatasetSource(data)
+        train = components.get("train_data")
+        components["val_data"] = as_source(val_data, "val", train.classes if train else None)
 
 
 def _checked_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:

@@ -8,7 +8,17 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
 
-SOURCES = ("auto", "embedded", "shards", "folder", "imagenet", "cifar10", "idx", "synthetic")
+SOURCES = (
+    "auto",
+    "embedded",
+    "shards",
+    "folder",
+    "imagenet",
+    "cifar10",
+    "idx",
+    "synthetic",
+    "python",
+)
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
@@ -38,7 +48,8 @@ class DataSettings:
     """Directory of the data set."""
     source: str = "auto"
     """Layout of `dir`: `shards`, `folder`, `imagenet` (the published archives), `cifar10` or `idx`;
-    `auto` detects it; `embedded` and `synthetic` need no directory."""
+    `auto` detects it; `embedded` and `synthetic` need no directory; `python` stands for a
+    source or dataset that a program gave to `pl.Trainer`."""
     image_size: int = 224
     """Edge of the images that the model sees, in pixels."""
     channels: int = 3

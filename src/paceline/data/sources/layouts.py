@@ -125,6 +125,11 @@ def open_layout(
         return _synthetic(settings, split)
     if settings.source == "embedded":
         return _shards(EMBEDDED, split, classes, Retry(0), keep_index)
+    if settings.source == "python":
+        raise DataError(
+            "the data was given as a Python object, which the settings cannot open",
+            "use the program that made it, or give --data-dir",
+        )
     if not settings.dir:
         # Never the embedded set in place of somebody's forgotten --data-dir.
         raise DataError("no data: data.dir is not set", _LAYOUT)
