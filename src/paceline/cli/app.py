@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli import bench, data, doctor, evaluate, plan, report, train, tune
+from paceline.cli import bench, data, doctor, evaluate, models, plan, report, train, tune
 from paceline.cli.failure import Failure
 from paceline.cli.launch import LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
@@ -43,6 +43,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("export")(evaluate.export_weights)
+app.command("models")(models.list_models)
 app.command("report")(report.report_run)
 app.command("compare")(report.compare_runs)
 app.command("doctor")(doctor.doctor)
