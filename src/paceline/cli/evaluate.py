@@ -23,6 +23,9 @@ def evaluate_checkpoint(
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value of [data] or [comm]."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    trust: bool = typer.Option(
+        False, "--trust", help="Run the code of the module that a checkpoint names as its model."
+    ),
 ) -> int:
     """Evaluate a checkpoint on the validation images."""
     from paceline.train.checkpoint import find_checkpoint
@@ -38,7 +41,7 @@ def evaluate_checkpoint(
         overrides |= {"data.dir": data_dir, "data.source": "auto"}
     if workers is not None:
         overrides["data.workers"] = workers
-    result, config, rank = evaluate_file(path, overrides, batch_size)
+    result, config, rank = evaluate_file(path, overrides, batch_size, trust=trust)
     if isinstance(result, signal.Signals):
         return 128 + int(result)
     if rank != 0:

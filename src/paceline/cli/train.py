@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,6 +17,7 @@ from paceline.cli.failure import Failure
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
+from paceline.models.settings import check_trust
 from paceline.train.stop_signals import (
     interrupted_at_once,
     user_signals,
@@ -31,7 +33,8 @@ def train(
         "where --data-dir is given.",
     ),
     data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
-    model: str | None = typer.Option(None, help="resnet18 … resnet152, alexnet … (docs/models.md)."),
+    model: str | None = typer.Option(
+        None, help="resnet50 …, timm:NAME, torchvision:NAME, module:factory (see paceline models)."),
     batch_size: str | None = typer.Option(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
@@ -48,7 +51,7 @@ def train(
     resume: str | None = typer.Option(None, help="auto, a run folder, or a checkpoint."),
     log_interval: str | None = typer.Option(None, help="Steps between plain log lines.", metavar="N"),
     target_top1: str | None = typer.Option(None, help="Stop at this top-1 (percent).", metavar="X"),
-    pretrained: str | None = typer.Option(None, help="Weights with torchvision's or timm's keys."),
+    pretrained: str | None = typer.Option(None, help="Weights to start from, of any trainer."),
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     amp_dtype: str | None = typer.Option(None, help="fp16, bf16, fp32 or auto."),
     compile: str | None = typer.Option(  # noqa: A002
@@ -58,6 +61,8 @@ def train(
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
+    trust: bool = typer.Option(
+        False, "--trust", help="Run the code of the model that the config.toml of a run names."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
     """Train a model."""
@@ -73,6 +78,8 @@ def train(
     }  # fmt: skip
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
     config = resolve(recipe, flags, settings)
+    if recipe is not None and not _names_model(flags, settings) and is_run_config(recipe):
+        check_trust(config.model, recipe, trust)
     for flag, value, least in (
         ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
     ):  # fmt: skip
@@ -94,6 +101,18 @@ def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
     elif recipe is None and "data.source" not in overrides:
         recipe = "quickstart"
     return load_config(recipe, overrides)
+
+
+def _names_model(flags: dict[str, Any], settings: list[str]) -> bool:
+    """Whether this command line says which model to train."""
+    return "model.name" in flags or any(text.startswith("model.name") for text in settings)
+
+
+def is_run_config(recipe: str) -> bool:
+    """Whether `recipe` is the `config.toml` of a run folder, which may come from elsewhere."""
+    path = Path(recipe)
+    parts = (path.parent / name for name in ("checkpoints", "metrics.jsonl"))
+    return path.name == "config.toml" and any(part.exists() for part in parts)
 
 
 def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig, merge, unflatten
@@ -35,12 +35,14 @@ from paceline.data import (
     create_eval_loader,
     open_source,
 )
-from paceline.models.registry import create_model
+from paceline.models.registry import create_model, is_own
+from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings
 from paceline.train.machine import choose_device, out_of_memory
+from paceline.train.model_checks import find_logits, forward_error
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
 
@@ -67,13 +69,16 @@ def evaluate(
     group: Group,
     stop: StopSignals,
     corrupt_limit: int | None = None,
+    classes: int | None = None,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
-    they met more than `corrupt_limit` corrupt images together.
+    they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
+    outputs of a model that has several.
     """
     started = time.perf_counter()
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
     correct5, loss = correct1.clone(), correct1.clone()
@@ -88,7 +93,7 @@ def evaluate(
                 if stop.received is not None or group.stop_announced():
                     break
                 size = len(batch)
-                outputs = model(normalize(batch.images, group.device)).float()
+                outputs = _logits(model, normalize(batch.images, group.device), classes).float()
                 labels = batch.labels.to(group.device, non_blocking=True)
                 ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
                 correct1 += ranked[:, 0].sum()
@@ -104,7 +109,9 @@ def evaluate(
         group.post_fault(fault)
         failed = 1
     finally:
-        model.train()
+        # Frozen batch norms stay in evaluation mode.
+        for module, training in modes:
+            module.training = training
     if isinstance(batches, EvalBatches):
         # Includes corrupt samples of a last batch that had no other samples.
         corrupt = list(batches.corrupt)
@@ -130,6 +137,20 @@ def evaluate(
     )
 
 
+def _logits(model: nn.Module, images: Tensor, classes: int | None) -> Tensor:
+    try:
+        outputs = model(images)
+    except Exception as error:
+        known = None if is_own(model) else forward_error(error, images.shape, _FORWARD)
+        if known is None:
+            raise
+        raise known from error
+    return find_logits(outputs, classes)
+
+
+_FORWARD = "the model's forward in evaluation mode"
+
+
 def _check_counts(samples: float, bad: float, corrupt_limit: int | None) -> None:
     if corrupt_limit is not None and bad > corrupt_limit:
         raise DataError(
@@ -150,22 +171,25 @@ def _out_of_memory(error: Exception, size: int) -> RunError | None:
 
 
 def evaluate_file(
-    path: Path, overrides: Mapping[str, Any], batch_size: int
+    path: Path, overrides: Mapping[str, Any], batch_size: int, *, trust: bool = False
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
     """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
-    signal that ended it, the configuration and the rank."""
+    signal that ended it, the configuration and the rank. Without `trust`, refuses a checkpoint whose
+    model runs code of a module that it names."""
     checkpoint = Checkpoint.read(path)
     # Overrides first: they may replace a value that this version does not have any more.
     stored = flatten(checkpoint.config)
     known = {name: value for name, value in overrides.items() if name in stored}
     config = RunConfig.from_tables(merge(checkpoint.config, unflatten(known)))
     config = config.with_values(overrides)
+    check_trust(config.model, path, trust)
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
     with Group(topology, config.comm, device, shared=shared) as group:
         source = group.agree_on("data", lambda: _open_validation(config, checkpoint, path))
-        model = _restored(config, checkpoint).to(group.device)
+        model = group.agree_on("model", lambda: _restored(config, checkpoint, path))
+        model = model.to(group.device)
         policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
         allow_tf32(config.precision)
         policy.convert(model)
@@ -182,7 +206,8 @@ def evaluate_file(
             channels_last=config.run.channels_last, kernel=not triton_problem(group.device),
         )  # fmt: skip
         with loader, StopSignals() as stop:
-            result = evaluate(model, loader, normalize, policy, group, stop, limit)
+            classes = config.model.num_classes or len(checkpoint.classes)
+            result = evaluate(model, loader, normalize, policy, group, stop, limit, classes)
         if note := loader.note():
             sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank
@@ -194,14 +219,23 @@ def _open_validation(config: RunConfig, checkpoint: Checkpoint, path: Path) -> S
     return source
 
 
-def _restored(config: RunConfig, checkpoint: Checkpoint) -> nn.Module:
+def _restored(config: RunConfig, checkpoint: Checkpoint, path: Path) -> nn.Module:
     model = create_model(
         config.model,
         num_classes=config.model.num_classes or len(checkpoint.classes),
         in_channels=config.data.channels,
         image_size=config.data.image_size,
     )
-    model.load_state_dict(checkpoint_weights(checkpoint))
+    weights = checkpoint_weights(checkpoint)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise CheckpointError(
+            f"{path} does not fit {config.model.name} as it is here ({reason})",
+            "evaluate it with the code that it was trained with; a model that was given as a Python "
+            "object cannot be made from a checkpoint",
+        ) from error
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

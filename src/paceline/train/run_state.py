@@ -79,6 +79,9 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     for key in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
         name = f"data.{key}"
         _compare(path, name, there.get(name, getattr(DataSettings, key)), here.get(name))
+    for key in ("arguments", "freeze"):
+        name = f"model.{key}"
+        _compare(path, name, there.get(name) or None, here.get(name) or None)
     name = "optim.orthogonal"  # determines the meaning of the momentum
     _compare(path, name, there.get(name, OptimSettings.orthogonal), here.get(name))
 
@@ -125,14 +128,15 @@ class RunState:
         if self.is_over(progress):
             self._check_unchanged(checkpoint, path, elsewhere)
         try:
+            statistics = self.batch_norm.keys()
             missing = self.model.load_state_dict(checkpoint.model, strict=False).missing_keys
             self._restore_optimizer(checkpoint.optimizer)
-            if not missing or all(_is_statistic(key) for key in missing):
+            if statistics.issuperset(missing):
                 restore_masters(self.model, self.optimizer, checkpoint.model)
         except (RuntimeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[-1].strip()
             raise CheckpointError(f"{path} does not fit ({reason})", "check --model") from None
-        lost = [key for key in missing if not _is_statistic(key)]
+        lost = [key for key in missing if key not in statistics]
         if lost:
             raise CheckpointError(f"{path} lacks {lost[0]} ({len(lost)} in all)", "check --model")
         saved = checkpoint.batch_norm
@@ -219,7 +223,7 @@ class RunState:
         average: dict[str, Any],
         only_rank: int | None = None,
     ) -> Checkpoint:
-        batches = self.batches
+        batches, statistics = self.batches, self.batch_norm.keys()
         return Checkpoint(
             progress=asdict(progress),
             config=self.config.to_tables(),
@@ -229,7 +233,7 @@ class RunState:
             model={
                 name: value.detach().cpu()
                 for name, value in full_state(self.model, self.optimizer).items()
-                if not _is_statistic(name)
+                if name not in statistics
             },
             batch_norm={
                 "names": self.batch_norm.names,
@@ -268,10 +272,6 @@ def _shown(classes: Sequence[str]) -> str:
     """Number, first names and a digest of all names."""
     digest = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:6]
     return f"{len(classes)}: {', '.join(classes[:3])} … ({digest})"
-
-
-def _is_statistic(name: str) -> bool:
-    return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
 
 
 # Settings that decide the plan.

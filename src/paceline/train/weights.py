@@ -265,9 +265,18 @@ class BatchNormState:
                 self.flat[0, start:stop].data,
                 self.flat[1, start:stop].data,
             )
+            if layer.num_batches_tracked is not None:  # of pretrained weights
+                self.tracked[number] = layer.num_batches_tracked
             layer.num_batches_tracked = self.tracked[number]
             start = stop
         self._flat_before, self._tracked_before = self.flat.clone(), self.tracked.clone()
+
+    def keys(self) -> frozenset[str]:
+        """The keys of the statistics in the model's state dict."""
+        parts = ("running_mean", "running_var", "num_batches_tracked")
+        return frozenset(
+            f"{name}.{part}" if name else part for name in self.names for part in parts
+        )
 
     def remember(self) -> None:
         """Keeps the statistics before a step that may be skipped or stopped."""
