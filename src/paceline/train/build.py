@@ -19,8 +19,11 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
 from paceline.data import BatchPlan, Source, create_train_loader
+from paceline.models.factories import call_factory, checked_module
+from paceline.models.freeze import count_frozen, freeze_parameters
+from paceline.models.names import MODEL_NAMES
 from paceline.models.pretrained import load_pretrained
-from paceline.models.registry import create_model
+from paceline.models.registry import create_model, is_own
 from paceline.optim.build import LrSchedule
 from paceline.plan.plan_file import PlanFile
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
@@ -33,6 +36,7 @@ from paceline.train.inputs import (
     resolve_batch_sizes,
 )
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
+from paceline.train.model_checks import check_model, check_placed, share_weights
 from paceline.train.observers import RunTrace
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
@@ -159,11 +163,12 @@ def _assemble(
     model, pretrained = group.agree_on(
         "model", lambda: _create_model(config, source, group, components)
     )
+    model_notes = _check_model(config, model, source, sizes, group, components)
     parts = create_parts(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
-        steps_per_epoch=schedule.steps_per_epoch,
+        steps_per_epoch=schedule.steps_per_epoch, components=components,
     )  # fmt: skip
     start = {"initial weights": fingerprint(model)}
     group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
@@ -199,7 +204,8 @@ def _assemble(
         "threads": threads,
         "data": _describe_data(inputs),
         "input": loader.describe(),
-        "model": _describe_model(config, model),
+        "model": _describe_model(config, model, components),
+        **({"model notes": "; ".join(model_notes)} if model_notes else {}),
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
@@ -227,21 +233,66 @@ def _create_model(
     config: RunConfig, source: Source, group: Group, components: Components
 ) -> tuple[nn.Module, list[str]]:
     """The model with its initial or pretrained weights on this rank's device, and notes on the file."""
-    where = f"while moving {config.model.name} to {group.device}"
+    name = _model_name(config, components)
+    where = f"while moving {name} to {group.device}"
+    classes = config.model.num_classes or len(source.classes)
+    channels, pixels = config.data.channels, config.data.image_size
     with explain_out_of_memory(where, "free the device, or choose a smaller model"):
         seed_initial_weights(config.run.seed)
-        model = create_model(
-            config.model,
-            num_classes=config.model.num_classes or len(source.classes),
-            in_channels=config.data.channels,
-            image_size=config.data.image_size,
-        )
+        given = components.model
+        if given is None:
+            model = create_model(
+                config.model, num_classes=classes, in_channels=channels, image_size=pixels
+            )
+        else:
+            if isinstance(given, nn.Module):
+                model = checked_module(given, name)
+            else:
+                model = call_factory(
+                    given, name, num_classes=classes, in_channels=channels, image_size=pixels
+                )
+            freeze_parameters(model, config.model.freeze)
+        if not is_own(model) and any(p.dtype != torch.float32 for p in model.parameters()):
+            model = model.float()
         notes = []
         if config.run.pretrained:
             notes = load_pretrained(model, Path(config.run.pretrained))
         if config.run.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model.to(group.device), notes
+        model = model.to(group.device)
+        check_placed(model, group.device)
+        return model, notes
+
+
+def _check_model(
+    config: RunConfig, model: nn.Module, source: Source, sizes: BatchSizes, group: Group,
+    components: Components,
+) -> list[str]:  # fmt: skip
+    """Notes on a model that Paceline has not made; all ranks fail with one line where it cannot be
+    trained."""
+    if is_own(model) and components.model is None:
+        return []
+    pixels = config.data.image_size
+    notes = group.agree_on(
+        "model check",
+        lambda: check_model(
+            model, (sizes.micro_batch, config.data.channels, pixels, pixels),
+            config.model.num_classes or len(source.classes),
+            own_loss=components.loss is not None, ranks=group.world_size,
+            nhwc=config.run.channels_last,
+        ),
+    )  # fmt: skip
+    if isinstance(components.model, nn.Module):
+        notes = [*notes, *filter(None, [share_weights(model, group)])]
+    return notes
+
+
+def _model_name(config: RunConfig, components: Components) -> str:
+    if components.model is None:
+        return config.model.name
+    if isinstance(components.model, nn.Module):
+        return type(components.model).__name__
+    return getattr(components.model, "__qualname__", type(components.model).__name__)
 
 
 def _describe_data(inputs: RunInputs) -> str:
@@ -252,11 +303,16 @@ def _describe_data(inputs: RunInputs) -> str:
     )
 
 
-def _describe_model(config: RunConfig, model: nn.Module) -> str:
+def _describe_model(config: RunConfig, model: nn.Module, components: Components) -> str:
     weights = sum(parameter.numel() for parameter in model.parameters())
     stem = config.model.stem_for(config.data.image_size)
-    with_stem = f" with the {stem} stem" if config.model.name.startswith("resnet") else ""
-    return f"{config.model.name}{with_stem}, {weights:,} parameters"
+    is_resnet = config.model.name in MODEL_NAMES and config.model.name.startswith("resnet")
+    with_stem = f" with the {stem} stem" if is_resnet else ""
+    frozen = count_frozen(model)
+    with_frozen = f", {frozen:,} of them frozen" if frozen else ""
+    if components.model is not None:
+        return f"{_model_name(config, components)} (given in Python), {weights:,} parameters{with_frozen}"
+    return f"{config.model.name}{with_stem}, {weights:,} parameters{with_frozen}"
 
 
 def _optional_notes(

@@ -161,6 +161,7 @@ class TrainingLoop:
         self._save_owed |= outcome.save
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
+        self._note_fallback()
         t.emit(
             StepEvent(
                 step=progress.step,
@@ -185,6 +186,13 @@ class TrainingLoop:
         self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
             check_divergence(t, outcome)
+
+    def _note_fallback(self) -> None:
+        """Once: micro-steps are not captured although they were meant to be."""
+        reason, chosen = self._t.step.micro.uncaptured, self._t.chosen
+        if reason and "not captured" not in chosen["speed"]:
+            chosen["speed"] += f"; not captured: {reason}"
+            self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
 
     def _core_wait_share(self) -> float | None:
         """The latest reading; the first one of an overloaded host also emits a note."""
@@ -222,8 +230,9 @@ class TrainingLoop:
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
         with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
-                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
-            )
+                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
+                t.config.model.num_classes or len(t.source.classes),
+            )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")
         if isinstance(found, signal.Signals):

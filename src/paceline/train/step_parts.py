@@ -8,6 +8,7 @@ makes the `TrainStep`. Training and benchmarks both build their steps here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.units import format_bytes
 from paceline.data import BatchPlan, Normalizer, TrainBatches
-from paceline.models.registry import parameter_groups
+from paceline.models.registry import is_own, parameter_groups
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS
 from paceline.optim.settings import OptimSettings
@@ -31,9 +32,16 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.components import Components
-from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
+from paceline.train.fast_path import (
+    FastPath,
+    Forward,
+    choose_fast_path,
+    triton_problem,
+    try_fast_path,
+)
 from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
+from paceline.train.model_checks import restored_buffers, tensors_in, with_one_output
 from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
@@ -70,6 +78,7 @@ class StepParts:
 def create_parts(
     config: RunConfig, model: nn.Module, group: Group, *, rate: float, micro_batch: int,
     accumulate: bool, pinned: PinnedPlan | None = None, steps_per_epoch: float = 1.0,
+    components: Components | None = None,
 ) -> StepParts:  # fmt: skip
     """Rounds the model to its number format, switches its fast forms on, and plans the exchange.
     `steps_per_epoch` says how far the average of `run.average_epochs` reaches back."""
@@ -99,9 +108,25 @@ def create_parts(
         kernel=not problem,
     )  # fmt: skip
     size, channels = config.data.image_size, config.data.channels
+    foreign = not is_own(model)
+    one_output = foreign and (components is None or components.loss is None)
     dry = DryBackward(
-        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels)
-    )
+        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels),
+        model if foreign else None,
+    )  # fmt: skip
+
+    def trial(forward: Forward, guard: AbstractContextManager[None] | None = None) -> bool:
+        replace(dry, forward=with_one_output(forward) if one_output else forward)(guard)
+        model.zero_grad(set_to_none=True)
+        return True
+
+    fast = try_fast_path(config.run, fast, model, group, trial, foreign=foreign)
+    if foreign:
+        # Also where the order of the gradients is known: its backward pass may fail.
+        group.agree_on("first pass", lambda: trial(fast.forward))
+    if one_output:
+        fast = replace(fast, forward=with_one_output(fast.forward))
+    dry = replace(dry, forward=fast.forward)
     planned = plan_exchange(config.comm, model, group, dry, pinned)
     exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
@@ -152,7 +177,8 @@ def create_step(
     graphs = parts.fast.graphs
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
-        config.run.smoothing, graphs=graphs, loss=components.loss if components else None,
+        config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
+        loss=components.loss if components else None,
     )  # fmt: skip
     update = Update(
         parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
@@ -177,6 +203,7 @@ def create_step(
         scale=parts.scale,
         seed=run.seed,
         mixing=mixing,
+        foreign=not is_own(parts.model),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
@@ -330,27 +357,36 @@ class DryBackward:
     normalize: Normalizer
     batch_norm: BatchNormState
     images: tuple[int, int, int, int]
+    # A user's model: its other buffers are restored too, and what it raises is reported in one line.
+    foreign: nn.Module | None = None
 
-    def __call__(self) -> None:
-        """Raises the errors of a first step."""
+    def __call__(self, guard: AbstractContextManager[None] | None = None) -> None:
+        """Raises the errors of a first step. `guard` is around forward and backward."""
         try:
-            self._run()
+            with restored_buffers(self.foreign) if self.foreign else nullcontext():
+                self._run(guard or nullcontext())
         except Exception as error:  # a defect of the program is raised again
-            fault = step_error(error, 0, self.images[0])
+            fault = step_error(error, 0, self.images[0], foreign=self.foreign is not None)
             if fault is None:
                 raise
             raise fault from error
 
-    def _run(self) -> None:
+    def _run(self, guard: AbstractContextManager[None]) -> None:
         device = self.policy.device
         on_gpu = device.type == "cuda"
         self.batch_norm.remember()
         with torch.random.fork_rng(devices=[device] if on_gpu else []):
             zeros = torch.zeros(self.images, dtype=torch.uint8, device=device)
-            with self.policy.compute():
-                outputs = self.forward(self.normalize(zeros, device))
-            outputs.float().sum().backward()  # type: ignore[no-untyped-call]
-        self.batch_norm.discard_if(torch.ones((), device=device))
+            every = torch.ones((), device=device)
+            try:
+                with guard:
+                    with self.policy.compute():
+                        outputs = self.forward(self.normalize(zeros, device))
+                    total = sum(t.float().sum() for t in tensors_in(outputs))
+                    assert isinstance(total, Tensor)
+                    total.backward()  # type: ignore[no-untyped-call]
+            finally:
+                self.batch_norm.discard_if(every)
         if on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
