@@ -111,16 +111,22 @@ def _create_alexnet(
 def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
     """First name, parameter and role of each parameter, in the order of the model.
 
-    A parameter shared by several modules is a weight if one of them uses it as a weight.
+    Biases, parameters of norms, scales and other vectors, and what a timm model lists in
+    `no_weight_decay` (embeddings of positions) are `bias_norm`. A parameter shared by several modules
+    is a weight if one of them uses it as a weight.
     """
+    listed: set[str] = set()
+    if callable(getattr(model, "no_weight_decay", None)):
+        listed = {str(name) for name in model.no_weight_decay()}  # type: ignore[operator]
     found: dict[int, tuple[str, nn.Parameter, str]] = {}
     for path, module in model.named_modules():
         is_norm = isinstance(module, _NORM_TYPES)
         for own_name, parameter in module.named_parameters(recurse=False):
             # Attention layers have "in_proj_bias", recurrent layers "bias_hh_l0".
             is_bias = own_name.startswith("bias") or own_name.endswith("_bias")
-            role = BIAS_NORM if is_norm or is_bias else WEIGHT
             name = f"{path}.{own_name}" if path else own_name
+            is_vector = parameter.ndim <= 1 or name in listed
+            role = BIAS_NORM if is_norm or is_bias or is_vector else WEIGHT
             if id(parameter) in found:
                 name, _, earlier = found[id(parameter)]
                 role = WEIGHT if WEIGHT in (role, earlier) else BIAS_NORM

@@ -103,6 +103,10 @@ class Captured:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
         except RuntimeError as error:
+            if (
+                stream is not None
+            ):  # where the end of the capture fails, torch does not leave its own
+                torch.cuda.set_stream(stream)
             cause = _capture_cause(error)
             if stream is not None:
                 _end_failed_capture(stream, self._pool)
@@ -127,10 +131,9 @@ def _capture_cause(error: RuntimeError) -> BaseException:
 
 
 def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
-    """Undoes what torch leaves behind where the end of a capture fails: its own stream as the current
-    one, an allocator that still serves the capture's pool, and a random generator that refuses to draw
-    outside of a capture. A capture that succeeds resets the generator."""
-    torch.cuda.set_stream(stream)
+    """Undoes what torch leaves behind where the end of a capture fails: an allocator that still serves
+    the capture's pool, and a random generator that refuses to draw outside of a capture. A capture that
+    succeeds resets the generator."""
     torch.cuda.synchronize(stream.device)
     if pool is not None:
         with contextlib.suppress(RuntimeError, AttributeError):  # it has ended
