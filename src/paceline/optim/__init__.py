@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
+    from paceline.optim.adam import LAMB, AdamW
+    from paceline.optim.base import MasterOptimizer
     from paceline.optim.build import LrSchedule, create_optimizer, set_rate
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon, is_matrix, orthogonalize
     from paceline.optim.settings import OptimSettings
 
 __all__ = [
+    "LAMB",
     "LARS",
     "SGD",
+    "AdamW",
     "LrSchedule",
+    "MasterOptimizer",
     "Muon",
     "OptimSettings",
     "create_optimizer",
@@ -26,9 +31,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "LAMB": "adam",
         "LARS": "lars",
         "SGD": "lars",
+        "AdamW": "adam",
         "LrSchedule": "build",
+        "MasterOptimizer": "base",
         "Muon": "muon",
         "OptimSettings": "settings",
         "create_optimizer": "build",

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD
-from paceline.optim.lars_fused import triton_unavailable
-from paceline.optim.muon import Muon, is_matrix
+from paceline.optim.muon import Muon, split_matrices
 from paceline.optim.settings import OptimSettings
 
 
@@ -53,11 +52,7 @@ def _muon_groups(settings: OptimSettings, groups: Sequence[dict[str, Any]]) -> l
     eta = settings.trust_coefficient / (1 - settings.momentum)
     made = []
     for group in groups:
-        orthogonal: list[Tensor] = []
-        rest: list[Tensor] = []
-        for p in group["params"]:
-            chosen = group.get("role") != "bias_norm" and is_matrix(p) and p.dim() >= least_dims
-            (orthogonal if chosen else rest).append(p)
+        orthogonal, rest = split_matrices(group, least_dims)
         if orthogonal:
             more = {"adapt": True, "orthogonal": True, "trust_coefficient": eta}
             made.append(group | {"params": orthogonal} | more)
