@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon, is_matrix, orthogonalize
     from paceline.optim.settings import OptimSettings
+    from paceline.optim.wrapped import WrappedOptimizer
 
 __all__ = [
     "LAMB",
@@ -23,6 +24,7 @@ __all__ = [
     "MasterOptimizer",
     "Muon",
     "OptimSettings",
+    "WrappedOptimizer",
     "create_optimizer",
     "is_matrix",
     "orthogonalize",
@@ -39,6 +41,7 @@ __getattr__, __dir__ = lazy_exports(
         "MasterOptimizer": "base",
         "Muon": "muon",
         "OptimSettings": "settings",
+        "WrappedOptimizer": "wrapped",
         "create_optimizer": "build",
         "is_matrix": "muon",
         "orthogonalize": "muon",

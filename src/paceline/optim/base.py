@@ -259,6 +259,8 @@ class MasterOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps fp32 state exact, which torch would cast to the parameters' formats (1.0001 becomes
         1.0 in fp16), and loads into existing memory."""
+        if "inner" in state_dict:
+            raise ValueError(f"the state is one of {state_dict['inner']['class']}")
         old, seen = dict(self.state), dict[str, Any]()
 
         def remember(_: Optimizer, saved: dict[str, Any]) -> None:

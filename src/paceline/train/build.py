@@ -163,7 +163,8 @@ def _assemble(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
-        steps_per_epoch=schedule.steps_per_epoch,
+        steps_per_epoch=schedule.steps_per_epoch, components=components,
+        classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
     start = {"initial weights": fingerprint(model)}
     group.agree("start", facts=start, remedy="use the same --pretrained file and versions")

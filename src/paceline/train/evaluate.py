@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm.group import Group
@@ -40,6 +39,7 @@ from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings
+from paceline.train.loss import LOSSES, CrossEntropy, TrainingLoss
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
@@ -67,13 +67,16 @@ def evaluate(
     group: Group,
     stop: StopSignals,
     corrupt_limit: int | None = None,
+    loss_function: TrainingLoss | None = None,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
+    Without a `loss_function` the reported loss is cross-entropy.
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
     they met more than `corrupt_limit` corrupt images together.
     """
     started = time.perf_counter()
+    loss_function = loss_function or CrossEntropy()
     model.eval()
     correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
     correct5, loss = correct1.clone(), correct1.clone()
@@ -93,7 +96,7 @@ def evaluate(
                 ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
                 correct1 += ranked[:, 0].sum()
                 correct5 += ranked.sum()
-                loss += F.cross_entropy(outputs, labels, reduction="sum")
+                loss += loss_function.evaluated(outputs, labels)
                 seen += len(labels)
                 corrupt += batch.corrupt
     except (PacelineError, RuntimeError, MemoryError) as error:
@@ -182,7 +185,9 @@ def evaluate_file(
             channels_last=config.run.channels_last, kernel=not triton_problem(group.device),
         )  # fmt: skip
         with loader, StopSignals() as stop:
-            result = evaluate(model, loader, normalize, policy, group, stop, limit)
+            # An own loss is code of the run that wrote the file: it is not imported here.
+            loss = LOSSES.get(config.run.loss, CrossEntropy)()
+            result = evaluate(model, loader, normalize, policy, group, stop, limit, loss)
         if note := loader.note():
             sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank

@@ -176,6 +176,7 @@ class TrainingLoop:
                 input_stall_s=sum(outcome.stall.values()),
                 input_stall_causes=outcome.stall,
                 core_wait_share=self._core_wait_share(),
+                grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
             )
         )
         if t.is_main and self._trust_is_due(progress.step):
@@ -222,8 +223,9 @@ class TrainingLoop:
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
         with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
-                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
-            )
+                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
+                t.step.micro.loss_function,
+            )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")
         if isinstance(found, signal.Signals):

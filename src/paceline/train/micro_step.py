@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
 from paceline.core.errors import PacelineError, RunError
 from paceline.data import Normalizer
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.components import Loss
+from paceline.train.loss import CrossEntropy, TrainingLoss
 from paceline.train.machine import derive_seed, out_of_memory
 
 # The first calls run the function itself: they compile kernels and choose algorithms, which a capture
@@ -125,16 +124,16 @@ class MicroStep:
         smoothing: float,
         *,
         graphs: bool = False,
-        loss: Loss | None = None,
+        loss: TrainingLoss | None = None,
     ) -> None:
-        """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it."""
+        """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
+        Without a `loss` it is cross-entropy with `smoothing`."""
         self.forward = forward
         self._policy = policy
         self._normalize = normalize
         self._exchange = exchange
         self._scale = scale
-        self._smoothing = smoothing
-        self._own_loss = loss
+        self.loss_function = loss or CrossEntropy(smoothing)
         self._graphs = graphs
         self._share = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)
@@ -193,7 +192,7 @@ class MicroStep:
             if mix is not None:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
-        part = self._loss(outputs.float(), labels, own) * self._share
+        part = self.loss_function.total(outputs, labels, own) * self._share
         (part * self._scale.step_value).backward()  # type: ignore[no-untyped-call]
         self.loss.add_(part.detach())
         self._exchange.gather()
@@ -204,14 +203,6 @@ class MicroStep:
         """A capture must not end before the buckets that it sends are complete."""
         self._compute(sends, images, labels, mix)
         self._exchange.join()
-
-    def _loss(self, outputs: Tensor, labels: Tensor, own: Tensor | None) -> Tensor:
-        """Summed over the samples; of both labels where two images were mixed."""
-        of = partial(F.cross_entropy, outputs, label_smoothing=self._smoothing)
-        if own is None:
-            return of(labels, reduction="sum")
-        first, second = (of(each, reduction="none") for each in (labels, other_labels(labels)))
-        return (own * first + (1 - own) * second).sum()
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
@@ -314,11 +305,6 @@ def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     share = torch.where(inside, torch.zeros_like(own), own).to(images.dtype)
     kept = own * (1 - (bottom - top) * (right - left) / (height * width))
     return torch.lerp(images.flip(0), images, share), kept.flatten()
-
-
-def other_labels(labels: Tensor) -> Tensor:
-    """Of the images that were mixed in."""
-    return labels.flip(0)
 
 
 def step_error(error: Exception, step: int, micro_batch: int) -> PacelineError | None:
