@@ -28,8 +28,7 @@ def run(
     gradients = unscaled(rows, gates.grad_scale)
     allowed = check_finite(rows, list(torch._foreach_norm(gradients, 2)), gates, outcome)
     go = allowed.tolist() if lars_foreach.on_host(allowed.device) else None
-    first, second = (row.unbind() for row in corrections)
-    roots = [value.sqrt() for value in second]
+    first, roots = corrections[0].unbind(), corrections[1].sqrt().unbind()
     buckets: dict[tuple[int, torch.dtype], list[int]] = {}
     for position, row in enumerate(rows):
         if go is None or go[position]:

@@ -389,8 +389,8 @@ class DryBackward:
             torch.cuda.empty_cache()
 
     def check_loss(self, model: nn.Module, *, mixes: bool) -> TrainingLoss:
-        """The loss. Raises one line for a loss that cannot be used: it raises, has another shape or no gradient.
-        An own loss that does not take the model's evaluation outputs is noted."""
+        """Tries the loss, forward and backward, and returns it. Raises one line if it raises, has another
+        shape or no gradient. Notes an own loss that does not take the model's evaluation outputs."""
         try:
             self._check_loss(model, mixes)
             return self.loss

@@ -108,10 +108,14 @@ class Update:
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """2-norms in fp32, of gradients in any format."""
+    """2-norms in fp32, those of one format after those of another."""
     if gradients[0].device.type == "cpu":
         return accurate_norms([gradient.float() for gradient in gradients])
-    return list(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    norms: list[Tensor] = []
+    for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.dtype == kind]
+        norms += torch._foreach_norm(own, 2, dtype=torch.float32)
+    return norms
 
 
 def _names(model: nn.Module, optimizer: MasterOptimizer) -> list[str]:
