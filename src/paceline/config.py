@@ -114,7 +114,7 @@ class RunSettings:
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:
-            remedy = f"{nearest(self.loss, LOSSES)}; or name a function, as in my_module:my_loss"
+            remedy = f"{nearest(self.loss, LOSSES)} (a function is written my_module:my_loss)"
             raise ConfigError("run.loss", self.loss, "unknown", remedy)
         if not 0 <= self.smoothing < 1:
             raise ConfigError("run.smoothing", self.smoothing, "must be in [0, 1)", "try 0.1")

@@ -132,8 +132,9 @@ def test_state_survives_a_checkpoint_exactly(name: str) -> None:
 )
 def test_what_cannot_train_is_refused_in_one_line(name: str, arguments: str, message: str) -> None:
     ps = parameters(*KINDS)
+    groups = [{"params": [p], "weight_decay": 0.1} for p in ps]
     with pytest.raises(ConfigError) as caught:
-        create_optimizer(named(name, arguments), [{"params": ps, "weight_decay": 0.1}], 0.05)
+        create_optimizer(named(name, arguments), groups, 0.05)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("optim.name = ")

@@ -197,7 +197,7 @@ def test_rates_of_adam_do_not_come_from_a_recipe_of_sgd() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "adamv"}, "did you mean 'adamw'.*or name a class"),
+        ({"name": "adamv"}, "did you mean 'adamw'.*a class is written"),
         ({"name": "torch.optim:"}, "is not of the form module:name"),
         ({"name": "adamw", "in_half": True}, "adamw has no such form"),
         ({"name": "adamw", "trust_log_interval": 5}, "no trust ratios"),

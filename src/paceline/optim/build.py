@@ -85,7 +85,11 @@ def _create_class(
             "optim.name", settings.name, "is not a class", "name an optimizer's class"
         )
     arguments = settings.arguments_table()
-    return wrap("optim.name", settings.name, lambda made: found(made, lr=lr, **arguments), groups)
+
+    def create(made: list[dict[str, Any]]) -> Any:
+        return found(made, lr=lr, **arguments)
+
+    return wrap("optim.name", settings.name, create, groups, found)
 
 
 def _is_adapted(settings: OptimSettings, group: dict[str, Any]) -> bool:

@@ -98,7 +98,7 @@ class OptimSettings:
         if self.is_class:
             split_name("optim.name", self.name)
         elif self.name not in OPTIMIZERS:
-            remedy = f"{nearest(self.name, OPTIMIZERS)}; or name a class, as in torch.optim:RAdam"
+            remedy = f"{nearest(self.name, OPTIMIZERS)} (a class is written torch.optim:RAdam)"
             raise ConfigError("optim.name", self.name, "unknown", remedy)
         if self.schedule not in SCHEDULES:
             raise ConfigError(

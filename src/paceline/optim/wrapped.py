@@ -208,21 +208,28 @@ def checked(found: Any) -> Optimizer:
     """Raises unless `found` is an optimizer whose step needs no closure."""
     if not isinstance(found, Optimizer):
         raise TypeError(f"gave a {type(found).__name__}, not a torch.optim.Optimizer")
-    closure = inspect.signature(type(found).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{type(found).__name__}.step needs a closure, which training does not have"
-        )
+    refuse_closures(type(found))
     return found
 
 
+def refuse_closures(kind: type) -> None:
+    """Raises for an optimizer that computes gradients several times in one step."""
+    step = getattr(kind, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"{kind.__name__}.step needs a closure, which training does not have")
+
+
 def wrap(
-    field: str, name: str, create: Callable[[list[dict[str, Any]]], Any], groups: Groups
-) -> MasterOptimizer:
+    field: str, name: str, create: Callable[[list[dict[str, Any]]], Any], groups: Groups,
+    kind: object = None,
+) -> MasterOptimizer:  # fmt: skip
     """The optimizer that `create` makes, with masters around it; one of ours is taken as it is. Errors
-    out of the class become a ConfigError that names `field`."""
+    out of the class become a ConfigError that names `field`. `kind` is the class, where it is known."""
     remedy = "see optim.arguments and the class's own documentation"
     try:
+        if isinstance(kind, type):
+            refuse_closures(kind)
         found = checked(create(_samples(groups)))
         if isinstance(found, MasterOptimizer):
             return create([dict(group) for group in groups])  # type: ignore[no-any-return]

@@ -185,9 +185,12 @@ def evaluate_file(
             channels_last=config.run.channels_last, kernel=not triton_problem(group.device),
         )  # fmt: skip
         with loader, StopSignals() as stop:
-            # An own loss is code of the run that wrote the file: it is not imported here.
-            loss = LOSSES.get(config.run.loss, CrossEntropy)()
+            loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
             result = evaluate(model, loader, normalize, policy, group, stop, limit, loss)
+        if config.run.loss not in LOSSES and group.rank == 0:
+            # It is code of whoever wrote the file.
+            note = f"run.loss = {config.run.loss} is not run here; the loss is cross_entropy"
+            sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         if note := loader.note():
             sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank

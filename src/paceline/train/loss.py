@@ -7,6 +7,7 @@ labels, shares of classes (samples × classes), label smoothing and mixed images
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -169,7 +170,10 @@ def _one_hot(labels: Tensor, classes: int) -> Tensor:
     return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
 
 
-LOSSES = {"cross_entropy": CrossEntropy, "bce": BinaryCrossEntropy}
+LOSSES: dict[str, Callable[[float], TrainingLoss]] = {
+    "cross_entropy": CrossEntropy,
+    "bce": BinaryCrossEntropy,
+}
 
 
 def create_loss(
