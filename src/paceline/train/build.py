@@ -35,6 +35,7 @@ from paceline.train.inputs import (
     read_checkpoint,
     resolve_batch_sizes,
 )
+from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.model_checks import check_model, check_placed, share_weights
 from paceline.train.observers import RunTrace
@@ -169,6 +170,7 @@ def _assemble(
         accumulate=sizes.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
         steps_per_epoch=schedule.steps_per_epoch, components=components,
+        classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
     start = {"initial weights": fingerprint(model)}
     group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
@@ -278,7 +280,8 @@ def _check_model(
         lambda: check_model(
             model, (sizes.micro_batch, config.data.channels, pixels, pixels),
             config.model.num_classes or len(source.classes),
-            own_loss=components.loss is not None, ranks=group.world_size,
+            own_loss=components.loss is not None or config.run.loss not in LOSSES,
+            ranks=group.world_size,
             nhwc=config.run.channels_last,
         ),
     )  # fmt: skip

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
@@ -41,6 +40,7 @@ from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings
+from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.model_checks import find_logits, forward_error
 from paceline.train.stop_signals import StopSignals, agreed_stop
@@ -70,15 +70,18 @@ def evaluate(
     stop: StopSignals,
     corrupt_limit: int | None = None,
     classes: int | None = None,
+    loss_function: TrainingLoss | None = None,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
+    Without a `loss_function` the reported loss is cross-entropy.
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
     they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
     outputs of a model that has several.
     """
     started = time.perf_counter()
     modes = [(module, module.training) for module in model.modules()]
+    loss_function = loss_function or CrossEntropy()
     model.eval()
     correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
     correct5, loss = correct1.clone(), correct1.clone()
@@ -93,12 +96,14 @@ def evaluate(
                 if stop.received is not None or group.stop_announced():
                     break
                 size = len(batch)
-                outputs = _logits(model, normalize(batch.images, group.device), classes).float()
+                found = _outputs(model, normalize(batch.images, group.device))
+                outputs = find_logits(found, classes).float()
                 labels = batch.labels.to(group.device, non_blocking=True)
                 ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
                 correct1 += ranked[:, 0].sum()
                 correct5 += ranked.sum()
-                loss += F.cross_entropy(outputs, labels, reduction="sum")
+                whole = isinstance(loss_function, OwnLoss) and loss_function.in_evaluation
+                loss += loss_function.evaluated(found if whole else outputs, labels)
                 seen += len(labels)
                 corrupt += batch.corrupt
     except (PacelineError, RuntimeError, MemoryError) as error:
@@ -137,15 +142,15 @@ def evaluate(
     )
 
 
-def _logits(model: nn.Module, images: Tensor, classes: int | None) -> Tensor:
+def _outputs(model: nn.Module, images: Tensor) -> object:
     try:
-        outputs = model(images)
+        outputs: object = model(images)
     except Exception as error:
         known = None if is_own(model) else forward_error(error, images.shape, _FORWARD)
         if known is None:
             raise
         raise known from error
-    return find_logits(outputs, classes)
+    return outputs
 
 
 _FORWARD = "the model's forward in evaluation mode"
@@ -207,7 +212,12 @@ def evaluate_file(
         )  # fmt: skip
         with loader, StopSignals() as stop:
             classes = config.model.num_classes or len(checkpoint.classes)
-            result = evaluate(model, loader, normalize, policy, group, stop, limit, classes)
+            loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
+            result = evaluate(model, loader, normalize, policy, group, stop, limit, classes, loss)
+        if config.run.loss not in LOSSES and group.rank == 0:
+            # It is code of whoever wrote the file.
+            note = f"run.loss = {config.run.loss} is not run here; the loss is cross_entropy"
+            sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         if note := loader.note():
             sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank

@@ -177,6 +177,7 @@ class TrainingLoop:
                 input_stall_s=sum(outcome.stall.values()),
                 input_stall_causes=outcome.stall,
                 core_wait_share=self._core_wait_share(),
+                grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
             )
         )
         if t.is_main and self._trust_is_due(progress.step):
@@ -232,6 +233,7 @@ class TrainingLoop:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
                 t.config.model.num_classes or len(t.source.classes),
+                t.step.micro.loss_function,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")

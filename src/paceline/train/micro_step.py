@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
@@ -25,7 +24,7 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.data import Normalizer
 from paceline.models.factories import describe
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.components import Loss
+from paceline.train.loss import CrossEntropy, TrainingLoss
 from paceline.train.machine import derive_seed, out_of_memory
 
 # The first calls run the function itself: they compile kernels and choose algorithms, which a capture
@@ -162,17 +161,17 @@ class MicroStep:
         *,
         graphs: bool = False,
         must_capture: bool = True,
-        loss: Loss | None = None,
+        loss: TrainingLoss | None = None,
     ) -> None:
         """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
-        `must_capture`: raise where that fails, instead of going on without."""
+        `must_capture`: raise where that fails, instead of going on without. Without a `loss` it is
+        cross-entropy with `smoothing`."""
         self.forward = forward
         self._policy = policy
         self._normalize = normalize
         self._exchange = exchange
         self._scale = scale
-        self._smoothing = smoothing
-        self._own_loss = loss
+        self.loss_function = loss or CrossEntropy(smoothing)
         self._graphs = graphs
         # Whether ranks have to agree, after the first captures, that all of them go on with graphs.
         self.may_fall_back = graphs and not must_capture
@@ -248,11 +247,7 @@ class MicroStep:
             if mix is not None:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
-        if self._own_loss is None:
-            loss = self._loss(outputs.float(), labels, own)
-        else:
-            loss = self._own_loss(outputs, labels).sum()
-        part = loss * self._share
+        part = self.loss_function.total(outputs, labels, own) * self._share
         (part * self._scale.step_value).backward()  # type: ignore[no-untyped-call]
         self.loss.add_(part.detach())
         self._exchange.gather()
@@ -263,14 +258,6 @@ class MicroStep:
         """A capture must not end before the buckets that it sends are complete."""
         self._compute(sends, images, labels, mix)
         self._exchange.join()
-
-    def _loss(self, outputs: Tensor, labels: Tensor, own: Tensor | None) -> Tensor:
-        """Summed over the samples; of both labels where two images were mixed."""
-        of = partial(F.cross_entropy, outputs, label_smoothing=self._smoothing)
-        if own is None:
-            return of(labels, reduction="sum")
-        first, second = (of(each, reduction="none") for each in (labels, other_labels(labels)))
-        return (own * first + (1 - own) * second).sum()
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
@@ -373,11 +360,6 @@ def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     share = torch.where(inside, torch.zeros_like(own), own).to(images.dtype)
     kept = own * (1 - (bottom - top) * (right - left) / (height * width))
     return torch.lerp(images.flip(0), images, share), kept.flatten()
-
-
-def other_labels(labels: Tensor) -> Tensor:
-    """Of the images that were mixed in."""
-    return labels.flip(0)
 
 
 def step_error(

@@ -19,7 +19,7 @@ from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan, DataSettings
-from paceline.optim.lars import LARS
+from paceline.optim.base import MasterOptimizer
 from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
@@ -112,7 +112,7 @@ class RunState:
     peak_lr: float
     classes: tuple[str, ...]
     model: nn.Module
-    optimizer: LARS
+    optimizer: MasterOptimizer
     batch_norm: BatchNormState
     scale: LossScale
     group: Group
@@ -157,8 +157,8 @@ class RunState:
         """Restores the state but keeps this run's hyper-parameters, which flags may have changed."""
         own = self.optimizer.state_dict()["param_groups"]
         if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
-            raise ValueError("the optimizer's parameter groups differ")
-        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
+            raise ValueError("the optimizer's parameter groups differ; see optim.layer_decay")
+        self.optimizer.load_state_dict({**saved, "param_groups": own})
 
     def _check(self, checkpoint: Checkpoint, path: Path) -> None:
         check_pinned(checkpoint, self.config, path)

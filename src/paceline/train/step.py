@@ -53,6 +53,8 @@ class StepOutcome:
     exposed_comm_s: float
     # How long it waited for a batch, by cause.
     stall: dict[str, float]
+    # Norm of all gradients before clipping; 0 where nothing is clipped.
+    grad_norm: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -248,6 +250,7 @@ class TrainStep:
             data_s=launched.data_s,
             exposed_comm_s=launched.exposed(),
             stall=launched.stall(),
+            grad_norm=row["grad_norm"],
         )
 
     def release(self) -> None:
