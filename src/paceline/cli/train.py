@@ -67,7 +67,7 @@ def train(
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
     trust: bool = typer.Option(
-        False, "--trust", help="Run the code of the model that the config.toml of a run names."),
+        False, "--trust", help="Run the code that the config.toml of a run names."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
     """Train a model."""
@@ -85,8 +85,8 @@ def train(
     }  # fmt: skip
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
     config = resolve(recipe, flags, settings)
-    if recipe is not None and not _names_model(flags, settings) and is_run_config(recipe):
-        check_trust(config.model, recipe, trust)
+    if recipe is not None and not trust and is_run_config(recipe):
+        _check_origin(config, recipe, flags | dict(parse_assignment(text) for text in settings))
     for flag, value, least in (
         ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
     ):  # fmt: skip
@@ -110,9 +110,17 @@ def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
     return load_config(recipe, overrides)
 
 
-def _names_model(flags: dict[str, Any], settings: list[str]) -> bool:
-    """Whether this command line says which model to train."""
-    return "model.name" in flags or any(text.startswith("model.name") for text in settings)
+def _check_origin(config: RunConfig, recipe: str, given: Collection[str]) -> None:
+    """Refuses foreign code that the configuration of a run names and this command line does not."""
+    if "model.name" not in given:
+        check_trust(config.model, recipe, False)
+    for name, value in (("optim.name", config.optim.name), ("run.loss", config.run.loss)):
+        module = value.partition(":")[0]
+        if name not in given and ":" in value and not f"{module}.".startswith("torch."):
+            raise ConfigError(
+                "--trust", None, f"{recipe}: {name} = {value!r} runs code of the module {module}",
+                "add --trust if you trust this code",
+            )  # fmt: skip
 
 
 def is_run_config(recipe: str) -> bool:
