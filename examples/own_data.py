@@ -1,7 +1,7 @@
 """Trains on data of your own: python examples/own_data.py [EPOCHS]
 
-`Shapes` draws bright squares and disks, as a torch Dataset and as a `pl.Source`. A Dataset returns (image,
-label); a Source returns encoded images or pixels by index, is read by several threads, and needs no torch.
+`Shapes` draws bright squares and disks, as a torch Dataset and as a `pl.Source`. A Dataset returns
+(image, label); a Source returns encoded images or pixels by index and is read by several threads.
 """
 
 import sys

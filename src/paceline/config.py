@@ -17,16 +17,18 @@ import tomli_w
 
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.imports import split_name
 from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import OPTIMIZERS_OF_SGD, OptimSettings
 from paceline.precision.settings import PrecisionSettings
 
 RECIPES = Path(__file__).parent / "recipes"
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
+LOSSES = ("cross_entropy", "bce")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.
@@ -52,8 +54,11 @@ class RunSettings:
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""
+    loss: str = "cross_entropy"
+    """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
+    targets, as in `my_package.losses:focal`."""
     smoothing: float = 0.1
-    """Label smoothing."""
+    """Label smoothing; functions of `run.loss` do their own."""
     mixup: float = 0.0
     """Parameter of mixup's Beta distribution; 0 disables it; with `cutmix` also set, each image
     uses one of the two."""
@@ -106,6 +111,11 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"run.{name}", value, "must be at least 1")
+        if ":" in self.loss:
+            split_name("run.loss", self.loss)
+        elif self.loss not in LOSSES:
+            remedy = f"{nearest(self.loss, LOSSES)} (a function is written my_module:my_loss)"
+            raise ConfigError("run.loss", self.loss, "unknown", remedy)
         if not 0 <= self.smoothing < 1:
             raise ConfigError("run.smoothing", self.smoothing, "must be in [0, 1)", "try 0.1")
         for name in ("mixup", "cutmix"):
@@ -277,11 +287,20 @@ def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
     """Defaults < recipe < overrides (`{"section.key": value}`)."""
     tables = read_recipe(recipe) if recipe else {}
     RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
-    merged = merge(tables, unflatten(overrides))
+    merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
     return RunConfig.from_tables(merged)
+
+
+def _without_rates(recipe: Tables, optimizer: object) -> Tables:
+    """A recipe's rates are those of SGD, LARS or Muon: Adam's are some hundred times smaller."""
+    own = recipe.get("optim", {}).get("name", OptimSettings.name)
+    if optimizer is None or optimizer == own or optimizer in OPTIMIZERS_OF_SGD:
+        return recipe
+    kept = {k: v for k, v in recipe.get("optim", {}).items() if k not in ("lr", "lr_base")}
+    return {**recipe, "optim": kept}
 
 
 def _warmup_share(recipe: Tables, asked: bool) -> float:

@@ -24,6 +24,7 @@ from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig, load_config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import Observer
+from paceline.core.imports import PYTHON, object_name
 from paceline.data import Source, as_source
 from paceline.train.callbacks import Callback
 from paceline.train.checkpoint import find_checkpoint
@@ -35,8 +36,6 @@ from paceline.train.run import RunOutcome, run_training
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
 DataLike = str | Path | Source | Any
-# How settings name what only a Python program can make again.
-PYTHON = "python"
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,7 @@ def _take(
         return
     if not callable(given):
         raise ConfigError(component, given, "is neither a name nor callable", "see pl.Trainer")
-    name = getattr(given, "__name__", type(given).__name__)
-    values[setting] = f"{PYTHON}:{name}"
+    values[setting] = object_name(given)
     components[component] = given
 
 

@@ -83,7 +83,10 @@ def test_all_ways_are_measured_and_the_bytes_are_those_of_one_update() -> None:
         "ours lars",
         "ours sgd",
         "ours muon",
+        "ours adamw",
+        "ours lamb",
         "torch fused sgd",
+        "torch fused adamw",
         "lars, a loop over tensors",
     ]
     assert all(row["ms"] > 0 for row in found["rows"])

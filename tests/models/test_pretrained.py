@@ -69,8 +69,59 @@ def test_wrappers_and_prefixes(tmp_path: Path, wrapper: str | None, prefix: str)
     source, model = trained(), fresh()
     state = {prefix + key: value for key, value in source.state_dict().items()}
     path = saved({wrapper: state, "epoch": 3} if wrapper else state, tmp_path)
-    assert load_pretrained(model, path) == []
+    assert load_pretrained(model, path) == [all_of(model, path)]
     assert same(copy_of(source), copy_of(model))
+
+
+def all_of(model: nn.Module, path: Path) -> str:
+    """The only note on a file that has everything."""
+    count = len(model.state_dict())
+    return f"{count} of {count} tensors from {path.name}"
+
+
+@pytest.mark.parametrize("prefix", ["model.", "net.", "module.model.", "timm_model."])
+def test_the_name_of_the_network_in_another_program(tmp_path: Path, prefix: str) -> None:
+    source, model = trained(), fresh()
+    state = {prefix + key: value for key, value in source.state_dict().items()}
+    # As Lightning writes it, with its own entries and those of a metric.
+    content = {"state_dict": {**state, "accuracy.tp": torch.ones(3)}, "epoch": 1, "loops": {}}
+    counted, removed = load_pretrained(model, saved(content, tmp_path, "last.ckpt"))
+    assert counted.startswith(f"{len(state)} of {len(state)} tensors")
+    assert removed == f"prefix {prefix!r} removed, 1 other tensors left out"
+    assert same(copy_of(source), copy_of(model))
+
+
+def test_timm_s_average_is_preferred_and_noted(tmp_path: Path) -> None:
+    source, model = trained(), fresh()
+    content = {"state_dict": fresh().state_dict(), "state_dict_ema": source.state_dict()}
+    notes = load_pretrained(model, saved(content, tmp_path))
+    assert notes[1:] == ["of state_dict_ema"]
+    assert same(copy_of(source), copy_of(model))
+
+
+class TwoHeads(nn.Module):
+    """As a distilled transformer of timm, which names its heads; the last linear layer is none."""
+
+    def __init__(self, classes: int, how: str) -> None:
+        super().__init__()
+        self.head, self.head_dist = nn.Linear(4, classes), nn.Linear(4, classes)
+        self.last = nn.Linear(4, 4)
+        if how == "default_cfg":
+            self.default_cfg = {"classifier": ("head", "head_dist")}
+        else:
+            self.get_classifier = lambda: (self.head, self.head_dist)
+
+
+@pytest.mark.parametrize("how", ["default_cfg", "get_classifier"])
+def test_heads_that_the_model_names(tmp_path: Path, how: str) -> None:
+    source, model = trained(TwoHeads(1000, how)), TwoHeads(10, how)
+    before = copy_of(model.head)
+    counted, note = load_pretrained(model, saved(source.state_dict(), tmp_path))
+    assert counted.startswith("2 of 6 tensors")
+    assert "head and head_dist" in note
+    assert "1000 classes, this model 10" in note
+    assert same(before, copy_of(model.head))
+    assert torch.equal(model.last.weight, source.get_parameter("last.weight"))
 
 
 def test_formats_of_other_programs(tmp_path: Path) -> None:
@@ -87,17 +138,17 @@ def test_formats_of_other_programs(tmp_path: Path) -> None:
         saved(prefixed, tmp_path, "p.safetensors"),
     ):
         model = fresh()
-        assert load_pretrained(model, path) == []
+        assert load_pretrained(model, path) == [all_of(model, path)]
         assert same(copy_of(source), copy_of(model))
     plain = nn.Sequential(OrderedDict(conv=nn.Conv2d(1, 2, 3)))
-    assert load_pretrained(plain, saved(plain.state_dict(), tmp_path)) == [], "without a head"
+    assert len(load_pretrained(plain, saved(plain.state_dict(), tmp_path))) == 1, "without a head"
 
 
 def test_half_precision_files_are_widened_and_noted(tmp_path: Path) -> None:
     state = trained().state_dict()
     half = {k: v.half() if v.is_floating_point() else v for k, v in state.items()}
     model = fresh()
-    (note,) = load_pretrained(model, saved(half, tmp_path))
+    (_, note) = load_pretrained(model, saved(half, tmp_path))
     assert "float16" in note
     assert model.conv1.weight.dtype == torch.float32
     torch.testing.assert_close(
@@ -109,7 +160,7 @@ def test_another_number_of_classes_keeps_a_new_head(tmp_path: Path) -> None:
     source, model = trained(num_classes=1000), fresh(num_classes=10)
     head = copy_of(model.fc)
     path = saved(source.state_dict(), tmp_path)
-    (note,) = load_pretrained(model, path)
+    (_, note) = load_pretrained(model, path)
     assert "fc" in note
     assert "1000 classes" in note
     assert same(head, copy_of(model.fc))
@@ -123,7 +174,7 @@ def test_batch_counts_may_be_missing_and_nothing_else(tmp_path: Path) -> None:
     source, model = trained(), fresh()
     state = copy_of(source)
     counted = {k: v for k, v in state.items() if "num_batches_tracked" not in k}
-    assert load_pretrained(model, saved(counted, tmp_path)) == []
+    assert len(load_pretrained(model, saved(counted, tmp_path))) == 1
     assert torch.equal(model.bn1.weight, state["bn1.weight"])
     assert model.get_buffer("bn1.num_batches_tracked").item() == 0
     for part in ("running_mean", "running_var", "weight", "bias"):
@@ -194,7 +245,7 @@ def test_alexnets_with_and_without_batch_norm(
     monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
     source = trained(AlexNet(num_classes=5))
     model = AlexNet(num_classes=5, norms=NORM_NAMES)
-    (note,) = load_pretrained(model, saved(source.state_dict(), tmp_path))
+    (_, note) = load_pretrained(model, saved(source.state_dict(), tmp_path))
     assert "6 batch norms" in note
     key = "features.10.weight"
     assert torch.equal(model.get_parameter(key), source.get_parameter(key))

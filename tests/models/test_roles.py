@@ -39,8 +39,11 @@ def test_norms_are_recognized_by_type_and_biases_by_name() -> None:
     biases = {"0.in_proj_bias", "0.out_proj.bias", "1.bias_ih_l0", "1.bias_hh_l0"}
     assert {name for name, role in roles.items() if role == "bias_norm"} == biases
     bare = nn.Module()
-    bare.scale = nn.Parameter(torch.ones(1))
-    assert named_roles(bare) == {"scale": "weight"}
+    bare.scale, bare.table = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1, 3))
+    assert named_roles(bare) == {"scale": "bias_norm", "table": "weight"}
+    # As transformers of timm do.
+    bare.no_weight_decay = lambda: {"table"}
+    assert named_roles(bare)["table"] == "bias_norm"
 
 
 def test_empty_groups_are_left_out() -> None:

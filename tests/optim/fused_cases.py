@@ -24,7 +24,8 @@ from optim.reference import (
     parameters,
 )
 from paceline.core.errors import PacelineError
-from paceline.optim import LARS, Muon, lars_fused
+from paceline.optim import LAMB, LARS, AdamW, Muon
+from paceline.optim import fused as fused_steps
 
 MIXED = (torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,9 +36,9 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that the tensors have several, with a partial last one; the interpreter is
     slow."""
-    monkeypatch.setattr(lars_fused, "CHUNK", 64)
-    monkeypatch.setattr(lars_fused, "BLOCK", 32)
-    monkeypatch.setattr(lars_fused, "WIDTH", 4)
+    monkeypatch.setattr(fused_steps, "CHUNK", 64)
+    monkeypatch.setattr(fused_steps, "BLOCK", 32)
+    monkeypatch.setattr(fused_steps, "WIDTH", 4)
 
 
 def pair(**options: Any) -> tuple[LARS, LARS, list[nn.Parameter], list[nn.Parameter]]:
@@ -214,6 +215,74 @@ def test_muon_in_kernels_equals_foreach(
     assert kernel.path == "triton"
     assert_alike(kernel, foreach)
     check_bad_gradient([ps[0], ps[2]], kernel, 1, float("nan"))
-    for module in ("lars", "lars_fused", "muon"):
+    for module in ("base", "fused", "muon"):
         monkeypatch.setattr(f"paceline.optim.{module}.capturing", lambda device: True)
     kernel.step()  # would be refused if an address had changed
+
+
+def adam_pair(of: type[AdamW], **options: Any) -> list[tuple[AdamW, list[nn.Parameter]]]:
+    made = []
+    for use_kernels in (True, False):
+        ps = parameters(*MIXED)
+        rest = {"weight_decay": 0.0, "lr": 0.2} | ({"adapt": False} if of is LAMB else {})
+        groups = [{"params": ps[:3]}, {"params": ps[3:], **rest}]
+        optimizer = of(groups, 0.1, (0.9, 0.999), 1e-8, 0.1, fused=use_kernels, **options)
+        made.append((optimizer, ps))
+    assert [optimizer.path for optimizer, _ in made] == ["triton", "foreach"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [(AdamW, {}), (LAMB, {}), (LAMB, {"clip": True, "trust_eps": 0.5})],
+    ids=["adamw", "lamb", "lamb-clip"],
+)
+def test_adam_kernels_equal_foreach(of: type[AdamW], options: dict[str, Any]) -> None:
+    made = adam_pair(of, **options)
+    for optimizer, ps in made:
+        optimizer.grad_scale = torch.tensor(4.0)
+        optimizer.active = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
+        for step, lr in enumerate((0.1, 0.02, 0.05)):
+            optimizer.param_groups[0]["lr"] = lr
+            fill_gradients(ps, step, 4.0)
+            grad_of(ps[3]).fill_(float("nan"))  # inactive: not checked
+            if step == 0:
+                before = everything(optimizer)
+                optimizer.prepare()
+                assert bits_equal([p.detach() for p in ps], before)
+            optimizer.step()
+    (kernel, ps), (foreach, qs) = made
+    assert kernel.trust_ratios() == pytest.approx(foreach.trust_ratios(), rel=2e-6)
+    assert all(ratio == 1.0 for ratio in kernel.trust_ratios()) == (of is AdamW)
+    for p, q in zip(ps, qs, strict=True):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert_near(kernel.state[p][key], foreach.state[q][key])
+    for ours, theirs in zip(kernel.masters(), foreach.masters(), strict=True):
+        assert_near(ours, theirs)
+    for p, master in zip(ps, kernel.masters(), strict=True):
+        assert_near(p, master, 2**-7 if p.dtype == torch.bfloat16 else 2**-10)
+    for p in (ps[3], ps[4]):
+        grad_of(p).fill_(0.5)
+    check_bad_gradient(ps, kernel, 2, float("nan"))
+    check_switches(kernel)
+
+
+def test_adam_kernels_continue_after_a_checkpoint() -> None:
+    (kernel, ps), _ = adam_pair(LAMB)
+    for step in range(2):
+        fill_gradients(ps, step)
+        kernel.step()
+    saved, weights = copy.deepcopy(kernel.state_dict()), [p.detach().clone() for p in ps]
+    kernel.step()
+    after = everything(kernel)
+    kernel.load_state_dict(saved)
+    with torch.no_grad():
+        for p, weight in zip(ps, weights, strict=True):
+            p.copy_(weight)
+    kernel.step()
+    assert bits_equal(everything(kernel), after)
+    late = nn.Parameter(torch.ones(70))
+    late.grad = torch.ones(70)
+    kernel.add_param_group({"params": [late]})
+    kernel.step()
+    assert [int(kernel.state[p]["step"]) for p in (*ps, late)] == [4] * 5 + [1]

@@ -1,4 +1,4 @@
-"""LARS and Muon in float64, written from their equations, and what the tests of both share."""
+"""LARS, Muon, AdamW and LAMB in float64, written from their equations, and what their tests share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.optim import LARS
+from paceline.optim import MasterOptimizer
 
 NAMES = ("lr_in_momentum", "nesterov", "clip", "adapt", "weight_decay", "eps")
 OPTIONS = [
@@ -73,6 +74,32 @@ class MuonReference:
         self.weight = w - lr * ratio * (direction + DECAY * w)
 
 
+class AdamReference:
+    """One parameter of AdamW, or with `adapts` of LAMB."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach().cpu().double().numpy().copy()
+        self.first, self.second = np.zeros_like(self.weight), np.zeros_like(self.weight)
+        self.steps, self.ratio = 0, 1.0
+
+    def step(
+        self, gradient: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float,
+        *, adapts: bool = False, clip: bool = False,
+    ) -> None:  # fmt: skip
+        g = gradient.detach().cpu().double().numpy()
+        self.steps += 1
+        self.first = betas[0] * self.first + (1 - betas[0]) * g
+        self.second = betas[1] * self.second + (1 - betas[1]) * g * g
+        m = self.first / (1 - betas[0] ** self.steps)
+        v = self.second / (1 - betas[1] ** self.steps)
+        u = m / (np.sqrt(v) + eps) + decay * self.weight
+        norms = np.sqrt(np.sum(self.weight**2)), np.sqrt(np.sum(u**2))
+        self.ratio = norms[0] / norms[1] if adapts and min(norms) > 0 else 1.0
+        if adapts and clip:
+            self.ratio = min(self.ratio, 1.0)
+        self.weight = self.weight - lr * self.ratio * u
+
+
 def parameters(*kinds: torch.dtype, seed: int = 0) -> list[nn.Parameter]:
     """One parameter of another shape for each format, drawn from `seed`."""
     shapes = [(6, 5, 3, 3), (40,), (7, 11), (), (3, 1, 5)]
@@ -94,7 +121,7 @@ def grad_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def run(optimizer: LARS, ps: Sequence[nn.Parameter], steps: Sequence[int]) -> None:
+def run(optimizer: MasterOptimizer, ps: Sequence[nn.Parameter], steps: Sequence[int]) -> None:
     for step in steps:
         fill_gradients(ps, step)
         optimizer.step()
@@ -125,7 +152,7 @@ def bits_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def check_bad_gradient(
-    ps: Sequence[nn.Parameter], optimizer: LARS, which: int, poison: float
+    ps: Sequence[nn.Parameter], optimizer: MasterOptimizer, which: int, poison: float
 ) -> None:
     """A non-finite gradient changes no bit and is named; the next good step changes everything."""
     with torch.no_grad():
@@ -143,7 +170,7 @@ def check_bad_gradient(
     assert all(torch.isfinite(tensor).all() for tensor in everything(optimizer))
 
 
-def check_switches(optimizer: LARS) -> None:
+def check_switches(optimizer: MasterOptimizer) -> None:
     """While `hold` or `found_inf` is set a step changes no bit."""
     for switch in ("hold", "found_inf"):
         before = everything(optimizer)

@@ -1,4 +1,4 @@
-"""LARS and Muon on a GPU: kernels, foreach, captured graphs, no synchronization."""
+"""LARS, Muon, AdamW and LAMB on a GPU: kernels, foreach, captured graphs, no synchronization."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from no_waiting import no_waiting
 from optim.reference import (
     ETA,
     RATES,
+    AdamReference,
     LarsReference,
     assert_near,
     bits_equal,
@@ -19,14 +20,14 @@ from optim.reference import (
     grad_of,
 )
 from paceline.core.errors import RunError
-from paceline.optim import LARS, Muon, orthogonalize
+from paceline.optim import LAMB, LARS, AdamW, MasterOptimizer, Muon, orthogonalize
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["triton", "foreach"])
-both = pytest.mark.parametrize("of", [LARS, Muon])
+every = pytest.mark.parametrize("of", [LARS, Muon, AdamW, LAMB])
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 # Of ResNet-50: stem, 1 × 1 and 3 × 3 convolutions, then head, odd sizes and batch norm.
@@ -40,17 +41,21 @@ VARIANTS = [
 ]
 
 
-def create(of: type[LARS], kind: torch.dtype, **options: Any) -> tuple[LARS, list[nn.Parameter]]:
+def create(of: Any, kind: torch.dtype, **options: Any) -> tuple[Any, list[nn.Parameter]]:
     draw = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=draw).mul_(0.1) for shape in (*FILTERS, *OTHERS)]
     nhwc = [w.to(memory_format=torch.channels_last) if w.dim() == 4 else w for w in made]
     kinds = [kind if w.dim() > 1 else torch.float32 for w in nhwc]
     ps = [nn.Parameter(w.to("cuda", k)) for w, k in zip(nhwc, kinds, strict=True)]
     rest = {"adapt": False, "lr": 0.2} | ({"orthogonal": False} if of is Muon else {})
+    if of in (AdamW, LAMB):
+        rest = {"lr": 0.02, "weight_decay": 0.0} | ({"adapt": False} if of is LAMB else {})
     groups = [
         {"params": ps[: len(FILTERS)], "weight_decay": 0.1},
         {"params": ps[len(FILTERS) :], **rest},
     ]
+    if of in (AdamW, LAMB):
+        return of(groups, 0.01, (0.9, 0.999), 1e-8, **options), ps
     return of(groups, 0.9, trust_coefficient=ETA, **options), ps
 
 
@@ -64,7 +69,7 @@ def fill(ps: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
         p.grad.copy_(values)
 
 
-def captured(optimizer: LARS) -> torch.cuda.CUDAGraph:
+def captured(optimizer: MasterOptimizer) -> torch.cuda.CUDAGraph:
     """A step as a CUDA graph; the gradients exist and stay in place."""
     optimizer.prepare()
     stream = torch.cuda.Stream()
@@ -121,8 +126,33 @@ def test_muon_in_kernels_equals_foreach(kind: torch.dtype) -> None:
         assert float((ours.cpu() - theirs).norm() / theirs.norm()) < 0.05
 
 
-@both
-def test_fused_is_the_default_and_repeats_its_bits(of: type[LARS]) -> None:
+@KINDS
+@fused_or_not
+@pytest.mark.parametrize("of", [AdamW, LAMB])
+def test_adam_follows_the_equation(of: type[AdamW], fused: bool, kind: torch.dtype) -> None:
+    optimizer, ps = create(of, kind, fused=fused)
+    assert optimizer.path == ("triton" if fused else "foreach")
+    optimizer.grad_scale = torch.tensor(128.0, device="cuda")
+    references = [AdamReference(p) for p in ps]
+    for step, lr in enumerate((0.01, 0.002, 0.005)):
+        optimizer.param_groups[0]["lr"] = lr
+        fill(ps, step, scale=128.0)
+        optimizer.step()
+        for index, (p, reference) in enumerate(zip(ps, references, strict=True)):
+            first = index < len(FILTERS)
+            own = (lr, (0.9, 0.999), 1e-8, 0.1) if first else (0.02, (0.9, 0.999), 1e-8, 0.0)
+            gradient = grad_of(p).double() / 128.0
+            reference.step(gradient, *own, adapts=of is LAMB and first)
+    assert optimizer.overflow == 0
+    assert optimizer.trust_ratios() == pytest.approx([r.ratio for r in references], rel=2e-5)
+    for p, master, reference in zip(ps, optimizer.masters(), references, strict=True):
+        assert_near(master, torch.from_numpy(reference.weight), 1e-5)
+        assert int(optimizer.state[p]["step"]) == 3
+        assert torch.equal(p, master.to(p.dtype))
+
+
+@every
+def test_fused_is_the_default_and_repeats_its_bits(of: type[MasterOptimizer]) -> None:
     def made() -> list[Tensor]:
         optimizer, ps = create(of, torch.float16)
         assert optimizer.path == "triton"
@@ -134,9 +164,9 @@ def test_fused_is_the_default_and_repeats_its_bits(of: type[LARS]) -> None:
     assert bits_equal(made(), made())
 
 
-@both
+@every
 @fused_or_not
-def test_a_bad_gradient_changes_no_bit(of: type[LARS], fused: bool) -> None:
+def test_a_bad_gradient_changes_no_bit(of: type[MasterOptimizer], fused: bool) -> None:
     optimizer, ps = create(of, torch.float16, fused=fused)
     fill(ps, 0)
     optimizer.step()
@@ -148,9 +178,9 @@ def test_a_bad_gradient_changes_no_bit(of: type[LARS], fused: bool) -> None:
     assert bits_equal(everything(optimizer), before)
 
 
-@both
+@every
 @fused_or_not
-def test_a_step_does_not_synchronize(of: type[LARS], fused: bool) -> None:
+def test_a_step_does_not_synchronize(of: type[MasterOptimizer], fused: bool) -> None:
     optimizer, ps = create(of, torch.float16, fused=fused)
     optimizer.active = torch.ones(len(ps), device="cuda")
     optimizer.grad_scale = torch.tensor(128.0, device="cuda")
@@ -163,8 +193,8 @@ def test_a_step_does_not_synchronize(of: type[LARS], fused: bool) -> None:
             optimizer.step()
 
 
-@both
-def test_a_captured_graph_replays_eager_steps(of: type[LARS]) -> None:
+@every
+def test_a_captured_graph_replays_eager_steps(of: type[MasterOptimizer]) -> None:
     """With the current rate, momentum and switches, and a bad step in between."""
     (eager, ps), (graphed, qs) = create(of, torch.float16), create(of, torch.float16)
     hold = torch.zeros((), device="cuda")
@@ -173,7 +203,10 @@ def test_a_captured_graph_replays_eager_steps(of: type[LARS]) -> None:
     graph = captured(graphed)
     for step, (lr, momentum) in enumerate([(0.9, 0.9), (0.1, 0.9), (0.4, 0.5), (0.3, 0.5)]):
         for optimizer, own in ((eager, ps), (graphed, qs)):
-            optimizer.param_groups[0] |= {"lr": lr, "momentum": momentum}
+            if of in (AdamW, LAMB):
+                optimizer.param_groups[0] |= {"lr": lr / 90, "betas": (momentum, 0.99)}
+            else:
+                optimizer.param_groups[0] |= {"lr": lr, "momentum": momentum}
             fill(own, step)
             if step == 2:
                 grad_of(own[0])[0, 0, 0, 0] = float("nan")
@@ -181,7 +214,7 @@ def test_a_captured_graph_replays_eager_steps(of: type[LARS]) -> None:
         graphed.upload()
         graph.replay()
         assert int(graphed.overflow) == int(eager.overflow) == (step == 2)
-    if of is LARS:
+    if of is not Muon:
         assert bits_equal(everything(graphed), everything(eager))
     for ours, theirs in zip(everything(graphed), everything(eager), strict=True):
         assert_near(ours, theirs, 1e-3 if ours.dtype == torch.float16 else 1e-5)

@@ -28,7 +28,7 @@ from optim.reference import (
     run,
 )
 from paceline.core.errors import PacelineError, RunError
-from paceline.optim import LARS, Muon, is_matrix, lars_fused, orthogonalize
+from paceline.optim import LARS, Muon, fused, is_matrix, orthogonalize
 
 SHAPES = [(16, 8, 3, 3), (64, 16, 1, 1), (10, 48), (48, 10), (7, 7), (6, 4, 5), (2, 2)]
 
@@ -109,9 +109,10 @@ def test_only_matrices_can_be_orthogonal(shape: tuple[int, ...], expected: bool)
     optimizer = Muon([nn.Parameter(torch.ones(2, 3))], 0.1)
     if not expected:
         with pytest.raises(PacelineError, match="orthogonal=False"):
-            optimizer.add_param_group({"params": [odd]})
+            optimizer.add_param_group({"params": [odd], "orthogonal": True})
         assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [odd], "orthogonal": expected})
+    optimizer.add_param_group({"params": [odd]})
+    assert optimizer.param_groups[1]["orthogonal"] == expected
     odd.grad = torch.ones(shape)
     optimizer.step()
 
@@ -336,9 +337,9 @@ def test_groups_of_other_optimizers_keep_their_own_kind() -> None:
 def test_a_capture_without_preparation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, ps = create()
     fill_gradients(ps, 0)
-    monkeypatch.setattr("paceline.optim.lars.capturing", lambda device: True)
+    monkeypatch.setattr("paceline.optim.base.capturing", lambda device: True)
     with pytest.raises(RunError, match="would freeze the learning rate"):
         optimizer.step()
-    optimizer._engine = lars_fused.FusedStep()
+    optimizer._engine = fused.LarsStep()
     with pytest.raises(RunError, match="call prepare"):
         optimizer.step()

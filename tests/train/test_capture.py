@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from paceline.comm import CommSettings
 from paceline.comm.transport import ThreadTransport
 from paceline.core.errors import RunError
 from paceline.train.micro_step import WARM_CALLS, Captured
-from train.steps import Made, alone, make_step
+from ranks import run_ranks
+from train.steps import Made, Net, alone, joined, make_step, weights
 
 
 class Graph:
@@ -141,3 +144,91 @@ def test_the_last_micro_step_is_captured_where_its_transport_can_be(
     step.run(0, 0.1)
     assert log == expected
     step.exchange.close()
+
+
+class Uncapturable(Net):
+    """Waits for the device, which no capture allows."""
+
+    capturing = False
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return super().forward(images)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Uncapturable:
+    torch.manual_seed(3)
+    net = Uncapturable(dropout=0.3)
+
+    @contextmanager
+    def capture(graph: Graph, **settings: object) -> Iterator[None]:
+        net.capturing = True
+        try:
+            yield
+        finally:
+            net.capturing = False
+
+    Graph.made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    return net
+
+
+def test_what_cannot_be_captured_goes_on_uncaptured_with_the_same_bits(
+    failing: Uncapturable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three micro-steps, the last of which sends buckets, fail to be captured in the middle of a step."""
+    monkeypatch.setattr(ThreadTransport, "capturable", True)
+    comm = CommSettings(algorithm="ring", fusion_mib=0.0)
+    found = []
+    for graphs in (True, False):
+        made = Made(4, epochs=2, graphs=graphs, comm=comm)
+        step = make_step(alone(), model=copy.deepcopy(failing), made=made)
+        monkeypatch.setattr(step.micro, "may_fall_back", graphs)
+        if graphs:
+            failing_forward(step.model, failing)
+        for number in range(step.plan.total_steps):
+            outcome = step.run(number, 0.1)
+            assert outcome.done
+            assert not outcome.skipped
+        assert bool(step.micro.uncaptured) is graphs
+        assert "not permitted when stream is capturing)" in step.micro.uncaptured or not graphs
+        found.append(weights(step))
+        step.exchange.close()
+    assert torch.equal(*found)
+
+
+def failing_forward(model: nn.Module, switch: Uncapturable) -> None:
+    """`model`, a copy of `switch`, fails when that one is being captured."""
+
+    def check(*_: object) -> None:
+        model.capturing = switch.capturing  # type: ignore[assignment]
+
+    model.register_forward_pre_hook(check)
+
+
+def test_with_graphs_on_it_is_an_error(failing: Uncapturable) -> None:
+    step = make_step(alone(), model=failing, made=Made(4, graphs=True))
+    with pytest.raises(RunError, match="could not be captured.*use --set run.cuda_graphs=off"):
+        step.run(0, 0.1)
+
+
+def _agree(rank: int) -> tuple[str, int]:
+    with joined() as group:
+        step = make_step(group, 6, made=Made(6, epochs=2))
+        step.micro.may_fall_back = True
+        if rank == 1:
+            step.micro.uncaptured = "a capture failed here"
+        done = [step.run(number, 0.1).done for number in range(step.plan.total_steps)]
+        return step.micro.uncaptured, sum(done)
+
+
+def test_all_ranks_go_on_without_graphs_where_one_does() -> None:
+    (first, steps), (second, _) = run_ranks(2, _agree)
+    assert "another rank" in first
+    assert second == "a capture failed here"
+    assert steps == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.comm import CommSettings, Group
 from paceline.config import RunSettings
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.topology import Topology
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet, TorchNorm, use_torch_norms
 from paceline.train import fast_path
-from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
+from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem, try_fast_path
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -198,3 +201,67 @@ def test_whether_kernels_can_run_is_found_out_by_running_one(probed: Callable[[A
     assert probed(fail) == "no kernel can be built: Failed to find C compiler."
     assert probed(lambda *given: torch.zeros(1)) == "a kernel gave a wrong result"
     triton_problem.cache_clear()
+
+
+class Trial:
+    """Passes that fail as a model, a compiler or a wait for the device does."""
+
+    def __init__(self, problems: dict[str, Exception]) -> None:
+        self.problems, self.ran = problems, []  # type: ignore[var-annotated]
+
+    def __call__(self, forward: Any, guard: AbstractContextManager[None] | None = None) -> None:
+        what = "guarded" if guard else getattr(forward, "kind", "eager")
+        self.ran.append(what)
+        if what in self.problems:
+            try:
+                raise self.problems[what]
+            except Exception as error:
+                raise RunError("the pass failed") from error
+
+
+class CompilerError(Exception):
+    """Found by its module, as the compiler's own are."""
+
+    __module__ = "torch._dynamo.exc"
+
+
+def tried(problems: dict[str, Exception], *, foreign: bool = True, **settings: Any) -> FastPath:
+    def compiled_form(images: torch.Tensor) -> torch.Tensor:
+        return images
+
+    compiled_form.kind = "compiled"  # type: ignore[attr-defined]
+    fast = FastPath(compiled_form, True, False, "model", True)
+    with Group(Topology(), CommSettings(), CPU) as group:
+        return try_fast_path(
+            RunSettings(**settings), fast, plain(), group, Trial(problems), foreign=foreign
+        )
+
+
+def test_what_was_chosen_by_itself_and_fails_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: None)
+    broken = {"compiled": CompilerError("backend='inductor' raised:\nno such operator")}
+    for foreign in (True, False):
+        fast = tried(broken, foreign=foreign)
+        assert (fast.compile, fast.graphs) == ("off", True)
+        assert "torch.compile failed (no such operator)" in fast.describe()
+        assert isinstance(fast.forward, nn.Sequential)
+    waits = {"guarded": RuntimeError("called a synchronizing CUDA operation")}
+    fast = tried(waits)
+    assert (fast.compile, fast.graphs) == ("model", False)
+    assert "cannot be captured (it waits for the device" in fast.describe()
+    assert tried({}).graphs
+    assert tried(waits, foreign=False).graphs, "ours are known to be capturable"
+
+
+def test_what_was_asked_for_and_fails_is_refused() -> None:
+    waits = {"guarded": RuntimeError("called a synchronizing CUDA operation")}
+    with pytest.raises(PacelineError, match="run.cuda_graphs = 'on': it waits for the device"):
+        tried(waits, cuda_graphs="on")
+    broken = {"compiled": CompilerError("no such operator")}
+    with pytest.raises(PacelineError, match="the pass failed"):
+        tried(broken, compile="model")
+    for problem in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+        with pytest.raises(PacelineError, match="the pass failed"):
+            tried({"compiled": problem})

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from paceline.bench.timing import device_times
 from paceline.models.registry import create_model, parameter_groups
 from paceline.models.settings import ModelSettings
+from paceline.optim.adam import LAMB, AdamW
+from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
 from paceline.optim.lars import LARS, SGD
 from paceline.optim.settings import OptimSettings
@@ -60,15 +62,18 @@ def _ways(device: torch.device) -> dict[str, Way]:
         "ours lars": _ours("LARS", lambda groups: _lars(groups, None)),
         "ours sgd": _ours("momentum SGD", lambda groups: SGD(groups, 0.1)),
         "ours muon": _ours("Muon on filters", _muon),
+        "ours adamw": _ours("AdamW", lambda groups: AdamW(groups, 1e-3)),
+        "ours lamb": _ours("LAMB", lambda groups: LAMB(groups, 1e-3)),
     }
     if device.type == "cuda":
         ways["ours lars, foreach"] = _ours("LARS", lambda groups: _lars(groups, False))
     ways["torch fused sgd"] = _torch_sgd
+    ways["torch fused adamw"] = _torch_adamw
     ways["lars, a loop over tensors"] = _loop
     return ways
 
 
-def _ours(name: str, create: Callable[[Groups], LARS]) -> Way:
+def _ours(name: str, create: Callable[[Groups], MasterOptimizer]) -> Way:
     def make(model: nn.Module, groups: Groups, policy: Policy) -> tuple[Callable[[], object], str]:
         optimizer = create(groups)
         optimizer.grad_scale = torch.tensor(1024.0, device=policy.device)
@@ -78,24 +83,37 @@ def _ours(name: str, create: Callable[[Groups], LARS]) -> Way:
 
 
 def _lars(groups: Groups, fused: bool | None) -> LARS:
-    return LARS([{**g, "adapt": g["role"] == "weight"} for g in groups], 0.1, fused=fused)
+    return LARS(groups, 0.1, fused=fused)
 
 
-def _muon(groups: Groups) -> LARS:
+def _muon(groups: Groups) -> MasterOptimizer:
     return create_optimizer(OptimSettings(name="muon", nesterov=True), groups, 0.1)
 
 
 def _torch_sgd(
     model: nn.Module, groups: Groups, policy: Policy
 ) -> tuple[Callable[[], object], str]:
+    fused = True if policy.device.type == "cuda" else None
+    optimizer = torch.optim.SGD(_wide(model), 0.1, momentum=0.9, weight_decay=5e-5, fused=fused)
+    return optimizer.step, "fp32 weights and gradients, no LARS, no finite check"
+
+
+def _torch_adamw(
+    model: nn.Module, groups: Groups, policy: Policy
+) -> tuple[Callable[[], object], str]:
+    fused = True if policy.device.type == "cuda" else None
+    optimizer = torch.optim.AdamW(_wide(model), 1e-3, fused=fused)
+    return optimizer.step, "fp32 weights and gradients, no finite check"
+
+
+def _wide(model: nn.Module) -> list[nn.Parameter]:
+    """fp32 copies of the parameters, with gradients."""
     parameters = []
     for parameter in model.parameters():
         wide = nn.Parameter(parameter.detach().float())
         wide.grad = torch.randn_like(wide) * 1e-3
         parameters.append(wide)
-    fused = True if policy.device.type == "cuda" else None
-    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=5e-5, fused=fused)
-    return optimizer.step, "fp32 weights and gradients, no LARS, no finite check"
+    return parameters
 
 
 def _loop(model: nn.Module, groups: Groups, policy: Policy) -> tuple[Callable[[], object], str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli import bench, data, doctor, dry_run, evaluate, plan, report, train, tune
+from paceline.cli import bench, data, doctor, dry_run, evaluate, models, plan, report, train, tune
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
@@ -44,6 +44,7 @@ app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("recipes")(dry_run.recipes)
 app.command("predict")(evaluate.predict_images)
 app.command("export")(evaluate.export_weights)
+app.command("models")(models.list_models)
 app.command("report")(report.report_run)
 app.command("compare")(report.compare_runs)
 app.command("doctor")(doctor.doctor)

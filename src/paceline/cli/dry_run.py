@@ -22,8 +22,6 @@ from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from paceline.comm.group import Group
     from paceline.train.inputs import BatchSizes
 
@@ -68,7 +66,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
 
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // ranks))
     with Group(Topology(), config.comm, device) as group:
-        step_s, model = _measure(config, group, sizes, classes)
+        step_s = _measure(config, group, sizes, classes)
     steps = -(-samples * config.run.epochs // sizes.global_batch)
     _show("batch", sizes.describe(ranks))
     _show("steps", f"{steps:,} in {config.run.epochs} epochs")
@@ -106,26 +104,28 @@ def _data(config: RunConfig) -> tuple[int, int, str]:
             return len(source), len(classes), about
 
 
-def _measure(
-    config: RunConfig, group: Group, sizes: BatchSizes, classes: int
-) -> tuple[float, nn.Module]:
-    """Seconds of one step of one rank, and the model; prints what was chosen and the memory."""
+def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -> float:
+    """Seconds of one step of one rank; prints what was chosen and the memory."""
     import torch
 
     from paceline.bench.step import SyntheticBatches
     from paceline.data import BatchPlan
-    from paceline.train.build import prepare_model
+    from paceline.train.components import Components
+    from paceline.train.model_checks import make_model
     from paceline.train.step_parts import create_parts, create_step
     from paceline.train.stop_signals import StopSignals
 
     device = group.device
-    model, notes = prepare_model(config, classes, device)
+    model = make_model(config, config.model.num_classes or classes, Components())
+    if config.run.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = model.to(device)
     parts = create_parts(
         config, model, group, rate=1e-6, micro_batch=sizes.micro_batch,
-        accumulate=sizes.accumulation > 1,
+        accumulate=sizes.accumulation > 1, classes=classes,
     )  # fmt: skip
     weights = sum(parameter.numel() for parameter in model.parameters())
-    _show("model", "; ".join([f"{config.model.name}, {weights:,} parameters", *notes]))
+    _show("model", f"{config.model.name}, {weights:,} parameters")
     for name, text in parts.describe().items():
         _show(name, text)
     batch = sizes.micro_batch * sizes.accumulation
@@ -150,4 +150,4 @@ def _measure(
               "activations of a micro-batch")  # fmt: skip
     step.release()
     parts.exchange.close()
-    return statistics.median(times[_WARM_UP:] or times), model
+    return statistics.median(times[_WARM_UP:] or times)

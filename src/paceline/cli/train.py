@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from paceline.cli.failure import Failure
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
+from paceline.models.settings import check_trust
 from paceline.train.display import create_display, print_line, print_summary
 from paceline.train.stop_signals import (
     interrupted_at_once,
@@ -34,16 +36,22 @@ def train(
     val_split: str | None = typer.Option(
         None, help="Share of the training images for validation, where there is no val.", metavar="X"),
     image_size: str | None = typer.Option(None, help="Edge of the model's images.", metavar="PIXELS"),
-    model: str | None = typer.Option(None, help="resnet18 … resnet152, alexnet … (docs/models.md)."),
+    model: str | None = typer.Option(
+        None, help="resnet50 …, timm:NAME, torchvision:NAME, module:factory (see paceline models)."),
     batch_size: str | None = typer.Option(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
-    opt: str | None = typer.Option(None, help="sgd, lars or muon."),
+    opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb, or torch.optim:CLASS."),
     lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),
     weight_decay: str | None = typer.Option(None, help="Not on biases and batch norm.", metavar="X"),
+    clip_grad: str | None = typer.Option(
+        None, help="Largest norm of all gradients together.", metavar="X"),
+    layer_decay: str | None = typer.Option(
+        None, help="Factor of the rate from each layer to the one before it.", metavar="X"),
+    loss: str | None = typer.Option(None, help="cross_entropy, bce, or MODULE:FUNCTION."),
     smoothing: str | None = typer.Option(None, help="Label smoothing.", metavar="X"),
     seed: str | None = typer.Option(None, metavar="N"),
     workers: str | None = typer.Option(None, help="Threads that decode, of one process.", metavar="N"),
@@ -51,7 +59,7 @@ def train(
     resume: str | None = typer.Option(None, help="auto, a run folder, or a checkpoint."),
     log_interval: str | None = typer.Option(None, help="Steps between plain log lines.", metavar="N"),
     target_top1: str | None = typer.Option(None, help="Stop at this top-1 (percent).", metavar="X"),
-    pretrained: str | None = typer.Option(None, help="Weights with torchvision's or timm's keys."),
+    pretrained: str | None = typer.Option(None, help="Weights to start from, of any trainer."),
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     amp_dtype: str | None = typer.Option(None, help="fp16, bf16, fp32 or auto."),
     compile: str | None = typer.Option(  # noqa: A002
@@ -62,6 +70,8 @@ def train(
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
+    trust: bool = typer.Option(
+        False, "--trust", help="Run the code that the config.toml of a run names."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
     """Train a model."""
@@ -70,7 +80,9 @@ def train(
         "model.name": model, "run.batch_size": batch_size,
         "run.global_batch_size": global_batch_size, "run.epochs": epochs, "optim.name": opt,
         "optim.lr": lr, "optim.warmup_epochs": warmup_epochs, "optim.momentum": momentum,
-        "optim.weight_decay": weight_decay, "run.smoothing": smoothing, "run.seed": seed,
+        "optim.weight_decay": weight_decay, "optim.clip_norm": clip_grad,
+        "optim.layer_decay": layer_decay, "run.loss": loss,
+        "run.smoothing": smoothing, "run.seed": seed,
         "data.workers": workers, "run.output": output, "run.resume": resume,
         "run.log_interval": log_interval, "run.target_top1": target_top1,
         "run.pretrained": pretrained, "run.device": device, "precision.amp_dtype": amp_dtype,
@@ -78,6 +90,8 @@ def train(
     }  # fmt: skip
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
     config = resolve(recipe, flags, settings)
+    if recipe is not None and not trust and is_run_config(recipe):
+        _check_origin(config, recipe, flags | dict(parse_assignment(text) for text in settings))
     for flag, value, least in (
         ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
     ):  # fmt: skip
@@ -103,6 +117,26 @@ def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
     elif recipe is None and "data.source" not in overrides:
         recipe = "quickstart"
     return load_config(recipe, overrides)
+
+
+def _check_origin(config: RunConfig, recipe: str, given: Collection[str]) -> None:
+    """Refuses foreign code that the configuration of a run names and this command line does not."""
+    if "model.name" not in given:
+        check_trust(config.model, recipe, False)
+    for name, value in (("optim.name", config.optim.name), ("run.loss", config.run.loss)):
+        module = value.partition(":")[0]
+        if name not in given and ":" in value and not f"{module}.".startswith("torch."):
+            raise ConfigError(
+                "--trust", None, f"{recipe}: {name} = {value!r} runs code of the module {module}",
+                "add --trust if you trust this code",
+            )  # fmt: skip
+
+
+def is_run_config(recipe: str) -> bool:
+    """Whether `recipe` is the `config.toml` of a run folder, which may come from elsewhere."""
+    path = Path(recipe)
+    parts = (path.parent / name for name in ("checkpoints", "metrics.jsonl"))
+    return path.name == "config.toml" and any(part.exists() for part in parts)
 
 
 def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:

@@ -259,15 +259,17 @@ class GradientExchange:
         """Around the capture of a micro-step in a CUDA graph and the graph's first replay.
 
         Remembers what the micro-step gathers and sends, for `replay`; `sends`: it was armed, and sends
-        buckets. If it fails nothing has been sent, since a capture only records.
+        buckets. If it fails nothing has been sent, since a capture only records: the micro-step can
+        run uncaptured.
         """
-        sent = self._next
+        sent, used = self._next, set(self._used)
         try:
             yield
         except Exception:
             self._armed = False
-            self._next = sent
+            self._next, self._used = sent, used
             self._waits.clear()
+            self._drop_grads(self._trained)
             raise
         self._captured[sends] = (frozenset(self._used), self._next)
 

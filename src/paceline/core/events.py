@@ -68,6 +68,8 @@ class StepEvent(Event):
     # Of this rank's threads: of the time in which they could run, the share that they had no core, over
     # the last seconds (`HostLoad`); None before the first reading, and where the system keeps no account.
     core_wait_share: float | None = None
+    # The norm of all gradients before clipping; None without `optim.clip_norm`.
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
     from paceline.models.alexnet import AlexNet
+    from paceline.models.names import MODEL_NAMES, check_model_name, register_model
     from paceline.models.pretrained import load_pretrained
     from paceline.models.registry import create_model, named_roles, parameter_groups
     from paceline.models.resnet import SmallResNet, fuse_norms
-    from paceline.models.settings import MODEL_NAMES, ModelSettings, check_model_name
+    from paceline.models.settings import ModelSettings, check_trust, requires_trust
 
 __all__ = [
     "MODEL_NAMES",
@@ -19,24 +20,30 @@ __all__ = [
     "ModelSettings",
     "SmallResNet",
     "check_model_name",
+    "check_trust",
     "create_model",
     "fuse_norms",
     "load_pretrained",
     "named_roles",
     "parameter_groups",
+    "register_model",
+    "requires_trust",
 ]
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "MODEL_NAMES": "settings",
+        "MODEL_NAMES": "names",
         "AlexNet": "alexnet",
         "ModelSettings": "settings",
         "SmallResNet": "resnet",
-        "check_model_name": "settings",
+        "check_model_name": "names",
+        "check_trust": "settings",
         "create_model": "registry",
         "fuse_norms": "resnet",
         "load_pretrained": "pretrained",
         "named_roles": "registry",
         "parameter_groups": "registry",
+        "register_model": "names",
+        "requires_trust": "settings",
     },
 )

@@ -1,7 +1,8 @@
-"""Loads weights of torchvision, timm or Paceline from a safetensors or `torch.save` file into a model.
+"""Loads weights of another training from a safetensors or `torch.save` file into a model.
 
-All keys and shapes are compared first; on a mismatch CheckpointError names them and the model is
-unchanged.
+Reads state dicts of torchvision, timm (its moving average where there is one), Lightning, Hugging Face
+and Paceline: wrappers and prefixes of keys are removed, and the notes say which. All keys and shapes are
+compared first; on a mismatch CheckpointError names them and the model is unchanged.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from torch import Tensor, nn
 from paceline.core.errors import CheckpointError
 from paceline.models.alexnet import AlexNet
 
-# Keys under which checkpoints of other programs hold the weights.
-_WRAPPERS = ("state_dict", "model", "model_state", "weights")
+# Keys under which checkpoints of other programs hold the weights; averaged ones first, as timm does.
+_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state", "weights")
+# Heads that some networks have in training only.
+_AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")
 _SHOWN_KEYS = 3
 
 StateDict = dict[str, Tensor]
@@ -30,12 +34,15 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     """Loads `path` into `model`, which must not be wrapped yet, and returns notes for the user.
 
     A head for another number of classes keeps its initial values, with a note. Missing
-    `num_batches_tracked` and a plain AlexNet's file for one with batch norm are accepted. Anything
-    else that is missing, unexpected or of another shape raises CheckpointError.
+    `num_batches_tracked`, auxiliary heads that the model does not have, and a plain AlexNet's file for
+    one with batch norm are accepted. Anything else that is missing, unexpected or of another shape
+    raises CheckpointError.
     """
-    stored = read_weights(path)
+    stored, wrapper = _read_wrapped(path)
     own: StateDict = dict(model.state_dict())
-    notes: list[str] = []
+    notes = [f"of {wrapper}"] if wrapper.endswith("_ema") else []
+    stored = _without_prefix(stored, own, notes)
+    stored = _without_auxiliary(stored, own, notes)
     kept = _replaced_head(model, own, stored, notes)
     absent_norms = _absent_norms(model, own, stored, notes)
 
@@ -66,12 +73,17 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     taken = {key: stored[key] for key in own if key in stored and key not in kept}
     _note_narrow_formats(taken, notes)
     model.load_state_dict({**own, **taken})
-    return notes
+    return [f"{len(taken)} of {len(own)} tensors from {path.name}", *notes]
 
 
 def read_weights(path: Path) -> StateDict:
     """The tensors of a file by key, without wrappers and without the prefixes of DDP and
     torch.compile."""
+    return _read_wrapped(path)[0]
+
+
+def _read_wrapped(path: Path) -> tuple[StateDict, str]:
+    """The weights, and the key under which the file holds them, if any."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is not a file", "give the path of a .pth, .pt or .safetensors file"
@@ -83,7 +95,8 @@ def read_weights(path: Path) -> StateDict:
             f"{path} cannot be read as weights: {_reason(path, problem)}",
             "download it again, or save it as a plain state dict or as safetensors",
         ) from problem
-    return _strip_prefixes(_unwrap(content, path))
+    weights, wrapper = _unwrap(content, path)
+    return _strip_prefixes(weights), wrapper
 
 
 def _reason(path: Path, problem: Exception) -> str:
@@ -108,7 +121,7 @@ def _read(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _unwrap(content: object, path: Path) -> StateDict:
+def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, str]:
     if isinstance(content, Mapping):
         if content.get("format") == "paceline-checkpoint":
             # It holds batch-norm statistics of every rank, which export averages.
@@ -116,13 +129,13 @@ def _unwrap(content: object, path: Path) -> StateDict:
                 f"{path} is a checkpoint of a run, not weights",
                 "use the run's weights.safetensors, or create it with paceline export",
             )
-        for wrapper in _WRAPPERS:
-            if isinstance(content.get(wrapper), Mapping):
-                return _unwrap(content[wrapper], path)
+        for key in _WRAPPERS:
+            if isinstance(content.get(key), Mapping):
+                return _unwrap(content[key], path, wrapper or key)
         if content and all(
             isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
         ):
-            return dict(content)
+            return dict(content), wrapper
     raise CheckpointError(
         f"{path} holds no weights: neither a state dict nor one under " + ", ".join(_WRAPPERS),
         "save `model.state_dict()` alone, or as safetensors",
@@ -137,14 +150,70 @@ def _strip_prefixes(weights: StateDict) -> StateDict:
     return weights
 
 
+def _without_prefix(stored: StateDict, own: StateDict, notes: list[str]) -> StateDict:
+    """Removes the name under which another program holds the network, such as Lightning's `model.`: the
+    prefix with which most keys are the model's. The rest of that file, such as a loss or metrics, is
+    left out."""
+    found: Counter[str] = Counter()
+    for key in stored:
+        parts = key.split(".")
+        found.update(
+            ".".join(parts[:depth]) + "." if depth else ""
+            for depth in range(len(parts))
+            if ".".join(parts[depth:]) in own
+        )
+    prefix, _ = max(found.items(), key=lambda item: (item[1], -len(item[0])), default=("", 0))
+    if not prefix:
+        return stored
+    inside = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+    others = len(stored) - len(inside)
+    left_out = f", {others} other tensors left out" if others else ""
+    notes.append(f"prefix {prefix!r} removed{left_out}")
+    return inside
+
+
+def _without_auxiliary(stored: StateDict, own: StateDict, notes: list[str]) -> StateDict:
+    extra = [key for key in stored if key.startswith(_AUXILIARY) and key not in own]
+    if not extra or any(key.startswith(_AUXILIARY) for key in own):
+        return stored
+    notes.append(f"{len(extra)} tensors of auxiliary heads left out")
+    return {key: value for key, value in stored.items() if key not in extra}
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """The modules that compute the logits: what a timm model says, else the last linear layer, else the
+    last convolution."""
+    names = {id(module): name for name, module in model.named_modules()}
+    if callable(getattr(model, "get_classifier", None)):
+        heads = model.get_classifier()  # type: ignore[operator]
+        heads = heads if isinstance(heads, tuple | list) else [heads]
+        found = [names[id(head)] for head in heads if id(head) in names]
+        if found:
+            return found
+    config = getattr(model, "default_cfg", None)
+    if isinstance(config, Mapping) and config.get("classifier"):
+        given = config["classifier"]
+        listed = [given] if isinstance(given, str) else list(given)
+        known = set(names.values())
+        if listed and known.issuperset(listed):
+            return listed
+    for kind in (nn.Linear, nn.Conv2d):
+        layers = [name for name, module in model.named_modules() if isinstance(module, kind)]
+        if layers:
+            return layers[-1:]
+    return []
+
+
 def _replaced_head(
     model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
 ) -> frozenset[str]:
-    """Keys of the last linear layer if the file's has another number of classes; else none."""
-    heads = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not heads:
+    """Keys of the head if the file's has another number of classes; else none."""
+    heads = head_names(model)
+    keys = [
+        key for head in heads for kind in ("weight", "bias") if (key := f"{head}.{kind}") in own
+    ]
+    if not keys:
         return frozenset()
-    keys = [key for kind in ("weight", "bias") if (key := f"{heads[-1]}.{kind}") in own]
     if any(key not in stored or stored[key].ndim == 0 for key in keys):
         return frozenset()
     model_classes = {len(own[key]) for key in keys}
@@ -153,8 +222,8 @@ def _replaced_head(
     if not same_features or len(file_classes) > 1 or file_classes == model_classes:
         return frozenset()
     notes.append(
-        f"the head {heads[-1]} keeps its initial values: the file has {file_classes.pop()} classes, "
-        f"this model {model_classes.pop()}"
+        f"the head {' and '.join(heads)} keeps its initial values: the file has {file_classes.pop()} "
+        f"classes, this model {model_classes.pop()}"
     )
     return frozenset(keys)
 

@@ -1,4 +1,4 @@
-"""Networks by name, and the roles of their parameters: which ones decay."""
+"""Models by name, and the roles of their parameters: which ones decay."""
 
 from __future__ import annotations
 
@@ -9,8 +9,23 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.core.errors import ConfigError
 from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet, AlexNet2012
+from paceline.models.factories import create_foreign_model
+from paceline.models.freeze import freeze_parameters
+from paceline.models.names import MODEL_NAMES, check_model_name, register_model
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
-from paceline.models.settings import ModelSettings, check_model_name
+from paceline.models.settings import ModelSettings, check_trust, requires_trust
+
+__all__ = [
+    "BIAS_NORM",
+    "WEIGHT",
+    "check_trust",
+    "create_model",
+    "is_own",
+    "named_roles",
+    "parameter_groups",
+    "register_model",
+    "requires_trust",
+]
 
 WEIGHT = "weight"
 BIAS_NORM = "bias_norm"
@@ -21,13 +36,33 @@ _NORM_TYPES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 def create_model(
     settings: ModelSettings, *, num_classes: int, in_channels: int = 3, image_size: int = 224
 ) -> nn.Module:
-    """A new model on the current device, initialized from torch's global generator.
+    """A new model on the current device, in training mode, initialized from torch's global generator.
 
-    `num_classes` overrides `settings.num_classes`. Raises ConfigError if the name is unknown or the
-    images are too small for the model.
+    `num_classes` overrides `settings.num_classes`. The parameters of `settings.freeze` are frozen.
+    Raises ConfigError if the model is not found or cannot be created, and if the images are too small
+    for one of ours.
     """
+    check_model_name(settings.name)
+    if settings.name in MODEL_NAMES:
+        model = _create_own(settings, num_classes, in_channels, image_size)
+    else:
+        model = create_foreign_model(
+            settings.name, settings.arguments_table(), num_classes=num_classes,
+            in_channels=in_channels, image_size=image_size,
+        )  # fmt: skip
+    freeze_parameters(model, settings.freeze)
+    return model
+
+
+def is_own(model: nn.Module) -> bool:
+    """Whether the model is one of Paceline's, whose behaviour is known."""
+    return type(model).__module__.startswith("paceline.models.")
+
+
+def _create_own(
+    settings: ModelSettings, num_classes: int, in_channels: int, image_size: int
+) -> nn.Module:
     name = settings.name
-    check_model_name(name)
     if name in RESNET_LAYOUTS:
         block, depths = RESNET_LAYOUTS[name]
         return ResNet(
@@ -76,16 +111,22 @@ def _create_alexnet(
 def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
     """First name, parameter and role of each parameter, in the order of the model.
 
-    A parameter shared by several modules is a weight if one of them uses it as a weight.
+    Biases, parameters of norms, scales and other vectors, and what a timm model lists in
+    `no_weight_decay` (embeddings of positions) are `bias_norm`. A parameter shared by several modules
+    is a weight if one of them uses it as a weight.
     """
+    listed: set[str] = set()
+    if callable(getattr(model, "no_weight_decay", None)):
+        listed = {str(name) for name in model.no_weight_decay()}  # type: ignore[operator]
     found: dict[int, tuple[str, nn.Parameter, str]] = {}
     for path, module in model.named_modules():
         is_norm = isinstance(module, _NORM_TYPES)
         for own_name, parameter in module.named_parameters(recurse=False):
             # Attention layers have "in_proj_bias", recurrent layers "bias_hh_l0".
             is_bias = own_name.startswith("bias") or own_name.endswith("_bias")
-            role = BIAS_NORM if is_norm or is_bias else WEIGHT
             name = f"{path}.{own_name}" if path else own_name
+            is_vector = parameter.ndim <= 1 or name in listed
+            role = BIAS_NORM if is_norm or is_bias or is_vector else WEIGHT
             if id(parameter) in found:
                 name, _, earlier = found[id(parameter)]
                 role = WEIGHT if WEIGHT in (role, earlier) else BIAS_NORM

@@ -109,7 +109,9 @@ def fused_stem(x: Tensor, norm: nn.BatchNorm2d, *, pooled: bool) -> Uses:
 
 def fuse_norms(model: nn.Module, fused: bool = True) -> int:
     """Switches every module of `model` that has a fused form; returns their number."""
-    parts = [module for module in model.modules() if hasattr(module, "fused")]
+    # A user's module may have an attribute of this name with another meaning.
+    own = [m for m in model.modules() if type(m).__module__.startswith("paceline.models.")]
+    parts = [module for module in own if hasattr(module, "fused")]
     for module in parts:
         setattr(module, "fused", fused)  # noqa: B010  (mypy takes any attribute for a tensor)
     return len(parts)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.untrusted import ParseError, parse_toml
+from paceline.models.names import (
+    MODEL_NAMES,
+    STEM_NAMES,
+    STEMS_OF_MODEL,
+    check_model_name,
+    foreign_code,
+)
 
-# Stems of each model, besides `auto`.
-_RESNET_STEMS = ("imagenet", "small")
-_STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
-    "resnet18": _RESNET_STEMS,
-    "resnet34": _RESNET_STEMS,
-    "resnet50": _RESNET_STEMS,
-    "resnet101": _RESNET_STEMS,
-    "resnet152": _RESNET_STEMS,
-    "resnet_tiny": ("small",),
-    "alexnet": (),
-    "alexnet2012": (),
-    "alexnet_bn": (),
-}
-
-MODEL_NAMES: tuple[str, ...] = tuple(_STEMS_OF_MODEL)
-STEM_NAMES: tuple[str, ...] = ("auto", *_RESNET_STEMS)
+__all__ = ["MODEL_NAMES", "ModelSettings", "check_model_name", "check_trust", "requires_trust"]
 
 # Images up to this size lose too much in a 7x7/2 convolution followed by a pool.
 SMALL_STEM_MAX_PIXELS = 64
@@ -33,7 +27,14 @@ class ModelSettings:
 
     name: str = "resnet50"
     """`resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152`, `resnet_tiny`, `alexnet`,
-    `alexnet2012` or `alexnet_bn`."""
+    `alexnet2012`, `alexnet_bn`, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, or a name
+    that a package has registered."""
+    arguments: str = ""
+    """More keyword arguments for the factory of a model that is not ours, as a TOML table:
+    `{drop_rate = 0.1}`."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: glob patterns of their names (`layer1.*`), or names of modules
+    (`layer1`). Batch norms whose parameters are all frozen use their running statistics."""
     num_classes: int | None = None
     """Number of classes; unset, that of the data."""
     stem: str = "auto"
@@ -56,6 +57,14 @@ class ModelSettings:
                 "leave it out to take the number from the data",
             )
         self._check_stem()
+        if self.arguments_table() and self.name in MODEL_NAMES:
+            raise ConfigError(
+                "model.arguments", self.arguments, f"{self.name} takes none",
+                "use the other settings of [model]",
+            )  # fmt: skip
+        for pattern in self.freeze:
+            if not pattern.strip():
+                raise ConfigError("model.freeze", list(self.freeze), "has an empty pattern")
         if not self.pool5_norm and self.name != "alexnet_bn":
             raise ConfigError(
                 "model.pool5_norm", False, f"{self.name} has no batch norm after pool5",
@@ -72,10 +81,27 @@ class ModelSettings:
             raise ConfigError(
                 "model.stem", self.stem, "is not a stem", nearest(self.stem, STEM_NAMES)
             )
-        if self.stem != "auto" and self.stem not in _STEMS_OF_MODEL[self.name]:
+        if self.stem != "auto" and self.stem not in STEMS_OF_MODEL.get(self.name, ()):
             raise ConfigError(
                 "model.stem", self.stem, f"{self.name} has no such stem", "set model.stem to 'auto'"
             )
+
+    def arguments_table(self) -> dict[str, Any]:
+        """`arguments` as a dictionary."""
+        if not self.arguments.strip():
+            return {}
+        try:
+            value = parse_toml(f"value = {self.arguments}".encode(errors="replace"))["value"]
+        except ParseError as error:
+            raise ConfigError(
+                "model.arguments", self.arguments, f"is not TOML ({error})",
+                "write it as {name = value}",
+            ) from None  # fmt: skip
+        if not isinstance(value, dict):
+            raise ConfigError(
+                "model.arguments", self.arguments, "is not a table", "write it as {name = value}"
+            )
+        return value
 
     def stem_for(self, image_size: int) -> str:
         """The stem of a residual net for images of `image_size` pixels."""
@@ -84,7 +110,18 @@ class ModelSettings:
         return "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"
 
 
-def check_model_name(name: str) -> None:
-    """Raises ConfigError, with the nearest known name, if there is no such model."""
-    if name not in _STEMS_OF_MODEL:
-        raise ConfigError("model.name", name, "is not a model", nearest(name, MODEL_NAMES))
+def requires_trust(settings: ModelSettings) -> str:
+    """Why creating this model needs the user's consent where a file or folder names it: the code that
+    would run. Empty where none is needed."""
+    code = foreign_code(settings.name)
+    return f"the model {settings.name!r} runs code of {code}" if code else ""
+
+
+def check_trust(settings: ModelSettings, origin: object, trust: bool) -> None:
+    """Before a model is created whose name comes from the file or folder `origin` and not from the
+    user: raises ConfigError if it would run foreign code and `trust` is False."""
+    reason = requires_trust(settings)
+    if reason and not trust:
+        raise ConfigError(
+            "--trust", None, f"{origin}: {reason}", "add --trust if you trust this code"
+        )

@@ -7,17 +7,24 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
+    from paceline.optim.adam import LAMB, AdamW
+    from paceline.optim.base import MasterOptimizer
     from paceline.optim.build import LrSchedule, create_optimizer, set_rate
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon, is_matrix, orthogonalize
     from paceline.optim.settings import OptimSettings
+    from paceline.optim.wrapped import WrappedOptimizer
 
 __all__ = [
+    "LAMB",
     "LARS",
     "SGD",
+    "AdamW",
     "LrSchedule",
+    "MasterOptimizer",
     "Muon",
     "OptimSettings",
+    "WrappedOptimizer",
     "create_optimizer",
     "is_matrix",
     "orthogonalize",
@@ -26,11 +33,15 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "LAMB": "adam",
         "LARS": "lars",
         "SGD": "lars",
+        "AdamW": "adam",
         "LrSchedule": "build",
+        "MasterOptimizer": "base",
         "Muon": "muon",
         "OptimSettings": "settings",
+        "WrappedOptimizer": "wrapped",
         "create_optimizer": "build",
         "is_matrix": "muon",
         "orthogonalize": "muon",

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.core.imports import import_object
+from paceline.optim.adam import LAMB, AdamW
+from paceline.optim.base import MasterOptimizer
+from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD
-from paceline.optim.lars_fused import triton_unavailable
-from paceline.optim.muon import Muon, is_matrix
+from paceline.optim.muon import Muon, split_matrices
 from paceline.optim.settings import OptimSettings
+from paceline.optim.wrapped import wrap
 
 
-def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float) -> LARS:
-    """SGD, LARS or Muon. Groups of role `bias_norm` are not adapted unless the settings say so."""
+def create_optimizer(
+    settings: OptimSettings,
+    groups: Sequence[dict[str, Any]],
+    lr: float,
+    factory: Callable[..., Any] | None = None,
+) -> MasterOptimizer:
+    """The optimizer that the settings name, or the one that `factory` makes of groups. Groups of role
+    `bias_norm` are not adapted unless the settings say so."""
+    if factory is not None:
+        return wrap("optimizer", getattr(factory, "__name__", "given"), factory, groups)
+    if settings.is_class:
+        return _create_class(settings, groups, lr)
     fused = {"auto": None, "triton": True, "foreach": False}[settings.fused]
     devices = {p.device for group in groups for p in group["params"]}
     for device in devices if fused else ():
         if problem := triton_unavailable(device):
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
+    if settings.name in ("adamw", "lamb"):
+        return _create_adam(settings, groups, lr, fused)
     common: dict[str, Any] = {
         "lr": lr, "momentum": settings.momentum, "nesterov": settings.nesterov, "fused": fused,
     }  # fmt: skip
@@ -34,12 +49,47 @@ def create_optimizer(settings: OptimSettings, groups: Sequence[dict[str, Any]], 
         return Muon(_muon_groups(settings, groups), **common)
     assert settings.name == "lars", settings.name
     return LARS(
-        [group | {"adapt": _is_adapted(settings, group)} for group in groups],
+        groups,
         **common,
         lr_in_momentum=settings.lr_in_momentum,
         clip=settings.clip,
+        adapt_bias_norm=settings.adapt_bias_norm,
         in_half=settings.in_half,
     )
+
+
+def _create_adam(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, fused: bool | None
+) -> AdamW:
+    betas = (settings.beta1, settings.beta2)
+    if settings.name == "adamw":
+        return AdamW(groups, lr, betas, settings.adam_eps, fused=fused)
+    return LAMB(
+        groups,
+        lr,
+        betas,
+        settings.adam_eps,
+        clip=settings.clip,
+        trust_eps=settings.eps,
+        adapt_bias_norm=settings.adapt_bias_norm,
+        fused=fused,
+    )
+
+
+def _create_class(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float
+) -> MasterOptimizer:
+    found = import_object("optim.name", settings.name)
+    if not callable(found):
+        raise ConfigError(
+            "optim.name", settings.name, "is not a class", "name an optimizer's class"
+        )
+    arguments = settings.arguments_table()
+
+    def create(made: list[dict[str, Any]]) -> Any:
+        return found(made, lr=lr, **arguments)
+
+    return wrap("optim.name", settings.name, create, groups, found)
 
 
 def _is_adapted(settings: OptimSettings, group: dict[str, Any]) -> bool:
@@ -53,11 +103,7 @@ def _muon_groups(settings: OptimSettings, groups: Sequence[dict[str, Any]]) -> l
     eta = settings.trust_coefficient / (1 - settings.momentum)
     made = []
     for group in groups:
-        orthogonal: list[Tensor] = []
-        rest: list[Tensor] = []
-        for p in group["params"]:
-            chosen = group.get("role") != "bias_norm" and is_matrix(p) and p.dim() >= least_dims
-            (orthogonal if chosen else rest).append(p)
+        orthogonal, rest = split_matrices(group, least_dims)
         if orthogonal:
             more = {"adapt": True, "orthogonal": True, "trust_coefficient": eta}
             made.append(group | {"params": orthogonal} | more)
@@ -68,8 +114,9 @@ def _muon_groups(settings: OptimSettings, groups: Sequence[dict[str, Any]]) -> l
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the rate of all groups, times their `lr_scale`."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 # The learning rate as a pure function of the step: a resumed run needs no schedule state.

@@ -1,52 +1,26 @@
-"""LARS, layer-wise adaptive rate scaling (You et al. 2017), and momentum SGD, in mixed precision.
-
-Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights, writes
-half-precision parameters back, and needs no host synchronization.
-"""
+"""LARS, layer-wise adaptive rate scaling (You et al. 2017), and momentum SGD, in mixed precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from paceline.core.errors import PacelineError, RunError
 from paceline.optim import lars_foreach
-from paceline.optim.lars_fused import FusedStep, triton_unavailable
-from paceline.optim.state import (
-    FORMATS,
-    MASTER,
-    MOMENTUM,
-    Gates,
-    Hyper,
-    HyperTable,
-    Outcome,
-    Row,
-    StagedGradients,
-    capturing,
-    create_state,
-    restore_state,
-)
+from paceline.optim.base import BIAS_NORM, MasterOptimizer
+from paceline.optim.fused import LarsStep
+from paceline.optim.state import MOMENTUM, Gates, Hyper, Outcome, Row
 
 
-class LARS(Optimizer):
+class LARS(MasterOptimizer):
     """λ = η‖w‖ / (‖g‖ + β‖w‖ + eps); v ← m·v + lr·λ·(g + βw); w ← w − v.
 
     `trust_coefficient` is η, `weight_decay` β. λ is 1 where a norm is 0 and in groups with
     `adapt=False`. `lr_in_momentum=False` keeps the rate out of v: v ← m·v + λ(g + βw); w ← w − lr·v.
     `clip` makes λ min(λ/lr, 1), so that the local rate never exceeds lr. Groups may override each of
-    these. `fused` is None (Triton on CUDA where it is installed), True or False; `path` is the
-    resulting choice. `in_half` is an ablation: no masters, all arithmetic in the parameter's own
-    format.
-
-    Optional switches on the device: `grad_scale` divides the gradients; a non-zero `found_inf` or
-    `hold` makes the step change nothing; `active`, one value per parameter in group order, excludes
-    parameters with 0 from update and finite check. After a step `overflow` is 1 if a gradient (or its
-    squared norm) was not finite in fp32; then nothing was changed.
+    these. Groups of role `bias_norm` are not adapted unless they or `adapt_bias_norm` say so. `in_half`
+    is an ablation: no masters, all arithmetic in the parameter's own format. `fused` and the switches
+    on the device are those of `MasterOptimizer`.
 
     Example:
         optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
@@ -54,11 +28,8 @@ class LARS(Optimizer):
         optimizer.step()
     """
 
-    _step_supports_amp_scaling = True  # torch's GradScaler leaves unscaling and skipping to step()
-    grad_scale: Tensor | None  # no default: GradScaler multiplies whatever getattr() finds
-    found_inf: Tensor | None
-    hold: Tensor | None = None
-    active: Tensor | None = None
+    BUFFERS: ClassVar[tuple[str, ...]] = (MOMENTUM,)
+    adapt_bias_norm = False
 
     def __init__(
         self,
@@ -73,13 +44,13 @@ class LARS(Optimizer):
         lr_in_momentum: bool = True,
         clip: bool = False,
         adapt: bool = True,
+        adapt_bias_norm: bool = False,
         fused: bool | None = None,
         in_half: bool = False,
     ) -> None:
         if in_half and fused:
             raise ValueError("in_half = True: there are no fused kernels for it; leave fused unset")
-        self.fused, self.in_half = fused, in_half
-        self._set_up()
+        self.in_half, self.adapt_bias_norm = in_half, adapt_bias_norm
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -91,215 +62,28 @@ class LARS(Optimizer):
             "clip": clip,
             "adapt": adapt,
         }
-        Hyper.of(defaults).check()
-        super().__init__(params, defaults)
-
-    def _set_up(self) -> None:
-        self._ready_for = -1  # number of groups whose state exists
-        self._outcome: Outcome | None = None
-        self._table: HyperTable | None = None
-        self._engine: FusedStep | None = None
-        self._staged = StagedGradients()
-        self.overflow = torch.zeros(())
+        super().__init__(params, defaults, fused=fused)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, also between steps."""
+        if param_group.get("role") == BIAS_NORM and not self.adapt_bias_norm:
+            param_group = {"adapt": False, **param_group}
         super().add_param_group(param_group)
-        group = self.param_groups.pop()
-        Hyper.of(group).check()
-        names = {id(p) for p in group["params"]}
-        if len(names) < len(group["params"]):
-            raise ValueError("a parameter appears twice in one group; pass each once")
-        for p in group["params"]:
-            if p.dtype not in FORMATS or p.layout != torch.strided:
-                raise PacelineError(
-                    f"parameter of shape {tuple(p.shape)} is {p.dtype}, {p.layout}",
-                    "use dense float32, float16 or bfloat16",
-                )
-        self.param_groups.append(group)
 
-    @property
-    def path(self) -> str:
-        """The implementation of the step: `triton` or `foreach`."""
-        device = self._device()
-        if self.fused is None:
-            usable = not self.in_half and device.type == "cuda" and triton_unavailable(device) == ""
-            return "triton" if usable else "foreach"
-        if self.fused and (problem := triton_unavailable(device)):
-            raise PacelineError(f"fused = True: {problem}", "use fused=False, or fused=None")
-        return "triton" if self.fused else "foreach"
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Creates the state of every parameter and, where gradients exist, compiles the kernels by a
-        step that changes nothing. Call it before a CUDA graph is captured."""
-        outcome = self._ready()
-        rows = self._rows()
-        if rows and self._engine is not None:
-            self.upload()
-            assert self._table is not None
-            held = replace(self._gates(outcome), hold=torch.ones_like(outcome.overflow))
-            self._engine.run(self._transform(rows, held), self._table.values, held, outcome)
-
-    def upload(self) -> None:
-        """Copies the groups' hyper-parameters to the device asynchronously, if one changed.
-
-        `step` calls it, except while a CUDA graph is captured: call it before each replay.
-        """
-        self._ready()
-        if self._table is not None:
-            self._table.send(tuple(self._hyper(group) for group in self.param_groups))
-
-    def _device(self) -> torch.device:
-        devices = {p.device for group in self.param_groups for p in group["params"]}
-        if len(devices) > 1:
-            names = ", ".join(sorted(str(device) for device in devices))
-            raise PacelineError(f"parameters lie on {names}", "use one optimizer per device")
-        return devices.pop() if devices else torch.device("cpu")
-
-    @torch.no_grad()
-    def _ready(self) -> Outcome:
-        """Creates state and results for the current groups: once, and again after add_param_group."""
-        if self._outcome is not None and self._ready_for == len(self.param_groups):
-            return self._outcome
-        device, fused = self._device(), self.path == "triton"
-        for p in self._parameters():
-            create_state(p, self.state[p], self.in_half)
-        if self._outcome is None or self._outcome.bad.numel() != len(self._parameters()):
-            self._outcome = Outcome(len(self._parameters()), device)
-            self.overflow = self._outcome.overflow
-        if fused and (self._table is None or len(self._table.values) != len(self.param_groups)):
-            self._table = HyperTable(len(self.param_groups), device)
-        if fused and self._engine is None:
-            self._engine = FusedStep()
-        self._ready_for = len(self.param_groups)
-        return self._outcome
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        """One update. Parameters without a gradient stay unchanged: no decay, no momentum."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        outcome = self._ready()
-        rows = self._rows()
-        gates = self._gates(outcome)
-        if not rows:
-            outcome.clear()
-            return loss
-        if not capturing(outcome.bad.device):
-            self.upload()
-        elif self._engine is None:
-            raise RunError(
-                "the foreach implementation would freeze the learning rate in a CUDA graph",
-                "install triton, or step outside of the graph",
-            )
-        rows = self._transform(rows, gates)
-        if self._engine is not None and self._table is not None:
-            self._engine.run(rows, self._table.values, gates, outcome)
-        else:
-            hypers = [self._hyper(group) for group in self.param_groups]
-            lars_foreach.run(rows, hypers, gates, outcome, self.in_half)
-        self._finish(rows, gates, outcome)
-        return loss
-
-    # Overridden by Muon.
+    def _hyper_of(self, group: dict[str, Any]) -> Hyper:
+        hyper = Hyper.of(group)
+        hyper.check()
+        return hyper
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """The hyper-parameters with which a group is updated."""
         return Hyper.of(group)
 
-    def _transform(self, rows: list[Row], gates: Gates) -> list[Row]:
-        """The rows that the update uses; changes no state."""
-        return rows
+    def _create_engine(self) -> LarsStep:
+        return LarsStep()
 
-    def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """Called after the update, also where a gate skipped it."""
-
-    def _gates(self, outcome: Outcome) -> Gates:
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        gates = Gates(scale, found, self.hold, self.active)
-        gates.check(outcome.bad.numel(), outcome.bad.device)
-        return gates
-
-    def _rows(self) -> list[Row]:
-        rows, index = [], -1
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                index += 1
-                if p.grad is None or p.numel() == 0:
-                    continue
-                state = self.state[p]
-                master = state.get(MASTER, p)
-                gradient = self._staged.of(index, number, p, p.grad)
-                rows.append(Row(index, number, p, gradient, master, state[MOMENTUM]))
-        return rows
-
-    def masters(self) -> list[Tensor]:
-        """The fp32 master of each parameter in group order; the parameter itself where it is fp32."""
-        self._ready()
-        return [self.state[p].get(MASTER, p) for p in self._parameters()]
-
-    @torch.no_grad()
-    def reset_masters(self) -> None:
-        """Copies the parameters into their masters: call it after weights were loaded into the
-        model."""
-        for master, parameter in zip(self.masters(), self._parameters(), strict=True):
-            if master is not parameter:
-                master.copy_(parameter)
-
-    def trust_ratios(self) -> list[float]:
-        """λ of each parameter in the last step; 1 without adaptation. Synchronizes with the device."""
-        return [float(ratio) for ratio in self._ready().ratios.tolist()]
-
-    @property
-    def bad(self) -> Tensor:
-        """Flags on the device: 1 for each parameter whose gradient was not finite in the last step."""
-        return self._ready().bad
-
-    def nonfinite(self) -> list[int]:
-        """Indices of parameters with non-finite gradients in the last step. Synchronizes."""
-        return [i for i, bad in enumerate(self._ready().bad.tolist()) if bad]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps fp32 state exact, which torch would cast to the parameters' formats (1.0001 becomes
-        1.0 in fp16), and loads into existing memory."""
-        old, seen = dict(self.state), dict[str, Any]()
-
-        def remember(_: Optimizer, saved: dict[str, Any]) -> None:
-            seen.update(saved)
-
-        def restore(_: Optimizer) -> None:
-            restore_state(self.param_groups, seen, old, self.state, self.in_half)
-
-        # Runs after the user's pre-hooks, which may change the state dict, and before their post-hooks.
-        before = self.register_load_state_dict_pre_hook(remember)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
-        try:
-            with torch.no_grad():
-                super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "fused": self.fused, "in_half": self.in_half}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        super().__setstate__(dict(state))
-        for group in self.param_groups:  # a state dict of torch's SGD lacks our own keys
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-        # Loading keeps the memory that captured graphs read; only an unpickled object starts afresh.
-        if "_outcome" not in self.__dict__:
-            self._set_up()
-        self._ready_for = -1
+    def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        hypers = [self._hyper(group) for group in self.param_groups]
+        lars_foreach.run(rows, hypers, gates, outcome, self.in_half)
 
 
 class SGD(LARS):

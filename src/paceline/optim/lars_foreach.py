@@ -22,23 +22,12 @@ def run(
     rows: Sequence[Row], hypers: Sequence[Hyper], gates: Gates, outcome: Outcome, in_half: bool
 ) -> None:
     """One step. All norms come first, because one non-finite gradient skips all updates."""
-    gradients = _unscaled(rows, gates.grad_scale)
+    gradients = unscaled(rows, gates.grad_scale)
     if in_half or any(hyper.adapt for hyper in hypers):
-        norms = _norms(gradients, in_half)
+        norms = norms_of(gradients, in_half)
     else:  # used by the finite check only, which needs no accuracy
         norms = list(torch._foreach_norm(gradients, 2))
-    bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
-    allowed = torch.ones_like(bad)
-    if gates.active is not None:
-        active = gates.active.unbind()
-        allowed = torch.stack([active[row.index] for row in rows]) != 0
-    outcome.clear()
-    _put(outcome.bad, rows, (bad & allowed).float())
-    outcome.overflow.copy_(outcome.bad.amax())
-    for gate in (outcome.overflow, gates.found_inf, gates.hold):
-        if gate is not None:
-            allowed = allowed & (gate.reshape(()) == 0)
-
+    allowed = check_finite(rows, norms, gates, outcome)
     go = allowed.tolist() if on_host(allowed.device) else None
     buckets: dict[tuple[int, torch.dtype], list[int]] = {}
     for position, row in enumerate(rows):
@@ -49,9 +38,9 @@ def run(
         hyper = hypers[group]
         ratios: Tensor | None = None
         if hyper.adapt:
-            weights = torch.stack(_norms([row.master for row in members], in_half))
+            weights = torch.stack(norms_of([row.master for row in members], in_half))
             ratios = trust_ratio(weights, torch.stack([norms[i] for i in positions]), hyper)
-            _put(outcome.ratios, members, ratios.float())
+            put(outcome.ratios, members, ratios.float())
         pushes = _pushes(members, own, hyper, ratios)
         if go is None:
             _select(members, pushes, hyper, [allowed[i] for i in positions])
@@ -61,12 +50,31 @@ def run(
             _apply([members[i] for i in chosen], [pushes[i] for i in chosen], hyper)
 
 
+def check_finite(
+    rows: Sequence[Row], norms: Sequence[Tensor], gates: Gates, outcome: Outcome
+) -> Tensor:
+    """Sets the flags of `outcome` from the norms of the unscaled gradients. Returns which rows may be
+    updated, on the device."""
+    bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
+    allowed = torch.ones_like(bad)
+    if gates.active is not None:
+        active = gates.active.unbind()
+        allowed = torch.stack([active[row.index] for row in rows]) != 0
+    outcome.clear()
+    put(outcome.bad, rows, (bad & allowed).float())
+    outcome.overflow.copy_(outcome.bad.amax())
+    for gate in (outcome.overflow, gates.found_inf, gates.hold):
+        if gate is not None:
+            allowed = allowed & (gate.reshape(()) == 0)
+    return allowed
+
+
 def on_host(device: torch.device) -> bool:
     """Whether flags can be read without a synchronization."""
     return device.type == "cpu"
 
 
-def _put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
+def put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
     """vector[index] = value for each row. Indexing with a list would synchronize with the device."""
     entries = list(vector.unbind())
     for row, value in zip(rows, values.unbind(), strict=True):
@@ -85,7 +93,7 @@ def trust_ratio(weight_norm: Tensor, gradient_norm: Tensor, hyper: Hyper) -> Ten
     return torch.where(usable, ratio, torch.ones_like(ratio))
 
 
-def _unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
+def unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
     """Gradients in the master's format, divided by the scale; does not change the gradients."""
     gradients = [row.gradient.to(row.master.dtype) for row in rows]
     if grad_scale is None:
@@ -93,7 +101,7 @@ def _unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
     return list(torch._foreach_mul(gradients, grad_scale.reshape(()).float().reciprocal()))
 
 
-def _norms(tensors: Sequence[Tensor], in_half: bool) -> list[Tensor]:
+def norms_of(tensors: Sequence[Tensor], in_half: bool = False) -> list[Tensor]:
     if in_half:  # squares and sums overflow the half format: the point of the ablation
         return [(tensor * tensor).sum().sqrt() for tensor in tensors]
     if not tensors or not on_host(tensors[0].device):

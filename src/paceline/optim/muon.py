@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.core.errors import PacelineError, RunError
+from paceline.optim.base import BIAS_NORM
 from paceline.optim.lars import LARS
 from paceline.optim.state import MOMENTUM, Gates, Hyper, HyperTable, Outcome, Row, capturing
 
@@ -91,17 +92,30 @@ def _like(matrix: Tensor, tensor: Tensor) -> Tensor:
     return matrix.view(tensor.shape)
 
 
+def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of a group that are orthogonalized, and the others, each in their order."""
+    orthogonal: list[Tensor] = []
+    rest: list[Tensor] = []
+    for p in group["params"]:
+        chosen = group.get("role") != BIAS_NORM and is_matrix(p) and p.dim() >= least_dims
+        (orthogonal if chosen else rest).append(p)
+    return orthogonal, rest
+
+
 class Muon(LARS):
     """v ← m·v + (1−m)·g; u = O(v)·‖v‖; λ = η‖w‖ / (‖u‖ + β‖w‖ + eps); w ← w − lr·λ·(u + βw).
 
     O makes all singular values equal; `nesterov` uses (1−m)·g + m·v in place of v. This applies to
-    groups with `orthogonal=True`, the default, whose tensors are matrices with one row per output;
-    other groups are updated as by LARS. Momentum is an average here and does not multiply the layer's
-    rate: η must be 1/(1−m) times that of LARS for equal step sizes. With a zero gradient only the
-    decay applies, at λ = 1 as in LARS, and v keeps fading. The finite check applies to v.
+    groups with `orthogonal=True`, whose tensors are matrices with one row per output; other groups are
+    updated as by LARS. A group without that key is split: of groups with a role, as
+    `paceline.models.parameter_groups` makes them, the filters of convolutions are orthogonalized, of
+    others all matrices; what remains moves as by LARS at η·(1−m). Momentum is an average here and does
+    not multiply the layer's rate: η must be 1/(1−m) times that of LARS for equal step sizes. With a
+    zero gradient only the decay applies, at λ = 1 as in LARS, and v keeps fading. The finite check
+    applies to v.
 
     Example:
-        optimizer = Muon([{"params": filters}, {"params": others, "orthogonal": False}], lr=4.0)
+        optimizer = Muon(parameter_groups(model, 5e-5), lr=4.0)
     """
 
     def __init__(
@@ -115,6 +129,7 @@ class Muon(LARS):
         eps: float = 0.0,
         nesterov: bool = True,
         adapt: bool = True,
+        adapt_bias_norm: bool = False,
         fused: bool | None = None,
     ) -> None:
         super().__init__(
@@ -126,6 +141,7 @@ class Muon(LARS):
             eps=eps,
             nesterov=nesterov,
             adapt=adapt,
+            adapt_bias_norm=adapt_bias_norm,
             fused=fused,
         )
 
@@ -137,11 +153,28 @@ class Muon(LARS):
         self._directions: dict[int, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({"orthogonal": True, **param_group})
+        """Adds a group, or two where the group does not say whether it is `orthogonal`."""
+        if "orthogonal" not in param_group:
+            for group in self._split(param_group):
+                self.add_param_group(group)
+            return
+        super().add_param_group(param_group)
         group = self.param_groups.pop()
         if group["orthogonal"]:
             _require_matrices(group["params"])
         self.param_groups.append(group)
+
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        given = group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        least_dims = 3 if "role" in group else 2
+        orthogonal, rest = split_matrices(group | {"params": parameters}, least_dims)
+        made = [group | {"params": orthogonal, "orthogonal": True}] if orthogonal else []
+        if rest or not orthogonal:
+            values = self.defaults | group
+            eta = values["trust_coefficient"] * (1 - values["momentum"])
+            made.append(group | {"params": rest, "orthogonal": False, "trust_coefficient": eta})
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Groups without the key `orthogonal`, as saved by other optimizers, keep their current
@@ -157,7 +190,7 @@ class Muon(LARS):
     def upload(self) -> None:
         super().upload()
         if self._own is None or len(self._own.values) != len(self.param_groups):
-            self._own = HyperTable(len(self.param_groups), self._device())
+            self._own = HyperTable(len(self.param_groups), len(Hyper._fields), self._device())
         self._own.send(tuple(Hyper.of(group) for group in self.param_groups))
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:

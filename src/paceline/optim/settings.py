@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.imports import split_name
+from paceline.core.untrusted import ParseError, parse_toml
 
-OPTIMIZERS = ("lars", "muon", "sgd")
+OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd")
+OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
+# Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
+ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
 PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all")
 SCHEDULES = ("constant", "cosine", "poly", "step")
@@ -17,17 +23,32 @@ class OptimSettings:
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
-    """`sgd`, `lars` or `muon`."""
+    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, or a class of torch.optim or of another module, as in
+    `torch.optim:RAdam`."""
+    arguments: str = ""
+    """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
+    `{betas = [0.9, 0.95]}`."""
     lr: float | None = None
     """Peak learning rate; unset, `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
     lr_base: float = 0.1
-    """Peak learning rate at a global batch of `lr_base_batch`."""
+    """Peak learning rate at a global batch of `lr_base_batch`; the default stands for 0.00025 with
+    `adamw` and 0.000625 with `lamb`."""
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
     momentum: float = 0.9
     """Momentum."""
     nesterov: bool = False
     """Use Nesterov momentum."""
+    beta1: float = 0.9
+    """AdamW and LAMB: decay of the average of gradients."""
+    beta2: float = 0.999
+    """AdamW and LAMB: decay of the average of squared gradients."""
+    adam_eps: float = 1e-8
+    """AdamW and LAMB: added to the root of the average of squares."""
+    clip_norm: float = 0.0
+    """Largest norm of all gradients together; larger ones are scaled down to it; 0 clips nothing."""
+    layer_decay: float = 1.0
+    """Factor of the learning rate from each layer to the one before it; 1 gives all layers the same."""
     weight_decay: float = 1e-4
     """Weight decay of weights; biases and normalization have none unless `decay_bias_norm`."""
     decay_bias_norm: bool = False
@@ -53,13 +74,13 @@ class OptimSettings:
     """Epoch at which `cosine` and `poly` reach `lr_end`, warm-up included; unset, the end of the
     run."""
     trust_coefficient: float = 0.001
-    """Trust coefficient η of LARS and Muon."""
+    """Trust coefficient η of LARS and Muon; LAMB has none."""
     eps: float = 0.0
     """Added to the denominator of the trust ratio."""
     lr_in_momentum: bool = True
     """LARS: multiply by the learning rate before the momentum (MLPerf, TF2) instead of after it."""
     clip: bool = False
-    """LARS: limit the local learning rate to the global one, as in LARC."""
+    """LARS and LAMB: limit the local learning rate to the global one, as in LARC."""
     adapt_bias_norm: bool = False
     """Apply the trust ratio to biases and normalization parameters too."""
     orthogonal: str = "filters"
@@ -74,8 +95,11 @@ class OptimSettings:
     installed)."""
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            raise ConfigError("optim.name", self.name, "unknown", nearest(self.name, OPTIMIZERS))
+        if self.is_class:
+            split_name("optim.name", self.name)
+        elif self.name not in OPTIMIZERS:
+            remedy = f"{nearest(self.name, OPTIMIZERS)} (a class is written torch.optim:RAdam)"
+            raise ConfigError("optim.name", self.name, "unknown", remedy)
         if self.schedule not in SCHEDULES:
             raise ConfigError(
                 "optim.schedule", self.schedule, "unknown", nearest(self.schedule, SCHEDULES)
@@ -98,6 +122,8 @@ class OptimSettings:
             "poly_power",
             "eps",
             "trust_log_interval",
+            "clip_norm",
+            "adam_eps",
         ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -118,8 +144,60 @@ class OptimSettings:
                 f"must lie behind the warm-up of {self.warmup_epochs:g} epochs",
                 "leave it unset to decay over the whole run",
             )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)")
+        if not 0 < self.layer_decay <= 1:
+            raise ConfigError(
+                "optim.layer_decay", self.layer_decay, "must be in (0, 1]", "try 0.75, or 1 (off)"
+            )
         self._check_lars()
         self._check_muon()
+        self._check_others()
+
+    @property
+    def is_class(self) -> bool:
+        """Whether `name` is `module:Class`."""
+        return ":" in self.name
+
+    def arguments_table(self) -> dict[str, Any]:
+        """`arguments` as a dictionary."""
+        if not self.arguments.strip():
+            return {}
+        try:
+            value = parse_toml(f"value = {self.arguments}".encode(errors="replace"))["value"]
+        except ParseError as error:
+            raise ConfigError(
+                "optim.arguments", self.arguments, f"is not TOML ({error})",
+                "write it as {name = value}",
+            ) from None  # fmt: skip
+        if not isinstance(value, dict):
+            raise ConfigError(
+                "optim.arguments", self.arguments, "is not a table", "write it as {name = value}"
+            )
+        return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+
+    def _check_others(self) -> None:
+        if self.arguments_table() and not self.is_class:
+            raise ConfigError(
+                "optim.arguments", self.arguments, f"{self.name} takes none",
+                "it is for optim.name = 'module:Class'",
+            )  # fmt: skip
+        if self.name in OPTIMIZERS_OF_SGD:
+            return
+        if self.in_half:
+            raise ConfigError(
+                "optim.in_half", True, f"{self.name} has no such form", "use optim.name = 'lars'"
+            )
+        if self.is_class and self.lr is None and self.lr_base == OptimSettings.lr_base:
+            raise ConfigError(
+                "optim.lr", None, f"is not set, and {self.name} has a rate of its own kind",
+                "give --lr, such as 0.001",
+            )  # fmt: skip
+        if self.is_class and self.fused == "triton":
+            raise ConfigError(
+                "optim.fused", self.fused, f"there are no kernels for {self.name}", "use 'auto'"
+            )
 
     def _check_muon(self) -> None:
         if self.orthogonal not in ORTHOGONALS:
@@ -142,7 +220,7 @@ class OptimSettings:
                 )  # fmt: skip
 
     def _check_lars(self) -> None:
-        if self.trust_log_interval and self.name == "sgd":
+        if self.trust_log_interval and self.name not in ("lamb", "lars", "muon"):
             raise ConfigError(
                 "optim.trust_log_interval", self.trust_log_interval,
                 f"{self.name} has no trust ratios", "use optim.name = 'lars', or 0",
@@ -162,4 +240,7 @@ class OptimSettings:
         """Linear scaling (Goyal et al. 2017), unless the rate is given as it is."""
         if self.lr is not None:
             return self.lr
-        return self.lr_base * global_batch / self.lr_base_batch
+        base = self.lr_base
+        if base == OptimSettings.lr_base:
+            base = ADAM_LR_BASES.get(self.name, base)
+        return base * global_batch / self.lr_base_batch

@@ -2,13 +2,14 @@
 
 `Row` holds one parameter's tensors, `Gates` the device-side switches of a step, `Outcome` its results
 on the device and `HyperTable` the hyper-parameters on the device. Optimizer state is fp32 with the
-parameter's own strides: `momentum_buffer` and, for parameters in fp16 or bf16, `master`.
+parameter's own strides: the optimizer's own buffers, such as `momentum_buffer`, and, for parameters in
+fp16 or bf16, `master`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ HALVES = (torch.float16, torch.bfloat16)
 FORMATS = (torch.float32, *HALVES)
 MASTER = "master"
 MOMENTUM = "momentum_buffer"
+STEP = "step"  # Adam's count of a parameter's updates: a number on the device
 State = dict[str, Any]
 _FLAGS = ("nesterov", "lr_in_momentum", "clip", "adapt")
 
@@ -37,6 +39,8 @@ class Row:
     gradient: Tensor
     master: Tensor
     momentum: Tensor
+    # Adam's average of squares.
+    second: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +144,51 @@ class Hyper(NamedTuple):
             raise ValueError("nesterov = True: needs momentum; try momentum=0.9")
 
 
+class AdamHyper(NamedTuple):
+    """Hyper-parameters of one group of AdamW or LAMB. Rate, decay, `eps` of the trust ratio, `clip` and
+    `adapt` have the columns of `Hyper`, because the kernels share code."""
+
+    lr: float
+    beta1: float
+    weight_decay: float
+    beta2: float
+    eps: float
+    adam_eps: float
+    # 1 − β₂ as fp64 has it: 1 − 0.999 in fp32 has three digits fewer.
+    rest2: float
+    clip: bool
+    adapt: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamHyper:
+        """Reads a parameter group of AdamW, or of LAMB, which adapts."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return cls(
+            float(group["lr"]), beta1, float(group["weight_decay"]), beta2,
+            float(group.get("trust_eps", 0.0)), float(group["eps"]), 1 - beta2,
+            bool(group.get("clip", False)), bool(group.get("adapt", False)),
+        )  # fmt: skip
+
+    def check(self) -> None:
+        for name in ("lr", "weight_decay", "eps", "adam_eps"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} = {value}: must be in [0, 1)")
+
+
 class HyperTable:
-    """One fp32 row per group on `device`, always in the same memory: a captured CUDA graph reads the
-    current values."""
+    """One fp32 row per group, or per parameter, on `device`, always in the same memory: a captured CUDA
+    graph reads the current values."""
 
-    def __init__(self, groups: int, device: torch.device) -> None:
-        self.values = torch.zeros(groups, len(Hyper._fields), device=device)
-        self._sent: tuple[Hyper, ...] | None = None
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.values = torch.zeros(rows, columns, device=device)
+        self._sent: tuple[tuple[float, ...], ...] | None = None
 
-    def send(self, rows: tuple[Hyper, ...]) -> None:
+    def send(self, rows: tuple[tuple[float, ...], ...]) -> None:
         """Copies the rows to the device asynchronously, if any value changed."""
         if rows == self._sent:
             return
@@ -182,14 +222,17 @@ class StagedGradients:
         return copy.copy_(gradient)
 
 
-def create_state(parameter: Tensor, state: State, in_half: bool) -> None:
-    """Adds what `state` lacks: zero momentum, and the master as a copy of the parameter."""
+def create_state(
+    parameter: Tensor, state: State, buffers: Sequence[str], in_half: bool = False
+) -> None:
+    """Adds what `state` lacks: `buffers` of zeros, and the master as a copy of the parameter."""
     require_dense(parameter)
     kind = parameter.dtype if in_half else torch.float32
-    if state.get(MOMENTUM) is None:
-        state[MOMENTUM] = torch.zeros_like(
-            parameter, dtype=kind, memory_format=torch.preserve_format
-        )
+    for name in buffers:
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(
+                parameter, dtype=kind, memory_format=torch.preserve_format
+            )
     if parameter.dtype in HALVES and not in_half and state.get(MASTER) is None:
         state[MASTER] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
 
@@ -199,10 +242,11 @@ def restore_state(
     saved: Mapping[str, Any],
     old: Mapping[Tensor, State],
     new: dict[Tensor, State],
-    in_half: bool,
+    keys: Sequence[str],
+    in_half: bool = False,
 ) -> None:
     """Replaces the state in `new`, which torch has cast to the parameters' formats, by the saved fp32
-    values.
+    values of the masters and of `keys`.
 
     Existing memory of `old` is reused, because captured CUDA graphs hold its addresses. A saved
     master is dropped where the parameter is its own master.
@@ -215,7 +259,7 @@ def restore_state(
             continue
         state, kept = new[parameter], old.get(parameter, {})
         own_master = in_half or parameter.dtype not in HALVES
-        for key in (MASTER, MOMENTUM):
+        for key in (MASTER, *keys):
             value = source.get(key)
             if key == MASTER and value is None and not own_master and MASTER in kept:
                 state[MASTER] = kept[MASTER]  # saved from an fp32 parameter
@@ -226,8 +270,9 @@ def restore_state(
             target = kept.get(key)
             if target is None:
                 kind = parameter.dtype if in_half else torch.float32
+                like = parameter.new_empty(()) if key == STEP else parameter
                 target = torch.empty_like(
-                    parameter, dtype=kind, memory_format=torch.preserve_format
+                    like, dtype=kind, memory_format=torch.preserve_format
                 ).detach()
-            target.copy_(value)
+            target.copy_(torch.as_tensor(value))
             state[key] = target

@@ -19,8 +19,10 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
 from paceline.data import BatchPlan, Source, create_train_loader, describe_channels
+from paceline.models.freeze import count_frozen
+from paceline.models.names import MODEL_NAMES
 from paceline.models.pretrained import load_pretrained
-from paceline.models.registry import create_model
+from paceline.models.registry import is_own
 from paceline.optim.build import LrSchedule
 from paceline.plan.plan_file import PlanFile
 from paceline.train.callbacks import CallbackRunner
@@ -33,7 +35,15 @@ from paceline.train.inputs import (
     read_checkpoint,
     resolve_batch_sizes,
 )
+from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
+from paceline.train.model_checks import (
+    check_model,
+    check_placed,
+    given_name,
+    make_model,
+    share_weights,
+)
 from paceline.train.observers import RunTrace
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
@@ -161,11 +171,13 @@ def _assemble(
     model, pretrained = group.agree_on(
         "model", lambda: _create_model(config, source, group, components)
     )
+    model_notes = _check_model(config, model, source, sizes, group, components)
     parts = create_parts(
         config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
-        steps_per_epoch=schedule.steps_per_epoch,
+        steps_per_epoch=schedule.steps_per_epoch, components=components,
+        classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
     start = {"initial weights": fingerprint(model)}
     group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
@@ -201,7 +213,8 @@ def _assemble(
         "threads": threads,
         "data": _describe_data(inputs),
         "input": loader.describe(),
-        "model": _describe_model(config, model),
+        "model": _describe_model(config, model, components),
+        **({"model notes": "; ".join(model_notes)} if model_notes else {}),
         **_data_notes(config, inputs, components, loader.describe()),
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
@@ -233,21 +246,44 @@ def _create_model(
     config: RunConfig, source: Source, group: Group, components: Components
 ) -> tuple[nn.Module, list[str]]:
     """The model with its initial or pretrained weights on this rank's device, and notes on the file."""
-    where = f"while moving {config.model.name} to {group.device}"
-    with explain_out_of_memory(where, "free the device, or choose a smaller model"):
+    name = config.model.name if components.model is None else given_name(components.model)
+    with explain_out_of_memory(
+        f"while moving {name} to {group.device}", "free the device, or choose a smaller model"
+    ):
         seed_initial_weights(config.run.seed)
-        model = create_model(
-            config.model,
-            num_classes=config.model.num_classes or len(source.classes),
-            in_channels=config.data.channels,
-            image_size=config.data.image_size,
-        )
+        model = make_model(config, config.model.num_classes or len(source.classes), components)
         notes = []
         if config.run.pretrained:
             notes = load_pretrained(model, Path(config.run.pretrained))
         if config.run.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model.to(group.device), notes
+        model = model.to(group.device)
+        check_placed(model, group.device)
+        return model, notes
+
+
+def _check_model(
+    config: RunConfig, model: nn.Module, source: Source, sizes: BatchSizes, group: Group,
+    components: Components,
+) -> list[str]:  # fmt: skip
+    """Notes on a model that Paceline has not made; all ranks fail with one line where it cannot be
+    trained."""
+    if is_own(model) and components.model is None:
+        return []
+    pixels = config.data.image_size
+    notes = group.agree_on(
+        "model check",
+        lambda: check_model(
+            model, (sizes.micro_batch, config.data.channels, pixels, pixels),
+            config.model.num_classes or len(source.classes),
+            own_loss=components.loss is not None or config.run.loss not in LOSSES,
+            ranks=group.world_size,
+            nhwc=config.run.channels_last,
+        ),
+    )  # fmt: skip
+    if isinstance(components.model, nn.Module):
+        notes = [*notes, *filter(None, [share_weights(model, group)])]
+    return notes
 
 
 def _describe_data(inputs: RunInputs) -> str:
@@ -275,11 +311,18 @@ def _data_notes(
     return {name: note for name, note in found.items() if note}
 
 
-def _describe_model(config: RunConfig, model: nn.Module) -> str:
+def _describe_model(config: RunConfig, model: nn.Module, components: Components) -> str:
     weights = sum(parameter.numel() for parameter in model.parameters())
     stem = config.model.stem_for(config.data.image_size)
-    with_stem = f" with the {stem} stem" if config.model.name.startswith("resnet") else ""
-    return f"{config.model.name}{with_stem}, {weights:,} parameters"
+    is_resnet = config.model.name in MODEL_NAMES and config.model.name.startswith("resnet")
+    with_stem = f" with the {stem} stem" if is_resnet else ""
+    frozen = count_frozen(model)
+    with_frozen = f", {frozen:,} of them frozen" if frozen else ""
+    if components.model is not None:
+        return (
+            f"{given_name(components.model)} (given in Python), {weights:,} parameters{with_frozen}"
+        )
+    return f"{config.model.name}{with_stem}, {weights:,} parameters{with_frozen}"
 
 
 def _optional_notes(

@@ -6,22 +6,23 @@ the number of ranks (in half precision, within rounding of a few images).
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig, merge, unflatten
 from paceline.core.errors import CheckpointError, DataError, PacelineError, RunError
+from paceline.core.imports import PYTHON, python_object_error
 from paceline.core.settings import flatten
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line
@@ -35,13 +36,16 @@ from paceline.data import (
     create_eval_loader,
     open_source,
 )
-from paceline.models.registry import create_model
+from paceline.models.registry import is_own
+from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings
+from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
 from paceline.train.machine import choose_device, out_of_memory
+from paceline.train.model_checks import find_logits, forward_error, make_model
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
 
@@ -68,13 +72,19 @@ def evaluate(
     group: Group,
     stop: StopSignals,
     corrupt_limit: int | None = None,
+    classes: int | None = None,
+    loss_function: TrainingLoss | None = None,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
+    Without a `loss_function` the reported loss is cross-entropy.
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
-    they met more than `corrupt_limit` corrupt images together.
+    they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
+    outputs of a model that has several.
     """
     started = time.perf_counter()
+    modes = [(module, module.training) for module in model.modules()]
+    loss_function = loss_function or CrossEntropy()
     model.eval()
     correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
     correct5, loss = correct1.clone(), correct1.clone()
@@ -89,12 +99,14 @@ def evaluate(
                 if stop.received is not None or group.stop_announced():
                     break
                 size = len(batch)
-                outputs = class_scores(model(normalize(batch.images, group.device))).float()
+                found = _outputs(model, normalize(batch.images, group.device))
+                outputs = find_logits(found, classes).float()
                 labels = batch.labels.to(group.device, non_blocking=True)
                 ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
                 correct1 += ranked[:, 0].sum()
                 correct5 += ranked.sum()
-                loss += F.cross_entropy(outputs, labels, reduction="sum")
+                whole = isinstance(loss_function, OwnLoss) and loss_function.in_evaluation
+                loss += loss_function.evaluated(found if whole else outputs, labels)
                 seen += len(labels)
                 corrupt += batch.corrupt
     except (PacelineError, RuntimeError, MemoryError) as error:
@@ -105,7 +117,9 @@ def evaluate(
         group.post_fault(fault)
         failed = 1
     finally:
-        model.train()
+        # Frozen batch norms stay in evaluation mode.
+        for module, training in modes:
+            module.training = training
     if isinstance(batches, EvalBatches):
         # Includes corrupt samples of a last batch that had no other samples.
         corrupt = list(batches.corrupt)
@@ -129,6 +143,20 @@ def evaluate(
         corrupt_here=tuple(corrupt),
         eval_s=time.perf_counter() - started,
     )
+
+
+def _outputs(model: nn.Module, images: Tensor) -> object:
+    try:
+        outputs: object = model(images)
+    except Exception as error:
+        known = None if is_own(model) else forward_error(error, images.shape, _FORWARD)
+        if known is None:
+            raise
+        raise known from error
+    return outputs
+
+
+_FORWARD = "the model's forward in evaluation mode"
 
 
 def _check_counts(samples: float, bad: float, corrupt_limit: int | None) -> None:
@@ -159,10 +187,12 @@ def evaluate_file(
     trust: bool = False,
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
     """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
-    signal that ended it, the configuration and the rank."""
+    signal that ended it, the configuration and the rank. Without `trust`, refuses a checkpoint whose
+    model runs code of a module that it names."""
     components = components or Components()
     checkpoint = Checkpoint.read(path)
     config = read_config(checkpoint, overrides)
+    check_trust(config.model, path, trust)
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
@@ -171,7 +201,7 @@ def evaluate_file(
             "data", lambda: _open_validation(config, checkpoint, path, components)
         )
         model = group.agree_on(
-            "model", lambda: restore_model(config, checkpoint, components, trust=trust)
+            "model", lambda: restore_model(config, checkpoint, path, components)
         ).to(group.device)
         policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
         allow_tf32(config.precision)
@@ -189,7 +219,13 @@ def evaluate_file(
             channels_last=config.run.channels_last, kernel=not triton_problem(group.device),
         )  # fmt: skip
         with loader, StopSignals() as stop:
-            result = evaluate(model, loader, normalize, policy, group, stop, limit)
+            classes = config.model.num_classes or len(checkpoint.classes)
+            loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
+            result = evaluate(model, loader, normalize, policy, group, stop, limit, classes, loss)
+        if config.run.loss not in LOSSES and group.rank == 0:
+            # It is code of whoever wrote the file.
+            note = f"run.loss = {config.run.loss} is not run here; the loss is cross_entropy"
+            sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         if note := loader.note():
             sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank
@@ -212,36 +248,26 @@ def read_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> RunConf
     return config.with_values(overrides)
 
 
-def class_scores(outputs: Any) -> Tensor:
-    """The scores of the classes, samples × classes, where a model returns several outputs: the first
-    tensor, or the attribute or key `logits`."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, Mapping):
-        outputs = outputs["logits"] if "logits" in outputs else list(outputs.values())
-    elif hasattr(outputs, "logits"):
-        outputs = outputs.logits
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, Sequence) and outputs and isinstance(outputs[0], Tensor):
-        return outputs[0]
-    raise RunError(
-        f"the model returns a {type(outputs).__name__}, not scores of classes",
-        "return a tensor of samples × classes, or it as the first of several outputs",
-    )
-
-
 def restore_model(
-    config: RunConfig, checkpoint: Checkpoint, components: Components, *, trust: bool = False
+    config: RunConfig, checkpoint: Checkpoint, path: Path, components: Components
 ) -> nn.Module:
-    """The model of a checkpoint, with its weights. `trust` allows code that the run names."""
-    model = create_model(
-        config.model,
-        num_classes=config.model.num_classes or len(checkpoint.classes),
-        in_channels=config.data.channels,
-        image_size=config.data.image_size,
-    )
-    model.load_state_dict(checkpoint_weights(checkpoint))
+    """The model of a checkpoint, with its weights; `components.model` where it was a Python object."""
+    classes = config.model.num_classes or len(checkpoint.classes)
+    if components.model is None and config.model.name.startswith(f"{PYTHON}:"):
+        raise python_object_error("model.name", config.model.name)
+    if isinstance(components.model, nn.Module):
+        # The object itself may be trained on.
+        components = replace(components, model=copy.deepcopy(components.model))
+    model = make_model(config, classes, components)
+    weights = checkpoint_weights(checkpoint)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise CheckpointError(
+            f"{path} does not fit {config.model.name} as it is here ({reason})",
+            "use the code that it was trained with",
+        ) from error
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

@@ -2,21 +2,32 @@
 
 `choose_fast_path` returns the function that computes a forward pass, whether micro-steps are captured
 in CUDA graphs, and a description of what was chosen. A switch that cannot be obeyed is refused.
+`try_fast_path` runs it once: what was chosen automatically and does not work with this model is left out
+on all ranks, and said.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.group import Group
 from paceline.config import RunSettings
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.models.factories import describe
 from paceline.models.resnet import PADDED_CHANNELS, ResidualBlock, fuse_norms, use_torch_norms
+from paceline.train.machine import out_of_memory
+from paceline.train.micro_step import compile_reason, is_compile_error
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -32,13 +43,16 @@ class FastPath:
     graphs: bool
     remark: str = ""
     image_channels: int | None = None
+    # Whether the model has kernels that fuse its norms.
+    can_fuse: bool = True
 
     def describe(self) -> str:
         def switch(on: bool) -> str:
             return "on" if on else "off"
 
+        norms = switch(self.fused_norm) if self.can_fuse else "off (this model has none)"
         return (
-            f"{'NHWC' if self.channels_last else 'NCHW'}, fused norms {switch(self.fused_norm)}, "
+            f"{'NHWC' if self.channels_last else 'NCHW'}, fused norms {norms}, "
             f"compile {self.compile}, CUDA graphs {switch(self.graphs)}{self.remark}"
         )
 
@@ -71,7 +85,8 @@ def choose_fast_path(
     if on_gpu and shared_gpu and use_torch_norms(model):
         remark += ", no batch norm by cuDNN (shared GPU)"
     forward = compiled(model, how)
-    return FastPath(forward, settings.channels_last, fused, how, graphs, remark, channels)
+    can_fuse = fused or fuse_norms(model, False) > 0
+    return FastPath(forward, settings.channels_last, fused, how, graphs, remark, channels, can_fuse)
 
 
 def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool:
@@ -106,6 +121,102 @@ def compiled(model: nn.Module, how: str) -> Forward:
         for block in blocks:
             block.compile(dynamic=False)
     return model
+
+
+class TrialPass(Protocol):
+    """A forward and backward pass with `forward`, inside `guard`, that leaves no trace. Raises the
+    errors of a first step."""
+
+    def __call__(
+        self, forward: Forward, guard: AbstractContextManager[None] | None = None
+    ) -> object: ...
+
+
+def try_fast_path(
+    settings: RunSettings, fast: FastPath, model: nn.Module, group: Group, trial: TrialPass, *,
+    foreign: bool,
+) -> FastPath:  # fmt: skip
+    """`fast` without torch.compile where the compiler fails and `run.compile` is `auto`, and without
+    CUDA graphs where a `foreign` model waits for the device, which a graph cannot repeat, and
+    `run.cuda_graphs` is `auto`. All ranks decide alike."""
+    if fast.compile == "model" and settings.compile == "auto":
+        attempt = functools.partial(_compile_problem, trial, fast.forward, foreign)
+        if reason := _on_any_rank(group, "compile", attempt):
+            fast = replace(
+                fast, forward=model, compile="off",
+                remark=f"{fast.remark}; torch.compile failed ({reason})",
+            )  # fmt: skip
+    if fast.graphs and foreign:
+        must = settings.cuda_graphs == "on"
+        probe = functools.partial(_graph_problem, trial, fast.forward, must)
+        if reason := _on_any_rank(group, "CUDA graphs", probe):
+            fast = replace(
+                fast, graphs=False,
+                remark=f"{fast.remark}; this model cannot be captured ({reason})",
+            )  # fmt: skip
+    return fast
+
+
+def _on_any_rank(group: Group, phase: str, attempt: Callable[[], str]) -> str:
+    """The problem of this rank, or that another rank has one; empty where none has."""
+    problem = group.agree_on(f"trial of {phase}", attempt)
+    found = torch.tensor(float(bool(problem)), device=group.device)
+    group.all_reduce_sum(found)
+    return problem or ("on another rank" if found > 0 else "")
+
+
+def _compile_problem(trial: TrialPass, forward: Forward, foreign: bool) -> str:
+    """Why a compiled pass fails. Any error of a user's model counts: the pass without the compiler,
+    which follows, raises the model's own."""
+    try:
+        trial(forward)
+    except PacelineError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        compiler = is_compile_error(cause)
+        if out_of_memory(cause, "", "") is not None or not (foreign or compiler):
+            raise
+        torch._dynamo.reset()
+        return compile_reason(cause) if compiler else describe(cause)
+    return ""
+
+
+def _graph_problem(trial: TrialPass, forward: Forward, must: bool) -> str:
+    """Where a pass waits for the device."""
+    trial(forward)  # compiles and chooses algorithms, which may wait once
+    try:
+        trial(forward, _refused_waits())
+    except PacelineError as error:
+        cause = error.__cause__
+        if cause is None or "synchroniz" not in str(cause):
+            raise
+        problem = f"it waits for the device{_place(cause)}"
+    else:
+        return ""
+    if must:
+        raise ConfigError("run.cuda_graphs", "on", problem, "use 'auto' or 'off'")
+    return problem
+
+
+@contextmanager
+def _refused_waits() -> Iterator[None]:
+    """Inside, an operation that waits for the GPU raises RuntimeError, as far as torch knows it."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is called a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _place(error: BaseException) -> str:
+    """The last line of code outside of torch and Paceline, as ` (my_net.py:12)`."""
+    own = str(Path(__file__).parents[1])
+    torch_folder = str(Path(torch.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f for f in frames if not f.filename.startswith((own, torch_folder, "<"))]
+    return f", {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 
 
 # Whether Triton's kernels can run here.

@@ -30,12 +30,14 @@ from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.data import Normalizer, Source, create_eval_loader
+from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint, find_checkpoint, write_atomically
 from paceline.train.components import Components
-from paceline.train.evaluate import class_scores, read_config, restore_model
+from paceline.train.evaluate import read_config, restore_model
 from paceline.train.fast_path import triton_problem
 from paceline.train.machine import choose_device, out_of_memory
+from paceline.train.model_checks import find_logits
 from paceline.train.weights import write_weights
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -124,7 +126,8 @@ class Predictor:
         wanted = {"run.device": device, "precision.amp_dtype": precision, **(overrides or {})}
         config = read_config(checkpoint, wanted)
         place = choose_device(config, Topology.from_env({}))
-        model = restore_model(config, checkpoint, components or Components(), trust=trust)
+        check_trust(config.model, path, trust)
+        model = restore_model(config, checkpoint, path, components or Components())
         policy = choose_policy(config.precision, place)
         allow_tf32(config.precision)
         model = policy.convert(model.to(place)).eval()
@@ -190,7 +193,9 @@ class Predictor:
         try:
             with loader, torch.inference_mode(), self.policy.compute():
                 for batch in loader:
-                    outputs = class_scores(self.model(normalize(batch.images, device)))
+                    outputs = find_logits(
+                        self.model(normalize(batch.images, device)), len(self.classes)
+                    )
                     places = batch.labels.cpu()
                     scores[places] = self._probabilities(outputs.float()).cpu()
                     seen[places] = True
@@ -272,7 +277,7 @@ class _Logits(nn.Module):
         self.model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
-        return class_scores(self.model(images)).float()
+        return find_logits(self.model(images)).float()
 
 
 def _exported(predictor: Predictor) -> tuple[_Logits, Tensor, torch.export.ExportedProgram]:

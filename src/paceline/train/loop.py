@@ -173,6 +173,7 @@ class TrainingLoop:
         self._save_owed |= outcome.save
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
+        self._note_fallback()
         t.emit(
             StepEvent(
                 step=progress.step,
@@ -188,6 +189,7 @@ class TrainingLoop:
                 input_stall_s=sum(outcome.stall.values()),
                 input_stall_causes=outcome.stall,
                 core_wait_share=self._core_wait_share(),
+                grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
             )
         )
         if t.is_main and self._trust_is_due(progress.step):
@@ -197,6 +199,13 @@ class TrainingLoop:
         self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
             check_divergence(t, outcome)
+
+    def _note_fallback(self) -> None:
+        """Once: micro-steps are not captured although they were meant to be."""
+        reason, chosen = self._t.step.micro.uncaptured, self._t.chosen
+        if reason and "not captured" not in chosen["speed"]:
+            chosen["speed"] += f"; not captured: {reason}"
+            self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
 
     def _core_wait_share(self) -> float | None:
         """The latest reading; the first one of an overloaded host also emits a note."""
@@ -234,8 +243,10 @@ class TrainingLoop:
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
         with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
-                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit
-            )
+                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
+                t.config.model.num_classes or len(t.source.classes),
+                t.step.micro.loss_function,
+            )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")
         if isinstance(found, signal.Signals):

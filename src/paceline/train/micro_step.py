@@ -8,6 +8,7 @@ on. `Mixing` draws mixup and CutMix; `step_error` turns what a pass raises into 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,20 +17,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
 from paceline.core.errors import PacelineError, RunError
 from paceline.data import Normalizer
+from paceline.models.factories import describe
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.components import Loss
+from paceline.train.loss import CrossEntropy, TrainingLoss
 from paceline.train.machine import derive_seed, out_of_memory
 
 # The first calls run the function itself: they compile kernels and choose algorithms, which a capture
 # cannot do.
 WARM_CALLS = 2
 _LOCK_WAIT_S = 1.0
+
+
+class CaptureError(RunError):
+    """Work that cannot be captured as a CUDA graph; nothing of it has run."""
 
 
 class Captured:
@@ -91,19 +96,49 @@ class Captured:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         try:
             # Only this thread's calls are captured: a loader's thread may copy meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
         except RuntimeError as error:
-            reason = str(error).splitlines()[0][:200]
-            raise RunError(
+            if (
+                stream is not None
+            ):  # where the end of the capture fails, torch does not leave its own
+                torch.cuda.set_stream(stream)
+            cause = _capture_cause(error)
+            if stream is not None:
+                _end_failed_capture(stream, self._pool)
+            reason = str(cause).splitlines()[0][:200]
+            raise CaptureError(
                 f"the step could not be captured as a CUDA graph ({reason})",
                 "use --set run.cuda_graphs=off",
             ) from error
         return graph
+
+
+def _capture_cause(error: RuntimeError) -> BaseException:
+    """What made a capture fail: where the end of the capture fails too, torch raises that. Raises the
+    cause itself where it means that memory ran out or that the device is lost."""
+    cause: BaseException = error
+    while cause.__context__ is not None and isinstance(cause.__context__, RuntimeError):
+        cause = cause.__context__
+    lost = isinstance(cause, torch.AcceleratorError) and "captur" not in str(cause)
+    if lost or isinstance(cause, torch.OutOfMemoryError):
+        raise cause
+    return cause
+
+
+def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Undoes what torch leaves behind where the end of a capture fails: an allocator that still serves
+    the capture's pool, and a random generator that refuses to draw outside of a capture. A capture that
+    succeeds resets the generator."""
+    torch.cuda.synchronize(stream.device)
+    if pool is not None:
+        with contextlib.suppress(RuntimeError, AttributeError):  # it has ended
+            torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros((), device=stream.device)
 
 
 # Images, labels, and a table of `Mixing` where images are mixed.
@@ -125,20 +160,25 @@ class MicroStep:
         smoothing: float,
         *,
         graphs: bool = False,
-        loss: Loss | None = None,
+        must_capture: bool = True,
+        loss: TrainingLoss | None = None,
         augment: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
-        `augment` changes the normalized images."""
+        `must_capture`: raise where that fails, instead of going on without. Without a `loss` it is
+        cross-entropy with `smoothing`. `augment` changes the normalized images."""
         self.forward = forward
         self._policy = policy
         self._normalize = normalize
         self._exchange = exchange
         self._scale = scale
-        self._smoothing = smoothing
-        self._own_loss = loss
+        self.loss_function = loss or CrossEntropy(smoothing)
         self._augment = augment
         self._graphs = graphs
+        # Whether ranks have to agree, after the first captures, that all of them go on with graphs.
+        self.may_fall_back = graphs and not must_capture
+        # Why micro-steps are not captured although they should be.
+        self.uncaptured = ""
         self._share = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)
         self._captured: _CapturedMicroSteps | None = None
@@ -166,7 +206,20 @@ class MicroStep:
         if self._captured is None:
             self._normalize.prepare(device)
             self._captured = _CapturedMicroSteps(self._compute_to_end, inputs, device)
-        self._captured.run(inputs, self._exchange, sends=sends)
+        try:
+            self._captured.run(inputs, self._exchange, sends=sends)
+        except CaptureError as error:
+            if not self.may_fall_back:
+                raise
+            self.fall_back(error.cause)
+            self._compute(sends, *_moved(inputs, device))
+
+    def fall_back(self, reason: str) -> None:
+        """Micro-steps are not captured from now on."""
+        if not self.uncaptured:
+            self.uncaptured = reason
+        self._drop_graphs()
+        self._graphs = False
 
     def release(self) -> None:
         """Destroys the CUDA graphs, before the process groups whose collectives they hold."""
@@ -198,7 +251,7 @@ class MicroStep:
             if mix is not None:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
-        part = self._loss(outputs.float(), labels, own) * self._share
+        part = self.loss_function.total(outputs, labels, own) * self._share
         (part * self._scale.step_value).backward()  # type: ignore[no-untyped-call]
         self.loss.add_(part.detach())
         self._exchange.gather()
@@ -209,14 +262,6 @@ class MicroStep:
         """A capture must not end before the buckets that it sends are complete."""
         self._compute(sends, images, labels, mix)
         self._exchange.join()
-
-    def _loss(self, outputs: Tensor, labels: Tensor, own: Tensor | None) -> Tensor:
-        """Summed over the samples; of both labels where two images were mixed."""
-        of = partial(F.cross_entropy, outputs, label_smoothing=self._smoothing)
-        if own is None:
-            return of(labels, reduction="sum")
-        first, second = (of(each, reduction="none") for each in (labels, other_labels(labels)))
-        return (own * first + (1 - own) * second).sum()
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
@@ -321,19 +366,24 @@ def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return torch.lerp(images.flip(0), images, share), kept.flatten()
 
 
-def other_labels(labels: Tensor) -> Tensor:
-    """Of the images that were mixed in."""
-    return labels.flip(0)
-
-
-def step_error(error: Exception, step: int, micro_batch: int) -> PacelineError | None:
+def step_error(
+    error: Exception, step: int, micro_batch: int, *, foreign: bool = False
+) -> PacelineError | None:
     """The error, with cause and remedy, for an exception out of a forward or backward pass; None
-    where it is a defect of the program and must keep its traceback."""
+    where it is a defect of the program and must keep its traceback. With a `foreign` model, all
+    exceptions count as the model's."""
     if isinstance(error, PacelineError):
         return error
-    if _is_compile_error(error):
+    if is_compile_error(error):
         return _compile_error(error)
-    return _memory_error(error, step, micro_batch) or _single_value_error(error, step)
+    known = _memory_error(error, step, micro_batch) or _single_value_error(error, step)
+    if known is None and foreign and not isinstance(error, torch.AcceleratorError):
+        return RunError(
+            f"the model's forward or backward failed at step {step + 1} on {micro_batch} images: "
+            f"{describe(error)}",
+            "check the model's code",
+        )
+    return known
 
 
 def _memory_error(error: Exception, step: int, size: int) -> RunError | None:
@@ -356,7 +406,7 @@ def _single_value_error(error: Exception, step: int) -> RunError | None:
     )
 
 
-def _is_compile_error(error: Exception) -> bool:
+def is_compile_error(error: Exception) -> bool:
     """By name, because importing the compiler takes a second."""
     return any(
         kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
@@ -364,12 +414,16 @@ def _is_compile_error(error: Exception) -> bool:
     )
 
 
-def _compile_error(error: Exception) -> RunError:
+def compile_reason(error: Exception) -> str:
     """The first line with a reason: torch adds pages of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "backend='inductor' raised:" only announces it.
-    reason = next((line for line in lines if not line.endswith(":")), type(error).__name__)
+    return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:200]
+
+
+def _compile_error(error: Exception) -> RunError:
+    reason = compile_reason(error)
     if type(error).__module__.startswith("triton"):
         remedy = "use --set run.fused_norm=off --set optim.fused=foreach"
-        return RunError(f"Triton could not build a kernel ({reason[:200]})", remedy)
-    return RunError(f"torch.compile failed ({reason[:200]})", "use --compile off")
+        return RunError(f"Triton could not build a kernel ({reason})", remedy)
+    return RunError(f"torch.compile failed ({reason})", "use --compile off")

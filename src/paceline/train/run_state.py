@@ -19,7 +19,7 @@ from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan, DataSettings
-from paceline.optim.lars import LARS
+from paceline.optim.base import MasterOptimizer
 from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
@@ -79,6 +79,9 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     for key in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
         name = f"data.{key}"
         _compare(path, name, there.get(name, getattr(DataSettings, key)), here.get(name))
+    for key in ("arguments", "freeze"):
+        name = f"model.{key}"
+        _compare(path, name, there.get(name) or None, here.get(name) or None)
     name = "optim.orthogonal"  # determines the meaning of the momentum
     _compare(path, name, there.get(name, OptimSettings.orthogonal), here.get(name))
 
@@ -109,7 +112,7 @@ class RunState:
     peak_lr: float
     classes: tuple[str, ...]
     model: nn.Module
-    optimizer: LARS
+    optimizer: MasterOptimizer
     batch_norm: BatchNormState
     scale: LossScale
     group: Group
@@ -125,14 +128,15 @@ class RunState:
         if self.is_over(progress):
             self._check_unchanged(checkpoint, path, elsewhere)
         try:
+            statistics = self.batch_norm.keys()
             missing = self.model.load_state_dict(checkpoint.model, strict=False).missing_keys
             self._restore_optimizer(checkpoint.optimizer)
-            if not missing or all(_is_statistic(key) for key in missing):
+            if statistics.issuperset(missing):
                 restore_masters(self.model, self.optimizer, checkpoint.model)
         except (RuntimeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[-1].strip()
             raise CheckpointError(f"{path} does not fit ({reason})", "check --model") from None
-        lost = [key for key in missing if not _is_statistic(key)]
+        lost = [key for key in missing if key not in statistics]
         if lost:
             raise CheckpointError(f"{path} lacks {lost[0]} ({len(lost)} in all)", "check --model")
         saved = checkpoint.batch_norm
@@ -153,8 +157,8 @@ class RunState:
         """Restores the state but keeps this run's hyper-parameters, which flags may have changed."""
         own = self.optimizer.state_dict()["param_groups"]
         if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
-            raise ValueError("the optimizer's parameter groups differ")
-        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
+            raise ValueError("the optimizer's parameter groups differ; see optim.layer_decay")
+        self.optimizer.load_state_dict({**saved, "param_groups": own})
 
     def _check(self, checkpoint: Checkpoint, path: Path) -> None:
         check_pinned(checkpoint, self.config, path)
@@ -219,7 +223,7 @@ class RunState:
         average: dict[str, Any],
         only_rank: int | None = None,
     ) -> Checkpoint:
-        batches = self.batches
+        batches, statistics = self.batches, self.batch_norm.keys()
         return Checkpoint(
             progress=asdict(progress),
             config=self.config.to_tables(),
@@ -229,7 +233,7 @@ class RunState:
             model={
                 name: value.detach().cpu()
                 for name, value in full_state(self.model, self.optimizer).items()
-                if not _is_statistic(name)
+                if name not in statistics
             },
             batch_norm={
                 "names": self.batch_norm.names,
@@ -268,10 +272,6 @@ def _shown(classes: Sequence[str]) -> str:
     """Number, first names and a digest of all names."""
     digest = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:6]
     return f"{len(classes)}: {', '.join(classes[:3])} … ({digest})"
-
-
-def _is_statistic(name: str) -> bool:
-    return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
 
 
 # Settings that decide the plan.

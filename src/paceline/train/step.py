@@ -24,7 +24,7 @@ from paceline.core.errors import PacelineError
 from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.machine import explain_out_of_memory, seed_micro_batch
-from paceline.train.micro_step import MicroStep, Mixing, step_error
+from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
@@ -55,6 +55,8 @@ class StepOutcome:
     exposed_comm_s: float
     # How long it waited for a batch, by cause.
     stall: dict[str, float]
+    # Norm of all gradients before clipping; 0 where nothing is clipped.
+    grad_norm: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -88,12 +90,15 @@ class TrainStep:
     scale: LossScale
     seed: int
     mixing: Mixing | None = None
+    # Whether the model is a user's: what it raises is then reported in one line.
+    foreign: bool = False
     # An error between steps waits here for the next exchange, which reports it to all ranks.
     fault: PacelineError | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     _given_up: bool = False
     _unfinished: bool = False
+    _launches: int = 0
 
     @property
     def lag(self) -> int:
@@ -113,9 +118,10 @@ class TrainStep:
         """Queues global batch number `step`: gradients, exchange, update."""
         started = time.perf_counter()
         corrupt: list[CorruptSample] = []
-        failed, abandoned, data_s = False, False, 0.0
+        failed, abandoned, computing, data_s = False, False, False, 0.0
         first, last = self.plan.step_range(step)
         micro_batches = self.plan.micro_batches(step, self.group.rank)
+        self._agree_on_graphs()
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
@@ -140,11 +146,16 @@ class TrainStep:
                 final = turn == len(micro_batches) - 1
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, number, len(batch.labels))
+                    computing = True
                     self.micro.run(batch.images, batch.labels, usual=usual, last=final, mix=mix)
+                    computing = False
         except Exception as error:  # a defect of the program is raised again
-            fault = step_error(error, step, self.plan.micro_batch)
+            foreign = self.foreign and computing
+            fault = step_error(error, step, self.plan.micro_batch, foreign=foreign)
             if fault is None:
                 raise
+            if fault is not error:
+                fault.__cause__ = error
             self.fault, failed = fault, True
             self.group.post_fault(fault)
         signals = Signals(
@@ -174,6 +185,17 @@ class TrainStep:
                 stall=wait.stall,
             )
         )
+
+    def _agree_on_graphs(self) -> None:
+        """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all
+        go on without. All ranks launch the same steps, so that each comes here at the same one."""
+        self._launches += 1
+        if not self.micro.may_fall_back or self._launches != WARM_CALLS + 2:
+            return
+        failed = torch.tensor(float(bool(self.micro.uncaptured)), device=self.group.device)
+        self.group.all_reduce_sum(failed)
+        if failed > 0:
+            self.micro.fall_back("another rank could not capture the step as a CUDA graph")
 
     def _mix(self, step: int, number: int, samples: int) -> Tensor | None:
         if self.mixing is None:
@@ -232,6 +254,7 @@ class TrainStep:
             data_s=launched.data_s,
             exposed_comm_s=launched.exposed(),
             stall=launched.stall(),
+            grad_norm=row["grad_norm"],
         )
 
     def release(self) -> None:

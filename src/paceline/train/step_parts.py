@@ -8,8 +8,10 @@ makes the `TrainStep`. Training and benchmarks both build their steps here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +22,30 @@ from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.errors import CheckpointError, ConfigError, RunError
+from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
-from paceline.models.registry import parameter_groups
+from paceline.models.registry import is_own, parameter_groups
+from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
-from paceline.optim.lars import LARS
+from paceline.optim.layers import describe_layers, with_layer_decay
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.components import Components
-from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem
+from paceline.train.fast_path import (
+    FastPath,
+    Forward,
+    choose_fast_path,
+    triton_problem,
+    try_fast_path,
+)
+from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient, create_loss
 from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
+from paceline.train.model_checks import restored_buffers, with_one_output
 from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
@@ -47,7 +59,7 @@ class StepParts:
 
     model: nn.Module
     policy: Policy
-    optimizer: LARS
+    optimizer: MasterOptimizer
     batch_norm: BatchNormState
     scale: LossScale
     exchange: GradientExchange
@@ -55,24 +67,34 @@ class StepParts:
     normalize: Normalizer
     plan_file: PlanFile
     exchange_summary: str
+    loss: TrainingLoss
+    clip_norm: float = 0.0
     average: WeightAverage | None = None
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for display and record."""
-        return {
+        clipped = f"gradients clipped to a norm of {self.clip_norm:g}" if self.clip_norm else ""
+        notes = (self.optimizer.describe(), describe_layers(self.optimizer.param_groups), clipped)
+        chosen = {
             "precision": f"{self.policy.name}, loss scale {self.scale.describe()}",
-            "optimizer": f"{type(self.optimizer).__name__.lower()}, {self.optimizer.path}",
+            "optimizer": ", ".join(filter(None, notes)),
             "speed": self.fast.describe(),
             "exchange": self.exchange_summary,
         }
+        if not isinstance(self.loss, CrossEntropy):
+            chosen["loss"] = self.loss.describe()
+        return chosen
 
 
 def create_parts(
     config: RunConfig, model: nn.Module, group: Group, *, rate: float, micro_batch: int,
     accumulate: bool, pinned: PinnedPlan | None = None, steps_per_epoch: float = 1.0,
+    components: Components | None = None, classes: int | None = None,
 ) -> StepParts:  # fmt: skip
     """Rounds the model to its number format, switches its fast forms on, and plans the exchange.
-    `steps_per_epoch` says how far the average of `run.average_epochs` reaches back."""
+    `steps_per_epoch` says how far the average of `run.average_epochs` reaches back, `classes` how many
+    there are for an own loss of mixed images."""
+    components = components or Components()
     problem = triton_problem(group.device)
     facts = {"Triton": problem or "usable"}
     group.agree("kernels", facts=facts, remedy="use the same image on all nodes")
@@ -82,10 +104,13 @@ def create_parts(
     if problem and settings.fused == "auto":
         settings = replace(settings, fused="foreach")
     optimizer = group.agree_on(
-        "optimizer", lambda: create_master_optimizer(settings, model, policy, rate)
+        "optimizer",
+        lambda: create_master_optimizer(settings, model, policy, rate, components.optimizer),
     )
-    if settings.name == "muon":
-        remedy = "muon wants one kind of device and as many threads everywhere; or use lars"
+    loss = group.agree_on("loss", lambda: create_loss(config.run, components.loss, classes))
+    if settings.name == "muon" or optimizer.path == "torch":
+        name = type(optimizer).__name__.lower() if settings.name == "muon" else "this optimizer"
+        remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
         group.agree("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
     batch_norm = BatchNormState(model)
     shared = config.comm.share_gpus and group.world_size > 1
@@ -99,9 +124,29 @@ def create_parts(
         kernel=not problem,
     )  # fmt: skip
     size, channels = config.data.image_size, config.data.channels
+    foreign = not is_own(model)
+    one_output = foreign and not isinstance(loss, OwnLoss)
     dry = DryBackward(
-        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels)
-    )
+        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels), loss,
+        model if foreign else None,
+    )  # fmt: skip
+
+    def trial(forward: Forward, guard: AbstractContextManager[None] | None = None) -> bool:
+        replace(dry, forward=with_one_output(forward) if one_output else forward)(guard)
+        model.zero_grad(set_to_none=True)
+        return True
+
+    if not isinstance(loss, CrossEntropy):
+        mixes = bool(config.run.mixup or config.run.cutmix)
+        eager = replace(dry, forward=with_one_output(model) if one_output else model)
+        group.agree_on("loss on a batch", lambda: eager.check_loss(model, mixes=mixes))
+    fast = try_fast_path(config.run, fast, model, group, trial, foreign=foreign)
+    if foreign:
+        # Also where the order of the gradients is known: its backward pass may fail.
+        group.agree_on("first pass", lambda: trial(fast.forward))
+    if one_output:
+        fast = replace(fast, forward=with_one_output(fast.forward))
+    dry = replace(dry, forward=fast.forward)
     planned = plan_exchange(config.comm, model, group, dry, pinned)
     exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
@@ -121,6 +166,8 @@ def create_parts(
         plan_file=planned.file,
         exchange_summary=describe_exchange(exchange, planned, _when(exchange, fast)),
         average=average,
+        loss=loss,
+        clip_norm=settings.clip_norm,
     )
 
 
@@ -155,12 +202,12 @@ def create_step(
         augment = BatchAugment(components.device_augment, config.data.channels)
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
-        config.run.smoothing, graphs=graphs, loss=components.loss if components else None,
-        augment=augment,
+        config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
+        loss=parts.loss, augment=augment,
     )  # fmt: skip
     update = Update(
         parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
-        average=parts.average,
+        average=parts.average, clip_norm=parts.clip_norm,
     )  # fmt: skip
     run = config.run
     mixing = None
@@ -181,6 +228,7 @@ def create_step(
         scale=parts.scale,
         seed=run.seed,
         mixing=mixing,
+        foreign=not is_own(parts.model),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
@@ -188,17 +236,24 @@ def create_step(
 
 
 def create_master_optimizer(
-    settings: OptimSettings, model: nn.Module, policy: Policy, rate: float
-) -> LARS:
+    settings: OptimSettings, model: nn.Module, policy: Policy, rate: float,
+    factory: Callable[..., Any] | None = None,
+) -> MasterOptimizer:  # fmt: skip
     """Rounds the model's weights to the policy's format; the masters keep them as they were drawn."""
     groups = parameter_groups(model, settings.weight_decay)
     if settings.decay_bias_norm:
         groups = [{**group, "weight_decay": settings.weight_decay} for group in groups]
+    groups = with_layer_decay(groups, model, settings.layer_decay)
     drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
-    optimizer = create_optimizer(settings, groups, rate)
+    optimizer = create_optimizer(settings, groups, rate, factory)
     # The optimizer's own order: it may have groups of its own.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(parameters) != len(drawn):
+        raise ConfigError(
+            "optimizer", None, f"it has {len(parameters)} of the {len(drawn)} trained parameters",
+            "give it all groups; freeze parameters by requires_grad_(False)",
+        )  # fmt: skip
     for master, parameter in zip(optimizer.masters(), parameters, strict=True):
         master.detach().copy_(drawn[parameter])
     return optimizer
@@ -334,27 +389,95 @@ class DryBackward:
     normalize: Normalizer
     batch_norm: BatchNormState
     images: tuple[int, int, int, int]
+    loss: TrainingLoss = field(default_factory=CrossEntropy)
+    # A user's model: its other buffers are restored too, and what it raises is reported in one line.
+    foreign: nn.Module | None = None
 
-    def __call__(self) -> None:
-        """Raises the errors of a first step."""
+    def __call__(self, guard: AbstractContextManager[None] | None = None) -> None:
+        """Raises the errors of a first step. `guard` is around forward and backward."""
         try:
-            self._run()
+            with restored_buffers(self.foreign) if self.foreign else nullcontext():
+                self._run(guard or nullcontext())
         except Exception as error:  # a defect of the program is raised again
-            fault = step_error(error, 0, self.images[0])
+            fault = step_error(error, 0, self.images[0], foreign=self.foreign is not None)
             if fault is None:
                 raise
             raise fault from error
 
-    def _run(self) -> None:
+    def _run(self, guard: AbstractContextManager[None]) -> None:
         device = self.policy.device
         on_gpu = device.type == "cuda"
         self.batch_norm.remember()
         with torch.random.fork_rng(devices=[device] if on_gpu else []):
             zeros = torch.zeros(self.images, dtype=torch.uint8, device=device)
-            with self.policy.compute():
-                outputs = self.forward(self.normalize(zeros, device))
-            outputs.float().sum().backward()  # type: ignore[no-untyped-call]
-        self.batch_norm.discard_if(torch.ones((), device=device))
+            every = torch.ones((), device=device)
+            try:
+                with guard:
+                    with self.policy.compute():
+                        outputs = self.forward(self.normalize(zeros, device))
+                    if isinstance(self.loss, CrossEntropy):
+                        outputs.float().sum().backward()  # type: ignore[no-untyped-call]
+                    else:
+                        self._total(outputs, mixes=False).backward()  # type: ignore[no-untyped-call]
+            finally:
+                self.batch_norm.discard_if(every)
         if on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
+
+    def check_loss(self, model: nn.Module, *, mixes: bool) -> TrainingLoss:
+        """Tries the loss, forward and backward, and returns it. Raises one line if it raises, has another
+        shape or no gradient. Notes an own loss that does not take the model's evaluation outputs."""
+        try:
+            with restored_buffers(self.foreign) if self.foreign else nullcontext():
+                self._check_loss(model, mixes)
+            return self.loss
+        except Exception as error:  # a defect of the program is raised again
+            fault = step_error(error, 0, self.images[0], foreign=self.foreign is not None)
+            if fault is None:
+                raise
+            raise fault from error
+
+    def _check_loss(self, model: nn.Module, mixes: bool) -> None:
+        device = self.policy.device
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.batch_norm.remember()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            zeros = torch.zeros(self.images, dtype=torch.uint8, device=device)
+            with self.policy.compute():
+                outputs = self.forward(self.normalize(zeros, device))
+            total = self._total(outputs, mixes=mixes)
+            check_gradient(total, self.loss)
+            try:
+                torch.autograd.grad(total, trained, allow_unused=True)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+                    raise
+                raise RunError(
+                    f"the backward pass of the loss {self.loss.name} failed ({first_line(error)})",
+                    "compute it from the outputs with differentiable operations",
+                ) from error
+            if isinstance(self.loss, OwnLoss):
+                self.loss.in_evaluation = self._takes_evaluation(model, zeros)
+        self.batch_norm.discard_if(torch.ones((), device=device))
+
+    def _takes_evaluation(self, model: nn.Module, zeros: Tensor) -> bool:
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.policy.compute():
+                outputs = model(self.normalize(zeros, self.policy.device))
+                self.loss.evaluated(outputs, self._labels(len(zeros)))
+        except RunError:
+            return False
+        finally:
+            for module, training in modes:
+                module.training = training
+        return True
+
+    def _total(self, outputs: Any, *, mixes: bool) -> Tensor:
+        own = torch.ones(self.images[0], device=self.policy.device) if mixes else None
+        return self.loss.total(outputs, self._labels(self.images[0]), own)
+
+    def _labels(self, samples: int) -> Tensor:
+        return torch.zeros(samples, dtype=torch.int64, device=self.policy.device)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
+from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import set_rate
-from paceline.optim.lars import LARS
+from paceline.optim.lars_foreach import accurate_norms
 from paceline.precision.policy import LossScale
 from paceline.train.micro_step import Captured
 from paceline.train.weights import BatchNormState, WeightAverage
 
 # What follows the sums of the signals in the row.
-EXTRAS = ("overflow", "halted", "scale")
+EXTRAS = ("overflow", "halted", "scale", "grad_norm")
 
 
 class Update:
@@ -27,14 +28,16 @@ class Update:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: LARS,
+        optimizer: MasterOptimizer,
         exchange: GradientExchange,
         batch_norm: BatchNormState,
         scale: LossScale,
         *,
         graphs: bool = False,
         average: WeightAverage | None = None,
+        clip_norm: float = 0.0,
     ) -> None:
+        """`clip_norm`: largest norm of all gradients together, after their mean over ranks; 0: any."""
         self.optimizer = optimizer
         self.average = average
         self.names = _names(model, optimizer)
@@ -48,14 +51,23 @@ class Update:
         self.row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(self.names), device=device)
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(self.names), device=device)
-        optimizer.grad_scale = scale.step_value
+        self._clip_norm = clip_norm
+        self._grad_norm = torch.zeros((), device=device)
+        # Clipping divides by more than the loss scale, and costs no pass over the gradients of its own.
+        self._divisor = scale.step_value.clone()
+        optimizer.grad_scale = self._divisor if clip_norm else scale.step_value
+        # A wrapped optimizer reads flags on the host, and waits for the exchange there.
+        self._waits = optimizer.path == "torch" and device.type == "cuda"
         self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
 
     def run(self, rate: float) -> None:
         """One update at the learning rate `rate`."""
         set_rate(self.optimizer, rate)
         self.optimizer.upload()
-        self._captured()
+        if self._waits:
+            self._exchange.group.watched("the update", self._captured)
+        else:
+            self._captured()
 
     def release(self) -> None:
         """Destroys the CUDA graph."""
@@ -67,19 +79,46 @@ class Update:
         self._halted.copy_(torch.maximum(self._halted, (given_up > 0).to(torch.float32)))
         assert self.optimizer.active is not None
         torch.index_select(self._exchange.uses, 0, self._order, out=self.optimizer.active)
+        if self._clip_norm:
+            self._clip()
         self.optimizer.step()
         overflow = self.optimizer.overflow
         discard = torch.maximum(overflow, self._halted)
         self._batch_norm.discard_if(discard)
         if self.average is not None:
             self.average.add(discard)
-        extras = torch.stack([overflow, self._halted, self._scale.value])
+        extras = torch.stack([overflow, self._halted, self._scale.value, self._grad_norm])
         bad = self.optimizer.bad.to(torch.float32)
         self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras, bad]))
         self._scale.update(overflow, self._halted)
 
+    def _clip(self) -> None:
+        """Sets the divisor of the gradients. Where their norm is not finite the optimizer skips the
+        step, for which it needs the gradients as they are."""
+        gradients = [
+            p.grad for group in self.optimizer.param_groups for p in group["params"]
+            if p.grad is not None
+        ]  # fmt: skip
+        norms = torch.stack([norm.double() for norm in gradient_norms(gradients)])
+        scale = self._scale.step_value.double()
+        norm = torch.linalg.vector_norm(norms) / scale
+        self._grad_norm.copy_(norm)
+        over = (norm / self._clip_norm).clamp(min=1.0)
+        self._divisor.copy_(scale * torch.where(torch.isfinite(over), over, 1.0))
 
-def _names(model: nn.Module, optimizer: LARS) -> list[str]:
+
+def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
+    """2-norms in fp32, those of one format after those of another."""
+    if gradients[0].device.type == "cpu":
+        return accurate_norms([gradient.float() for gradient in gradients])
+    norms: list[Tensor] = []
+    for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.dtype == kind]
+        norms += torch._foreach_norm(own, 2, dtype=torch.float32)
+    return norms
+
+
+def _names(model: nn.Module, optimizer: MasterOptimizer) -> list[str]:
     """The parameters' names in the optimizer's order."""
     names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.group import Group
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.optim.lars import LARS
+from paceline.optim.base import MasterOptimizer
 from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.machine import explain_out_of_memory
 
@@ -29,7 +29,7 @@ _REMEDY = "use run.average_epochs=0, or free the device"
 
 
 def master_weights(
-    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
+    model: nn.Module, optimizer: MasterOptimizer, weights: Sequence[Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Masters by parameter name, or `weights` in their place; frozen parameters as they are."""
     chosen = optimizer.masters() if weights is None else weights
@@ -38,7 +38,7 @@ def master_weights(
 
 
 def full_state(
-    model: nn.Module, optimizer: LARS, weights: Sequence[Tensor] | None = None
+    model: nn.Module, optimizer: MasterOptimizer, weights: Sequence[Tensor] | None = None
 ) -> dict[str, Tensor]:
     """The model's state dict with masters, or `weights` in their order, instead of parameters."""
     chosen = optimizer.masters() if weights is None else weights
@@ -48,7 +48,9 @@ def full_state(
     return {name: _widened(masters.get(id(value), value).detach()) for name, value in state.items()}
 
 
-def restore_masters(model: nn.Module, optimizer: LARS, state: Mapping[str, Tensor]) -> None:
+def restore_masters(
+    model: nn.Module, optimizer: MasterOptimizer, state: Mapping[str, Tensor]
+) -> None:
     """Fills the masters from a state dict of `full_state`; the model's own weights are loaded
     separately."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -56,7 +58,7 @@ def restore_masters(model: nn.Module, optimizer: LARS, state: Mapping[str, Tenso
         master.detach().copy_(state[names[id(parameter)]])
 
 
-def _parameters(optimizer: LARS) -> list[Tensor]:
+def _parameters(optimizer: MasterOptimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -74,7 +76,7 @@ class WeightAverage:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: LARS, batch_norm: BatchNormState, steps: float
+        self, model: nn.Module, optimizer: MasterOptimizer, batch_norm: BatchNormState, steps: float
     ) -> None:
         self.steps = steps
         self._model = model
@@ -162,7 +164,7 @@ class WeightAverage:
 
 
 def create_average(
-    epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: LARS,
+    epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: MasterOptimizer,
     batch_norm: BatchNormState,
 ) -> WeightAverage | None:  # fmt: skip
     """None if `run.average_epochs` is 0."""
@@ -265,9 +267,18 @@ class BatchNormState:
                 self.flat[0, start:stop].data,
                 self.flat[1, start:stop].data,
             )
+            if layer.num_batches_tracked is not None:  # of pretrained weights
+                self.tracked[number] = layer.num_batches_tracked
             layer.num_batches_tracked = self.tracked[number]
             start = stop
         self._flat_before, self._tracked_before = self.flat.clone(), self.tracked.clone()
+
+    def keys(self) -> frozenset[str]:
+        """The keys of the statistics in the model's state dict."""
+        parts = ("running_mean", "running_var", "num_batches_tracked")
+        return frozenset(
+            f"{name}.{part}" if name else part for name in self.names for part in parts
+        )
 
     def remember(self) -> None:
         """Keeps the statistics before a step that may be skipped or stopped."""

@@ -1,8 +1,8 @@
-"""A LARS step in Triton kernels: tables of addresses on the device, and a few launches over all
+"""Optimizer steps in Triton kernels: tables of addresses on the device, and a few launches over all
 tensors.
 
-Tables are rebuilt only where an address changed. No synchronization, and no allocation that depends on
-values.
+`FusedStep` keeps the tables; `LarsStep` and `AdamStep` launch their kernels. Tables are rebuilt only
+where an address changed. No synchronization, and no allocation that depends on values.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ def triton_unavailable(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda"):
         return f"no kernels for {device.type}"
     return ""
+
+
+class Switches(NamedTuple):
+    """The gates of a step, with constants for those that are not set."""
+
+    scale: Tensor
+    found_inf: Tensor
+    hold: Tensor
+    active: Tensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class _Tables:
 
 
 @dataclass
-class FusedStep:
+class FusedStep(ABC):
     """Caches the tables of the last step, and constants for switches that are not set."""
 
     _tables: _Tables | None = None
@@ -110,21 +120,35 @@ class FusedStep:
             layout = _lay_out(layout_key, device)
         columns = []
         for position, first in zip(layout.order, layout.first_chunks, strict=True):
-            row, (_, _, *addresses) = rows[position], key[position]
+            row, (_, _, *addresses, second) = rows[position], key[position]
             _check_strides(row)
-            columns.append([*addresses, row.parameter.numel(), first, row.group, row.index])
+            numbers = [row.parameter.numel(), first, row.group, row.index]
+            columns.append([*addresses, *numbers, second])
         table = torch.tensor(columns, dtype=torch.int64).t().contiguous()
         return _Tables(key, layout, _sent(table, device))
+
+    def _switches(self, gates: Gates) -> Switches:
+        assert self._constants is not None
+        zero, one, ones = self._constants
+        return Switches(
+            one if gates.grad_scale is None else gates.grad_scale,
+            zero if gates.found_inf is None else gates.found_inf,
+            zero if gates.hold is None else gates.hold,
+            ones if gates.active is None else gates.active,
+        )
+
+    @abstractmethod
+    def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+        """Launches the kernels of one step."""
+
+
+class LarsStep(FusedStep):
+    """Norms, trust ratios and update of LARS, of SGD and, along other directions, of Muon."""
 
     def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         from paceline.optim import lars_kernels as kernels
 
-        assert self._constants is not None
-        zero, one, ones = self._constants
-        scale = one if gates.grad_scale is None else gates.grad_scale
-        found_inf = zero if gates.found_inf is None else gates.found_inf
-        hold = zero if gates.hold is None else gates.hold
-        active = ones if gates.active is None else gates.active
+        scale, found_inf, hold, active = self._switches(gates)
         layout, kinds = tables.layout, kernels.KINDS
         count, chunks = tables.tensors.shape[1], layout.partials.shape[1]
         for b in layout.buckets:
@@ -148,6 +172,67 @@ class FusedStep:
             )  # fmt: skip
 
 
+@dataclass
+class AdamStep(FusedStep):
+    """AdamW, or LAMB with `adapts`. `steps` and `corrections` are the optimizer's own memory: steps
+    done by each parameter, and 1 − β₁ᵗ and 1 − β₂ᵗ of the step to come."""
+
+    steps: Tensor = field(default_factory=lambda: torch.zeros(0))
+    corrections: Tensor = field(default_factory=lambda: torch.zeros(2, 0))
+    adapts: bool = False
+
+    def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+        from paceline.optim import adam_kernels as kernels
+
+        scale, found_inf, hold, active = self._switches(gates)
+        layout, kinds = tables.layout, kernels.KINDS
+        count, chunks = tables.tensors.shape[1], layout.partials.shape[1]
+        parameters = outcome.bad.numel()
+        for b in layout.buckets:
+            kernels.norms[(b.count,)](
+                tables.tensors, layout.chunk_tensor, hyper, scale, layout.partials,
+                b.first, count, chunks,
+                GRAD=kinds[b.gradient], ALIGN=b.align, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        kernels.flags[(count,)](
+            tables.tensors, active, layout.partials, outcome.bad, count, chunks,
+            CHUNK=CHUNK, WIDTH=WIDTH, num_warps=4,
+        )  # fmt: skip
+        for b in layout.buckets:
+            half = None if b.parameter == torch.float32 else kinds[b.parameter]
+            kernels.moments[(b.count,)](
+                tables.tensors, layout.chunk_tensor, hyper, scale, found_inf, hold, active,
+                self.corrections, outcome.bad, outcome.overflow, layout.partials,
+                b.first, count, chunks, parameters,
+                GRAD=kinds[b.gradient], HALF=half, ADAPTS=self.adapts, ALIGN=b.align,
+                CHUNK=CHUNK, BLOCK=BLOCK, WIDTH=WIDTH, num_warps=WARPS,
+            )  # fmt: skip
+        if self.adapts:
+            kernels.trust[(count,)](
+                tables.tensors, hyper, found_inf, hold, active, outcome.overflow,
+                layout.partials, outcome.ratios, count, chunks,
+                CHUNK=CHUNK, WIDTH=WIDTH, num_warps=4,
+            )  # fmt: skip
+            for b in layout.buckets:
+                half = None if b.parameter == torch.float32 else kinds[b.parameter]
+                kernels.apply[(b.count,)](
+                    tables.tensors, layout.chunk_tensor, hyper, found_inf, hold, active,
+                    self.corrections, outcome.ratios, outcome.overflow,
+                    b.first, count, parameters,
+                    HALF=half, ALIGN=b.align, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
+                )  # fmt: skip
+        kernels.advance[(count,)](
+            tables.tensors,
+            found_inf,
+            hold,
+            active,
+            outcome.overflow,
+            self.steps,
+            count,
+            num_warps=1,
+        )
+
+
 def _address_key(row: Row) -> tuple[Any, ...]:
     return (
         row.index,
@@ -156,12 +241,13 @@ def _address_key(row: Row) -> tuple[Any, ...]:
         row.master.data_ptr(),
         row.momentum.data_ptr(),
         row.parameter.data_ptr(),
+        0 if row.second is None else row.second.data_ptr(),
     )
 
 
 def _check_strides(row: Row) -> None:
-    for tensor in (row.master, row.momentum):
-        if not same_strides(tensor, row.parameter):
+    for tensor in (row.master, row.momentum, row.second):
+        if tensor is not None and not same_strides(tensor, row.parameter):
             raise RunError(
                 f"parameter of shape {tuple(row.parameter.shape)} and its state differ in strides",
                 "choose the memory format before the first step",

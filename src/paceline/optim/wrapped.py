@@ -1,0 +1,257 @@
+"""`WrappedOptimizer`: any `torch.optim` class, with fp32 masters around it.
+
+The class updates fp32 masters from unscaled fp32 gradients; a step that is skipped never reaches it.
+Whether it is skipped is read on the host, so such an update synchronizes with the device and is not
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.imports import first_line
+from paceline.optim.base import MasterOptimizer
+from paceline.optim.fused import FusedStep
+from paceline.optim.lars_foreach import put
+from paceline.optim.state import MASTER, Gates, Outcome, Row
+
+Groups = Sequence[dict[str, Any]]
+
+
+class _Rate(NamedTuple):
+    lr: float
+
+
+class WrappedOptimizer(MasterOptimizer):
+    """`create` makes the inner optimizer of parameter groups whose tensors are the masters.
+
+    The rate of each group is passed on before every step; all else is the inner optimizer's own.
+
+    Example:
+        optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
+    """
+
+    BUFFERS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, groups: Groups, create: Callable[[list[dict[str, Any]]], Any]) -> None:
+        self._inner: Optimizer | None = None
+        super().__init__([dict(group) for group in groups], {"lr": 0.0})
+        # Tensors of their own over the masters' memory: they hold the fp32 gradients.
+        self._aliases = [nn.Parameter(master.detach()) for master in self.masters()]
+        left = iter(self._aliases)
+        wide = [
+            {key: value for key, value in group.items() if key not in ("params", "lr")}
+            | {"params": [next(left) for _ in group["params"]]}
+            for group in groups
+        ]
+        self._inner = checked(create(wide))
+        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        self._initial = self._hyper_parameters()
+
+    @property
+    def inner(self) -> Optimizer:
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def path(self) -> str:
+        return "torch"
+
+    def describe(self) -> str:
+        name = type(self.inner).__name__.lower()
+        decays = any(group.get("weight_decay") for group in self.param_groups)
+        ignored = decays and "weight_decay" not in self.inner.defaults
+        note = ", which has no weight decay" if ignored else ""
+        return f"{name}{note}, masters around torch's own, update not captured"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._inner is not None:
+            raise PacelineError(
+                "groups cannot join a wrapped optimizer", "create it with all groups"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """One update, after a read of the switches on the host."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        outcome = self._ready()
+        gates = self._gates(outcome)
+        rows = self._rows()
+        if not rows:
+            outcome.clear()
+            return loss
+        allowed = self._unscale(rows, gates, outcome)
+        if any(allowed):
+            for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+                theirs["lr"] = ours["lr"]
+            self.inner.step()
+            for row, go in zip(rows, allowed, strict=True):
+                if go and row.master is not row.parameter:
+                    row.parameter.copy_(row.master)
+        for alias in self._aliases:
+            alias.grad = None
+        return loss
+
+    def _unscale(self, rows: list[Row], gates: Gates, outcome: Outcome) -> list[bool]:
+        """Gives the aliases their gradients, and returns which rows are updated."""
+        gradients = [row.gradient.float() for row in rows]
+        if gates.grad_scale is not None:
+            factor = gates.grad_scale.reshape(()).float().reciprocal()
+            gradients = list(torch._foreach_mul(gradients, factor))
+        bad = ~torch.isfinite(torch.stack(torch._foreach_norm(gradients, 2)).square())
+        active = torch.ones_like(outcome.bad) if gates.active is None else gates.active
+        used = torch.stack([active[row.index] for row in rows]) != 0
+        outcome.clear()
+        put(outcome.bad, rows, (bad & used).float())
+        outcome.overflow.copy_(outcome.bad.amax())
+        stops = [
+            gate.reshape(()) != 0 for gate in (gates.found_inf, gates.hold) if gate is not None
+        ]
+        flags = torch.stack([outcome.overflow != 0, *stops]).any()
+        allowed: list[bool] = (used & ~flags).tolist()
+        for row, gradient, go in zip(rows, gradients, allowed, strict=True):
+            alias = self._aliases[row.index]
+            if alias.data_ptr() != row.master.data_ptr():
+                raise RunError(
+                    f"a parameter of shape {tuple(row.parameter.shape)} has moved to other memory",
+                    "create the optimizer after the model is on its device",
+                )
+            alias.grad = gradient if go else None
+        return allowed
+
+    def _rows(self) -> list[Row]:
+        rows, index = [], -1
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                index += 1
+                if p.grad is not None and p.numel() > 0:
+                    gradient = self._staged.of(index, number, p, p.grad)
+                    master = self.state[p].get(MASTER, p)
+                    rows.append(Row(index, number, p, gradient, master, master))
+        return rows
+
+    def _hyper_parameters(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "lr")}
+            for group in self.inner.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and the masters. Some classes keep state in their groups: values that
+        have changed since the start are saved apart, because a resumed run has its own settings."""
+        saved = self.inner.state_dict()
+        state = {number: dict(entry) for number, entry in saved["state"].items()}
+        for number, (p, master) in enumerate(zip(self._parameters(), self.masters(), strict=True)):
+            if master is not p:
+                state.setdefault(number, {})[MASTER] = master
+        changed = [
+            {key: value for key, value in now.items() if key not in old or old[key] != value}
+            for now, old in zip(self._hyper_parameters(), self._initial, strict=True)
+        ]
+        inner = {"class": type(self.inner).__name__, "changed": changed}
+        return {**saved, "state": state, "inner": inner}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        inner = state_dict.get("inner", {"class": type(self.inner).__name__, "changed": []})
+        if inner["class"] != type(self.inner).__name__:
+            raise ValueError(f"the state is one of {inner['class']}")
+        state = {
+            number: {key: value for key, value in entry.items() if key != MASTER}
+            for number, entry in state_dict["state"].items()
+        }
+        self.inner.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+        for group, changed in zip(self.inner.param_groups, inner["changed"], strict=False):
+            group.update(changed)
+        for number, (p, master) in enumerate(zip(self._parameters(), self.masters(), strict=True)):
+            value = state_dict["state"].get(number, {}).get(MASTER)
+            if value is not None and master is not p:
+                master.copy_(value)
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def prepare(self) -> None:
+        """Creates the masters."""
+        self._ready()
+
+    def upload(self) -> None:
+        """Nothing lies on the device."""
+
+    def _hyper_of(self, group: dict[str, Any]) -> NamedTuple:
+        return _Rate(float(group["lr"]))
+
+    def _create_engine(self) -> FusedStep:
+        raise NotImplementedError
+
+    def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise PacelineError("a wrapped optimizer cannot be copied", "save its state_dict()")
+
+
+def checked(found: Any) -> Optimizer:
+    """Raises unless `found` is an optimizer whose step needs no closure."""
+    if not isinstance(found, Optimizer):
+        raise TypeError(f"gave a {type(found).__name__}, not a torch.optim.Optimizer")
+    refuse_closures(type(found))
+    return found
+
+
+def refuse_closures(kind: type) -> None:
+    """Raises for an optimizer that computes gradients several times in one step."""
+    step = getattr(kind, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"{kind.__name__}.step needs a closure, which training does not have")
+
+
+def wrap(
+    field: str, name: str, create: Callable[[list[dict[str, Any]]], Any], groups: Groups,
+    kind: object = None,
+) -> MasterOptimizer:  # fmt: skip
+    """The optimizer that `create` makes, with masters around it; one of ours is taken as it is. Errors
+    out of the class become a ConfigError that names `field`. `kind` is the class, where it is known."""
+    remedy = "see optim.arguments and the class's own documentation"
+    try:
+        if isinstance(kind, type):
+            refuse_closures(kind)
+        found = checked(create(_samples(groups)))
+        if isinstance(found, MasterOptimizer):
+            return create([dict(group) for group in groups])  # type: ignore[no-any-return]
+        # A step that changes nothing of the run, so that a class that cannot train fails here.
+        for group in found.param_groups:
+            for p in group["params"]:
+                p.grad = torch.full_like(p, 1e-3)
+        found.step()
+        return WrappedOptimizer(groups, create)
+    except PacelineError as error:
+        raise ConfigError(field, name, error.cause, error.remedy or remedy) from error
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(field, name, f"cannot be used ({first_line(error)})", remedy) from error
+
+
+def _samples(groups: Groups) -> list[dict[str, Any]]:
+    """The groups with copies of their smallest tensors only."""
+    made = []
+    for group in groups:
+        by_dims: dict[int, Tensor] = {}
+        for p in sorted(group["params"], key=lambda p: p.numel()):
+            by_dims.setdefault(p.dim(), p)
+        copies = [nn.Parameter(p.detach().float().clone()) for p in by_dims.values()]
+        made.append({key: v for key, v in group.items() if key != "lr"} | {"params": copies})
+    return made

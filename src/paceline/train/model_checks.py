@@ -1,0 +1,349 @@
+"""Checks a model that is not ours before the first step, and finds the logits among its outputs.
+
+`check_model` runs a few images through the model in training and in evaluation mode, and restores
+everything. What cannot be trained raises one line that names the cause; what can be trained, but with
+limits, becomes a note of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import PacelineError, RunError
+from paceline.models.factories import call_factory, checked_module, describe
+from paceline.models.freeze import freeze_parameters
+from paceline.models.registry import create_model, is_own
+from paceline.train.components import Components
+from paceline.train.machine import out_of_memory
+
+_SHOWN = 3
+# Enough for batch norm, and few enough to cost nothing.
+CHECKED_IMAGES = 4
+# On a GPU sums may be taken in another order each time.
+_GPU_TOLERANCE = 1e-2
+
+Images = tuple[int, int, int, int]
+
+
+def make_model(config: RunConfig, classes: int, components: Components) -> nn.Module:
+    """The model that the settings name, or `components.model`, with fp32 weights on the CPU."""
+    channels, pixels = config.data.channels, config.data.image_size
+    given = components.model
+    if given is None:
+        model = create_model(
+            config.model, num_classes=classes, in_channels=channels, image_size=pixels
+        )
+    else:
+        name = given_name(given)
+        if isinstance(given, nn.Module):
+            model = checked_module(given, name)
+        else:
+            model = call_factory(
+                given, name, num_classes=classes, in_channels=channels, image_size=pixels
+            )
+        freeze_parameters(model, config.model.freeze)
+    if not is_own(model) and any(p.dtype != torch.float32 for p in model.parameters()):
+        model = model.float()
+    return model
+
+
+def given_name(model: nn.Module | Callable[..., nn.Module]) -> str:
+    """How messages name a model that was given as an object."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return str(getattr(model, "__qualname__", type(model).__name__))
+
+
+def tensors_in(outputs: object) -> list[Tensor]:
+    """All tensors of a model's outputs: a tensor, or a tuple, list, dictionary or data class of them."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, Mapping):
+        return [tensor for value in outputs.values() for tensor in tensors_in(value)]
+    if isinstance(outputs, tuple | list):
+        return [tensor for value in outputs for tensor in tensors_in(value)]
+    return [v for v in getattr(outputs, "__dict__", {}).values() if isinstance(v, Tensor)]
+
+
+def only_output(outputs: object) -> Tensor:
+    """The tensor that a model returns, also where it is the only one in a container."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = tensors_in(outputs)
+    if len(found) != 1:
+        raise RunError(f"the model returns {_kind(outputs)}", _ONE_OUTPUT)
+    return found[0]
+
+
+_ONE_OUTPUT = "return the logits alone, or give the run a loss of its own that takes all outputs"
+
+
+def with_one_output(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """`forward` with `only_output` of what it returns."""
+    return lambda images: only_output(forward(images))
+
+
+def find_logits(outputs: object, classes: int | None = None) -> Tensor:
+    """For evaluation: the outputs themselves, their `logits`, or the first tensor of samples × classes.
+    `classes` None takes any number."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    named = outputs.get("logits") if isinstance(outputs, Mapping) else None
+    named = getattr(outputs, "logits", None) if named is None else named
+    if isinstance(named, Tensor):
+        return named
+    for tensor in tensors_in(outputs):
+        if tensor.ndim == 2 and classes in (None, tensor.shape[1]):
+            return tensor
+    raise RunError(
+        f"the model returns {_kind(outputs)} in evaluation mode, without a tensor of samples × "
+        f"{classes or 'classes'}",
+        "return the logits first, or as an attribute `logits`",
+    )
+
+
+def _kind(outputs: object) -> str:
+    tensors = tensors_in(outputs)
+    what = type(outputs).__name__
+    if not tensors:
+        return f"a {what}"
+    shapes = ", ".join(_shape(t.shape) for t in tensors[:_SHOWN])
+    more = ", …" if len(tensors) > _SHOWN else ""
+    return f"a {what} of {len(tensors)} tensors ({shapes}{more})"
+
+
+def _shape(sizes: Any) -> str:
+    return " × ".join(str(size) for size in sizes) or "one value"
+
+
+def forward_error(
+    error: Exception, images: Any, what: str = "the model's forward"
+) -> PacelineError | None:
+    """One line for an exception out of a user's model; None where it means something else: memory, or
+    a lost device."""
+    if isinstance(error, PacelineError):
+        return error
+    lost = isinstance(error, torch.AcceleratorError | MemoryError)
+    if lost or out_of_memory(error, "", "") is not None:
+        return None
+    return RunError(
+        f"{what} failed on {_shape(images)} images: {describe(error)}",
+        "check data.image_size, data.channels and the model's code",
+    )
+
+
+def check_placed(model: nn.Module, device: torch.device) -> None:
+    """Raises RunError if a tensor has not followed the model to its device."""
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if value.device != device:
+            raise RunError(
+                f"{name} of the model stays on {value.device}, the run computes on {device}",
+                "do not place its parts yourself: a rank trains a whole model on one device",
+            )
+
+
+def check_model(
+    model: nn.Module, images: Images, classes: int, *, own_loss: bool, ranks: int, nhwc: bool = True
+) -> list[str]:
+    """Notes for the user on a model in fp32, which stays as it is. `images`: the shape of a micro-batch,
+    of which a few are used."""
+    shape = (min(CHECKED_IMAGES, images[0]), *images[1:])
+    extra = [n for n, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    if extra:
+        raise RunError(
+            f"the model's state dict has {_names(extra)}, which is not a tensor",
+            "keep state in buffers instead of get_extra_state",
+        )
+    with _restored(model):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        state = _other_buffers(model)
+        first = _outputs(model, shape, nhwc)
+        _check_parameters(model, before)
+        notes = _check_state(model, state, ranks)
+        _check_outputs(first, shape[0], classes, model, own_loss=own_loss)
+        if not notes and not _alike(first, _outputs(model, shape, nhwc)):
+            notes.append(
+                "gives other outputs for the same batch: it keeps state of its own or draws numbers "
+                "outside of torch's generators; a resumed run is not bit-identical"
+            )
+        model.eval()
+        last = _outputs(model, shape, nhwc, "the model's forward in evaluation mode")
+        _check_shape(find_logits(last, classes), shape[0], classes, " in evaluation mode")
+    return notes
+
+
+def _outputs(
+    model: nn.Module, shape: Images, nhwc: bool, what: str = "the model's forward"
+) -> object:
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if on_gpu else []):
+            torch.manual_seed(0)
+            images = torch.randn(shape, device=device)
+            layout = torch.channels_last if nhwc else torch.contiguous_format
+            found: object = model(images.contiguous(memory_format=layout))
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            return found
+    except Exception as error:
+        fault = forward_error(error, shape, what)
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def _check_outputs(
+    outputs: object, samples: int, classes: int, model: nn.Module, *, own_loss: bool
+) -> None:
+    if own_loss:
+        return
+    if len(tensors_in(outputs)) != 1:
+        auxiliary = getattr(model, "aux_logits", False)
+        raise RunError(
+            f"the model returns {_kind(outputs)} in training mode",
+            "use --set model.arguments={aux_logits=false}" if auxiliary else _ONE_OUTPUT,
+        )
+    _check_shape(only_output(outputs), samples, classes, "")
+
+
+def _check_shape(logits: Tensor, samples: int, classes: int, mode: str) -> None:
+    if tuple(logits.shape) != (samples, classes):
+        width = logits.shape[1] if logits.ndim == 2 else 0
+        raise RunError(
+            f"the model's outputs are {_shape(logits.shape)}{mode} for {samples} images of {classes} "
+            "classes",
+            "let its factory take num_classes"
+            + (f", or set model.num_classes={width}" if width > classes else ""),
+        )
+    if not logits.is_floating_point():
+        kind = str(logits.dtype).removeprefix("torch.")
+        raise RunError(f"the model's outputs are {kind}{mode}", "return logits")
+
+
+def _check_parameters(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    after = dict(model.named_parameters())
+    changed = [
+        name
+        for name in dict.fromkeys((*before, *after))
+        if name not in before or name not in after or not _same(before[name], after[name])
+    ]
+    if changed:
+        raise RunError(
+            f"the model's forward changes its parameters: {_names(changed)}",
+            "leave them to the optimizer; keep what forward changes in buffers",
+        )
+
+
+def _check_state(model: nn.Module, before: Mapping[str, Tensor], ranks: int) -> list[str]:
+    """Buffers that forward has changed, other than batch norm's. Those that it has created count as
+    caches."""
+    after = dict(model.named_buffers())
+    changed = [n for n, value in before.items() if n in after and not _same(value, after[n])]
+    if not changed:
+        return []
+    if ranks > 1:
+        raise RunError(
+            f"the model keeps state between batches in {_names(changed)}: ranks would not share it",
+            "train it on one rank, or use batch norm, whose statistics are averaged",
+        )
+    saved = model.state_dict().keys()
+    lost = [name for name in changed if name not in saved]
+    kept = f"keeps state between batches in {_names(changed)}; a skipped step does not undo it"
+    return [f"{kept}, and checkpoints do not hold {_names(lost)}" if lost else kept]
+
+
+def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All but the running statistics of batch norm."""
+    statistics = {
+        id(buffer)
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm)
+        for buffer in layer.buffers(recurse=False)
+    }
+    return {n: b.clone() for n, b in model.named_buffers() if id(b) not in statistics}
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards the buffers are as before, objects and values."""
+    places = [(module, dict(module._buffers)) for module in model.modules()]
+    tensors = [b for _, own in places for b in own.values() if b is not None]
+    values = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for module, own in places:
+            module._buffers.clear()
+            module._buffers.update(own)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards modes, parameters and buffers are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with restored_buffers(model):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for parameter, value in weights:
+                parameter.copy_(value)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit by bit, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _alike(one: object, other: object) -> bool:
+    first, second = tensors_in(one), tensors_in(other)
+    if [t.shape for t in first] != [t.shape for t in second]:
+        return False
+    for a, b in zip(first, second, strict=True):
+        if not a.is_floating_point():
+            continue
+        margin = _GPU_TOLERANCE * float(a.abs().max()) if a.is_cuda and a.numel() else 0.0
+        if not torch.allclose(a, b, rtol=0.0, atol=margin, equal_nan=True):
+            return False
+    return True
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def share_weights(model: nn.Module, group: Group) -> str:
+    """All ranks take rank 0's parameters and buffers of a module that each rank has made itself, as
+    under DDP. Returns a note."""
+    if group.world_size == 1:
+        return ""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    text = "\n".join(f"{name} {_shape(t.shape)} {t.dtype}" for name, t in tensors)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    facts = {"the model's tensors": f"{len(tensors)} ({digest})"}
+    group.agree("model's tensors", facts=facts, remedy="build the same model on every rank")
+    with torch.no_grad():
+        for _, tensor in tensors:
+            content = tensor.detach().contiguous().clone()
+            group.broadcast(content)
+            tensor.copy_(content)
+    return "initial weights of rank 0"
