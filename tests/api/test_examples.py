@@ -14,7 +14,9 @@ import pytest
 from cli_runs import is_launchers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CACHE = EXAMPLES.parent / ".mypy_cache"  # as `make types` has left it
 NEEDS = {"own_model": "torch", "own_data": "torch", "fine_tuning": "torch", "timm_model": "timm"}
+SLOW = ("fine_tuning",)  # two trainings on all embedded images
 
 
 def environment() -> dict[str, str]:
@@ -22,7 +24,10 @@ def environment() -> dict[str, str]:
     return env | {"PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NEEDS],
+)
 def test_examples_run(name: str, tmp_path: Path) -> None:
     if find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
@@ -37,6 +42,7 @@ def test_the_own_model_example_is_short() -> None:
     assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 30
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -58,7 +64,7 @@ def test_users_code_type_checks(tmp_path: Path) -> None:
         "top1: float | None = result.top1\n"
         "labels: list[str] = [p.label for p in pl.Predictor.load(result.folder).predict(['a.jpg'])]\n"
     )
-    words = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", os.devnull,
+    words = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE),
              str(program)]  # fmt: skip
     env = environment() | {"MYPYPATH": str(EXAMPLES.parent / "src")}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)

@@ -31,11 +31,12 @@ import paceline as pl
 with pl.init() as here:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 2))
-    prepared = pl.prepare(pl.DataParallel(net), optimizer="sgd", lr=0.01)
-    loader = pl.ImageLoader("photos", batch_size=8, image_size=32, val_split=0.25)
+    prepared = pl.prepare(net, optimizer="sgd", lr=0.01)
+    model = pl.DataParallel(prepared.model)
+    loader = pl.ImageLoader("photos", batch_size=8, image_size=32)
     for images, labels in loader:
         with prepared.autocast():
-            loss = F.cross_entropy(prepared.model(images).float(), labels)
+            loss = F.cross_entropy(model(images).float(), labels)
         prepared.backward(loss)
         prepared.step()
     print("own loop", float(loss))

@@ -174,7 +174,7 @@ def test_timm_and_torchvision(packages: Path) -> None:
         ("torchvision:vgg11_bn", "take 3 channels, not 2"),
         ("my_nets:make", "no attribute make in my_nets; it has Net, Nested, timm_like"),
         ("my_nets:Nested.build", "no attribute build in Nested; it has make"),
-        ("my_net:make", "no module my_net in"),
+        ("my_net:make", "no module 'my_net' in"),
         ("broken:make", "ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
         ("wrong:make", "SyntaxError"),
         ("my_nets:ready", "put it into a function"),

@@ -69,7 +69,8 @@ def import_object(field: str, text: str) -> Any:
             remedy = nearest(part, names)
             if not remedy.startswith("did you mean"):
                 remedy = f"it has {', '.join(names[:_NAMED]) or 'no functions or classes'}"
-            raise ConfigError(field, text, f"no attribute {part} in {module}", remedy)
+            where = getattr(found, "__name__", module)
+            raise ConfigError(field, text, f"no attribute {part} in {where}", remedy)
         found = getattr(found, part)
     return found
 
