@@ -234,7 +234,7 @@ def adam_pair(of: type[AdamW], **options: Any) -> list[tuple[AdamW, list[nn.Para
 
 @pytest.mark.parametrize(
     ("of", "options"),
-    [(AdamW, {}), (LAMB, {}), (LAMB, {"clip": True, "trust_eps": 0.5})],
+    [(AdamW, {}), (LAMB, {"trust_eps": 5.0}), (LAMB, {"clip": True})],
     ids=["adamw", "lamb", "lamb-clip"],
 )
 def test_adam_kernels_equal_foreach(of: type[AdamW], options: dict[str, Any]) -> None:
@@ -253,7 +253,8 @@ def test_adam_kernels_equal_foreach(of: type[AdamW], options: dict[str, Any]) ->
             optimizer.step()
     (kernel, ps), (foreach, qs) = made
     assert kernel.trust_ratios() == pytest.approx(foreach.trust_ratios(), rel=2e-6)
-    assert all(ratio == 1.0 for ratio in kernel.trust_ratios()) == (of is AdamW)
+    adapted = any(ratio != 1.0 for ratio in kernel.trust_ratios())
+    assert adapted == (of is LAMB and "clip" not in options), "here λ is above 1"
     for p, q in zip(ps, qs, strict=True):
         for key in ("exp_avg", "exp_avg_sq", "step"):
             assert_near(kernel.state[p][key], foreach.state[q][key])
