@@ -4,6 +4,7 @@
 #: make cluster-test  the part of it that runs on hosts made of network namespaces
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
+#: make docs-test  the commands and programs of README and docs, as they are written; half an hour
 #: make fuzz       mutated inputs for every parser (ARGS="--seed 1 --count 100000")
 #: make mutants    deliberate bugs in the code, each of which some test must find
 #: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
@@ -18,7 +19,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow fuzz mutants chaos data docs clean
+.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow docs-test fuzz mutants chaos data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -31,7 +32,7 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing into $(VENV); torch is large, this can take minutes"
-	$(PIP) -e .
+	$(PIP) -e '.[train]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
@@ -77,6 +78,9 @@ nccl-test: $(VENV)/.installed-test
 # Whole trainings and other checks that take minutes.
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+docs-test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow tests/tools/test_docs_run.py $(ARGS)
 
 # Seeded; a small part of it is in `unit`. Findings go to fuzz-findings/ (CONTRIBUTING.md).
 fuzz: $(VENV)/.installed-test

@@ -47,21 +47,21 @@ if TYPE_CHECKING:
     from paceline.trainer import Result, Trainer
 
 _MODULES = {
-    "comm.hybrid": "HybridAllReduce",
-    "core.errors": "CheckpointError CommError ConfigError DataError PacelineError RunError",
-    "core.events": "CheckpointEvent EvalEvent MetricEvent StartEvent StepEvent StopEvent",
-    "custom_loop.checkpointer": "Checkpointer",
-    "custom_loop.context": "Context init",
-    "custom_loop.data_parallel": "DataParallel",
-    "custom_loop.prepared": "Prepared prepare",
-    "data": "DatasetSource ImageLoader Source",
-    "models": "create_model parameter_groups",
-    "optim": "LARS Muon SGD",
-    "plan.scaling": "ScalingPrediction predict_scaling",
-    "plan.size_table": "SizeTable",
-    "train.callbacks": "Callback EarlyStopping RunControl",
-    "train.inference": "Prediction Predictor",
-    "trainer": "Result Trainer",
+    "paceline.comm.hybrid": "HybridAllReduce",
+    "paceline.core.errors": "CheckpointError CommError ConfigError DataError PacelineError RunError",
+    "paceline.core.events": "CheckpointEvent EvalEvent MetricEvent StartEvent StepEvent StopEvent",
+    "paceline.custom_loop.checkpointer": "Checkpointer",
+    "paceline.custom_loop.context": "Context init",
+    "paceline.custom_loop.data_parallel": "DataParallel",
+    "paceline.custom_loop.prepared": "Prepared prepare",
+    "paceline.data": "DatasetSource ImageLoader Source",
+    "paceline.models": "create_model parameter_groups",
+    "paceline.optim": "LARS Muon SGD",
+    "paceline.plan.scaling": "ScalingPrediction predict_scaling",
+    "paceline.plan.size_table": "SizeTable",
+    "paceline.train.callbacks": "Callback EarlyStopping RunControl",
+    "paceline.train.inference": "Prediction Predictor",
+    "paceline.trainer": "Result Trainer",
 }
 __all__ = [
     "LARS", "SGD", "Callback", "CheckpointError", "CheckpointEvent", "Checkpointer", "CommError",
@@ -73,5 +73,5 @@ __all__ = [
 ]  # fmt: skip
 __getattr__, __dir__ = lazy_exports(
     __name__,
-    {name: f"paceline.{module}" for module, names in _MODULES.items() for name in names.split()},
+    {name: module for module, names in _MODULES.items() for name in names.split()},
 )

@@ -95,12 +95,13 @@ def test_without_torch_pillow_and_safetensors(tmp_path: Path) -> None:
     commands = [
         "plan --gpu H100 --nodes 4 --json --html plan.html", "report runs/sgd-0",
         "compare runs --html compare.html", "doctor", "train --help",
+        "predict runs/sgd-0 a.jpg",
     ]  # fmt: skip
     done = python(f"import sys; sys.argv.append({json.dumps(commands)!r})\n{BLOCKED}", tmp_path)
     assert done.returncode == 0, done.stderr
     found: dict[str, tuple[int, str]] = json.loads(done.stdout)
     assert {name: code for name, (code, _) in found.items()} == {
-        "plan": 0, "report": 0, "compare": 0, "doctor": 1, "train": 0
+        "plan": 0, "report": 0, "compare": 0, "doctor": 1, "train": 0, "predict": 2
     }  # fmt: skip
     for page in ("plan.html", "runs/sgd-0/report.html", "compare.html"):
         assert (tmp_path / page).is_file()

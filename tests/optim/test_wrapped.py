@@ -123,7 +123,7 @@ def test_state_survives_a_checkpoint_exactly(name: str) -> None:
     [
         ("torch.optim:LBFGS", "", "needs a closure"),
         ("torch.optim:SparseAdam", "", "dense gradients"),
-        ("torch.optim:RAdamm", "", "torch.optim has no 'RAdamm'; did you mean 'RAdam'?"),
+        ("torch.optim:RAdamm", "", "no attribute RAdamm in torch.optim; did you mean 'RAdam'?"),
         ("nowhere.at_all:Best", "", "there is no module 'nowhere'"),
         ("torch.optim:RAdam", "{bets = [0.9, 0.9]}", "unexpected keyword argument 'bets'"),
         ("torch.nn:Linear", "", "cannot be used"),

@@ -31,6 +31,9 @@ _READER_WAIT_S = 5.0
 # The reader of a pipe has ended, or the terminal is closed.
 _READER_IS_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO})
 
+# Packages of the extra `train`, by the names that Python imports.
+_TRAINING_PACKAGES = ("torch", "PIL", "safetensors")
+
 app = typer.Typer(
     name="paceline",
     help="Synchronous data-parallel training of convolutional networks at very large batches.",
@@ -102,6 +105,12 @@ def run_command() -> int:
         return _fail(Failure.of(watch.error or error))
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except ModuleNotFoundError as error:
+        if error.name not in _TRAINING_PACKAGES:
+            return _fail(Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc()))
+        command = " ".join(sys.argv[1:2])
+        remedy = "pip install 'paceline[train]'"
+        return _fail(Failure(f"paceline {command} needs the package {error.name}; {remedy}", 2))
     except Exception as error:  # noqa: BLE001 - nothing above this can report it
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]

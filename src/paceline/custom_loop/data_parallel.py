@@ -66,9 +66,9 @@ class DataParallel(nn.Module):
 
     Example:
         >>> import torch
-        >>> model = DataParallel(torch.nn.Linear(4, 2), wire="fp16")
-        >>> model(torch.ones(3, 4)).sum().backward()
-        >>> sorted(model.state_dict()), model.in_features
+        >>> net = DataParallel(torch.nn.Linear(4, 2), wire="fp16")
+        >>> net(torch.ones(3, 4)).sum().backward()
+        >>> sorted(net.state_dict()), net.in_features
         (['bias', 'weight'], 4)
     """
 

@@ -22,7 +22,7 @@ WIRES = ("auto", "float32", "float16", "bfloat16")
 SHORT_WIRES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Beside the gradients travel, in fp32, six numbers of the step and one for each tensor.
-_SIGNALS = 10
+_SIGNALS = 11
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,8 @@ def restore_model(
         reason = str(error).splitlines()[-1].strip()
         raise CheckpointError(
             f"{path} does not fit {config.model.name} as it is here ({reason})",
-            "use the code that it was trained with",
+            "use the code that it was trained with; a model that was given as a Python object cannot be "
+            "made from a checkpoint",
         ) from error
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -38,7 +38,7 @@ from paceline.train.evaluate import read_config, restore_model
 from paceline.train.fast_path import triton_problem
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.model_checks import find_logits
-from paceline.train.weights import write_weights
+from paceline.train.weights import as_metadata, preprocessing, write_weights
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 FORMATS = (".safetensors", ".onnx", ".pt2")
@@ -136,18 +136,7 @@ class Predictor:
     @property
     def preprocessing(self) -> dict[str, Any]:
         """What turns an image into the model's input, for programs that use an exported model."""
-        data = self.config.data
-        return {
-            "classes": list(self.classes),
-            "image_size": data.image_size,
-            "eval_resize": data.eval_resize,
-            "interpolation": data.interpolation,
-            "channels": data.channels,
-            "mean": list(data.mean),
-            "std": list(data.std),
-            "model": self.config.model.name,
-            "step": self.step,
-        }
+        return preprocessing(self.config, self.classes, self.step)
 
     def predict(
         self, images: Iterable[ImageLike], *, top: int = 5, batch_size: int = 64
@@ -223,12 +212,8 @@ class Predictor:
                 "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
             )
         if out.suffix == ".safetensors":
-            text = {name: value if isinstance(value, str) else json.dumps(value)
-                    for name, value in self.preprocessing.items()}  # fmt: skip
-            if epochs := self.config.run.average_epochs:
-                text["average_epochs"] = f"{epochs:g}"
             state = self.model.state_dict()
-            write_weights(state, out, text)
+            write_weights(state, out, as_metadata(self.preprocessing))
             return f"{out}: {len(state)} tensors of {self.path}"
         return _export_onnx(self, out) if out.suffix == ".onnx" else _export_program(self, out)
 
@@ -322,8 +307,7 @@ def _export_onnx(predictor: Predictor, out: Path) -> str:
             output_names=["scores"],
         )  # fmt: skip
     assert found is not None
-    for name, value in predictor.preprocessing.items():
-        text = value if isinstance(value, str) else json.dumps(value)
+    for name, text in as_metadata(predictor.preprocessing).items():
         found.model.metadata_props[f"{METADATA}.{name}"] = text
     content = found.model_proto.SerializeToString()
     checked = "not checked: onnxruntime is not installed"

@@ -36,7 +36,15 @@ from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import TensorBoardWriter
 from paceline.train.run_folder import RunLock
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
-from paceline.train.weights import applied, fingerprint, full_state, master_weights, write_weights
+from paceline.train.weights import (
+    applied,
+    as_metadata,
+    fingerprint,
+    full_state,
+    master_weights,
+    preprocessing,
+    write_weights,
+)
 
 # Parts of CUDA's error messages after which the context is lost.
 _LOST_CONTEXT = (
@@ -214,11 +222,11 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
         if group.rank == 0:
             try:
                 training.check_folder()
-                names = {"model": training.config.model.name, "step": str(training.progress.step)}
-                if average is not None:
-                    names["average_epochs"] = f"{training.config.run.average_epochs:g}"
+                about = preprocessing(
+                    training.config, training.source.classes, training.progress.step
+                )
                 state = average.full_state() if average else full_state(training.model, optimizer)
-                write_weights(state, folder / "weights.safetensors", names)
+                write_weights(state, folder / "weights.safetensors", as_metadata(about))
                 text = json.dumps(summary, indent=2) + "\n"
                 report = write_report(folder, summary=json.loads(text))
                 # Last, because a run with a summary counts as finished.

@@ -8,6 +8,7 @@ comparisons use the masters.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.group import Group
+from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim.base import MasterOptimizer
 from paceline.train.checkpoint import Checkpoint, write_atomically
@@ -190,6 +192,31 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
     """Writes a safetensors file atomically, each tensor contiguous (NCHW)."""
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     write_atomically(path, save(tensors, metadata={"format": "pt", **metadata}))
+
+
+def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[str, Any]:
+    """What turns an image into the model's input and its scores into classes, for programs that use
+    exported weights."""
+    data = config.data
+    found: dict[str, Any] = {
+        "model": config.model.name,
+        "step": step,
+        "classes": list(classes),
+        "image_size": data.image_size,
+        "eval_resize": data.eval_resize,
+        "interpolation": data.interpolation,
+        "channels": data.channels,
+        "mean": list(data.mean),
+        "std": list(data.std),
+    }
+    if config.run.average_epochs:
+        found["average_epochs"] = config.run.average_epochs
+    return found
+
+
+def as_metadata(values: Mapping[str, Any]) -> dict[str, str]:
+    """Texts as they are, anything else as JSON."""
+    return {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -1,0 +1,90 @@
+"""The commands and programs of README and docs run as they are written, page by page: `make docs-test`.
+
+Commands that need data or packages that are not here (`DIR`, ImageNet recipes, timm) run with `--dry-run`
+on a few made-up photos, or are left out where they have no such flag. Those of an emulated cluster have
+tests of their own (tests/cluster).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cli_runs import is_launchers
+from tools.test_docs import COMMANDS, PAGES, ROOT, blocks
+
+MY_NET = (
+    "from torch import nn\n\n"
+    "def make(num_classes, in_channels=3, width=8):\n"
+    "    return nn.Sequential(nn.Conv2d(in_channels, width, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1),\n"
+    "                         nn.Flatten(), nn.Linear(width, num_classes))\n"
+)
+# Without a run of the page itself.
+NEEDS = {"RUN": "run1", "runs/quickstart-001": "run1"}
+CLUSTER = ("--hosts",)  # network namespaces, for root alone
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    chance = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(40):
+            pixels = chance.integers(0, 256, (72, 80, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{number}.jpg")
+    Image.fromarray(pixels).save(tmp_path / "photo.jpg")
+    (tmp_path / "my_net.py").write_text(MY_NET)
+    (tmp_path / "my.toml").write_text('[run]\nepochs = 1\n[data]\nsource = "embedded"\n')
+    return tmp_path
+
+
+def run(home: Path, words: list[str]) -> None:
+    env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
+    env |= {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+def runnable(line: list[str], home: Path) -> list[str] | None:
+    """The command with what is made up in place of placeholders; None where it cannot run here."""
+    words = [NEEDS.get(word, word) for word in line]
+    text = " ".join(words)
+    if ("timm:" in text and find_spec("timm") is None) or any(flag in words for flag in CLUSTER):
+        return None if line[0] != "models" else words
+    if words[0] in ("report", "predict") and "run1" in words and not (home / "run1").exists():
+        run(home, [sys.executable, "-m", "paceline", "train", "--epochs", "1", "--output", "run1"])
+    if "DIR" in words or "imagenet" in text:
+        words = ["photos" if word == "DIR" else word for word in words]
+        words += ["--val-split", "0.2", "-b", "8", "--global-batch-size", "8", "--image-size", "64"]
+        # A plan is for one model on one cluster, and is checked at the start of a run.
+        if "--plan" in words:
+            del words[words.index("--plan") :][:2]
+        return [*words, "--dry-run"]
+    return words
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted({page for page, _ in COMMANDS}))
+def test_commands_of_a_page(name: str, home: Path) -> None:
+    for page, line in COMMANDS:
+        words = runnable(line, home) if page == name else None
+        if words is not None:
+            run(home, [sys.executable, "-m", "paceline", *words])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_programs_of_a_page(page: Path, home: Path) -> None:
+    for block in blocks(page.read_text(), "python"):
+        if "EmulatedCluster" not in block:
+            run(home, [sys.executable, "-c", block])
