@@ -126,7 +126,7 @@ def at_message(nth: int, action: Action) -> None:
 
 def freeze(name: str) -> None:
     """The parameter of this name is not trained here."""
-    import paceline.train.build as module
+    import paceline.train.model_checks as module
 
     real = module.create_model
 
