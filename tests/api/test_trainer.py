@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
 import paceline as pl
 from api.conftest import trainer
@@ -82,3 +86,19 @@ def test_several_jobs_in_one_program_on_two_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(2, _fit_and_evaluate, str(tmp_path / "run"))
     assert first == second
     assert first[0] == "finished"
+
+
+def test_a_module_holds_its_final_weights_in_fp32(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 4))
+    before = net[1].weight.detach().clone()
+    made = trainer(tmp_path / "run", model=net, precision="bf16", epochs=1)
+    result = made.fit()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert not torch.equal(net[1].weight, before)
+    assert all(p.grad is None for p in net.parameters())
+    written = load_file(result.weights)
+    assert torch.equal(net[1].weight, written["1.weight"])
+    net(torch.zeros(2, 1, 28, 28)).sum().backward()  # no hook of the run is left
+    assert made.predict([np.zeros((28, 28), np.uint8)])[0].label
+    with pytest.raises(pl.ConfigError, match="Python object"):
+        pl.Predictor.load(result.folder)

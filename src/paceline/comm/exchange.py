@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,11 +150,14 @@ class GradientExchange:
         self._captured: dict[bool, tuple[frozenset[str], int]] = {}
         # The last bucket waits for the signals, so a single one has nothing to gain.
         self.overlaps = overlap and self.transport.overlaps and len(self.messages) > 1
+        self._hooks: list[Any] = []
         if self.overlaps:
             for number, bucket in enumerate(self.plan.buckets):
                 for name in bucket.tensors:
                     hook = self._hook(name, number)
-                    self._trained[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._hooks.append(
+                        self._trained[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    )
 
     def _allocate(self, tail: int, *, accumulate: bool) -> None:
         """The flat buffers, with `tail` numbers behind the float32 gradients, and views of them."""
@@ -281,6 +285,9 @@ class GradientExchange:
 
     def close(self) -> None:
         """Closes the transport; CUDA graphs that hold its collectives are destroyed before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self.transport.close()
 
     def _hook(self, name: str, number: int) -> Callable[[Tensor], None]:

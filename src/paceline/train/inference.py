@@ -91,7 +91,7 @@ class _Images(Source):
                 return f"cannot be read: {error.strerror}".encode()
         if isinstance(image, Image.Image):
             return np.asarray(image.convert("RGB"))
-        return image
+        return image if image.ndim == 3 else image[:, :, None]
 
     def name(self, i: int) -> str:
         return self._names[i]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
@@ -40,6 +41,7 @@ from paceline.train.weights import (
     applied,
     as_metadata,
     fingerprint,
+    finish_module,
     full_state,
     master_weights,
     preprocessing,
@@ -102,6 +104,8 @@ def _train(
         training.close()
         raise
     training.close()
+    if isinstance(components.model, nn.Module):
+        finish_module(training.model, training.step.update.optimizer, training.state.average)
     return outcome
 
 

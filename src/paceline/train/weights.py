@@ -194,6 +194,20 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
     write_atomically(path, save(tensors, metadata={"format": "pt", **metadata}))
 
 
+@torch.no_grad()
+def finish_module(
+    model: nn.Module, optimizer: MasterOptimizer, average: WeightAverage | None
+) -> None:
+    """Leaves a module that the user gave with its final weights in fp32, the average where there is one,
+    and without gradients in the memory of the exchange."""
+    if average is not None:
+        model.load_state_dict(average.full_state())
+    final = average.named() if average is not None else master_weights(model, optimizer)
+    for name, parameter in model.named_parameters():
+        parameter.data = final[name].detach().clone()
+        parameter.grad = None
+
+
 def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[str, Any]:
     """What turns an image into the model's input and its scores into classes, for programs that use
     exported weights."""
