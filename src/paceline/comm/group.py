@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.job import RankHosts, format_ranks
@@ -75,19 +76,8 @@ class Group:
             return
         if self.backend == "nccl":
             prepare_nccl(topology, share_gpus=settings.share_gpus)
-        meeting = meet(topology, settings.rendezvous_timeout_s, shared)
-        store, self.restarted = meeting.store, meeting.restarted
-        self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
-        # Everyone is here before the backend connects: a late or dead rank is named, not waited for
-        # in the backend's own, unnamed handshake.
-        facts = {"comm.backend": self.backend, "device": device.type}
-        self._agreement.agree("join", facts=facts, remedy="use the same kind of device everywhere")
-        if topology.world_size > 1:
-            self._hosts = RankHosts.read(store)
-            self._watchdog = Watchdog(
-                store, topology, settings.timeout_s, self.board, show_error, self._hosts,
-                before_exit=self.abort,
-            )  # fmt: skip
+        with ExitStack() as lookups:
+            store = self._join(settings, show_error, shared, lookups)
         self.watched(
             "joining the process group",
             lambda: dist.init_process_group(
@@ -99,6 +89,36 @@ class Group:
                 device_id=device if self.backend == "nccl" else None,
             ),
         )
+
+    def _join(
+        self,
+        settings: CommSettings,
+        show_error: ShowError | None,
+        shared: Mapping[str, Any] | None,
+        lookups: ExitStack,
+    ) -> Store:
+        """Returns once all ranks have met, and have opened their watchdog's connection. Rank 0's store
+        looks no names up until then."""
+        meeting = meet(self.topology, settings.rendezvous_timeout_s, shared, lookups)
+        store, self.restarted = meeting.store, meeting.restarted
+        self._agreement = Agreement(store, self.topology, settings.rendezvous_timeout_s)
+        if self.topology.world_size > 1:
+            self._hosts = RankHosts.read(store)
+            self._watchdog = Watchdog(
+                store, self.topology, settings.timeout_s, self.board, show_error, self._hosts,
+                before_exit=self.abort,
+            )  # fmt: skip
+        # Everyone is here before the backend connects: a late or dead rank is named, not waited for
+        # in the backend's own, unnamed handshake.
+        facts = {"comm.backend": self.backend, "device": self.device.type}
+        try:
+            self.agree("join", facts=facts, remedy="use the same kind of device everywhere")
+        except PacelineError:
+            self._agreement.leave(_LEAVE_WAIT_S)
+            if self._watchdog is not None:
+                self._watchdog.close()
+            raise
+        return store
 
     @property
     def rank(self) -> int:
