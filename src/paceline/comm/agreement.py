@@ -26,6 +26,7 @@ from paceline.core.topology import Topology
 
 _FAULT = "paceline/fault"
 _STOP = "paceline/stop"
+_NEWS = "paceline/news"
 _SUSPECT = "paceline/suspect"
 _LEFT = "paceline/left"
 # Torch may log a wait that ends without its key, so waits are long. What ends one early, a fault or a
@@ -295,12 +296,17 @@ class Agreement:
         """Tells ranks that received no signal, before the next collective, that one did."""
         with suppress(RuntimeError):
             self._store.set(_STOP, "")
+            self.post_news()
 
     def stop_announced(self) -> bool:
-        try:
-            return bool(self._store.check([_STOP]))
-        except RuntimeError:
-            return False
+        return bool(self._store.check([_STOP]))
+
+    def post_news(self) -> None:
+        """There is something that every rank must look for."""
+        self._store.set(_NEWS, "")
+
+    def has_news(self) -> bool:
+        return bool(self._store.check([_NEWS]))
 
     def leave(self, wait_s: float) -> None:
         """Marks that this rank needs the store no more; rank 0, where it hosts the store, waits for the

@@ -35,7 +35,7 @@ Made = TypeVar("Made")
 _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
-_ASK_S = 1.0
+_SUSPECT_WAITS, _SUSPECT_PAUSE_S = 8, 0.25
 # How long aborting NCCL's communicators may take before the process ends regardless.
 _ABORT_WAIT_S = 3.0
 
@@ -64,7 +64,6 @@ class Group:
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
-        self._ask_again_at = time.monotonic() + _ASK_S
         # Destroy CUDA graphs that hold collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
         self._left = self._device_lost = False
@@ -245,11 +244,9 @@ class Group:
             self._agreement.announce_stop()
 
     def stop_announced(self) -> bool:
-        """Whether some rank was asked to stop. Asks the store once a second at most."""
-        now = time.monotonic()
-        if self._agreement is not None and not self._stop_heard and now > self._ask_again_at:
-            self._ask_again_at = now + _ASK_S
-            self._stop_heard = self._agreement.stop_announced()
+        """Whether some rank was asked to stop. The heartbeat thread asks the store; this does not."""
+        if self._watchdog is not None and self._watchdog.stop_announced:
+            self._stop_heard = True
         return self._stop_heard
 
     def begin_run(self, name: str) -> None:
@@ -372,10 +369,23 @@ class Group:
         if known:
             return known
         ranks = self._watchdog.silent_ranks() if self._watchdog is not None else set()
-        if not ranks or self._agreement is None:
+        if self._agreement is None:
             return ""
+        if not ranks:
+            return self._suspect_of_reader()
         verb = "gives" if len(ranks) == 1 else "give"
         return self._agreement.first_suspect(f"{format_ranks(ranks)} {verb} no sign of life")
+
+    def _suspect_of_reader(self) -> str:
+        """Where ranks are many one of them reads all heartbeats, and the others wait for what it
+        finds."""
+        assert self._agreement is not None
+        waits = 0 if self._watchdog is None or self._watchdog.all_read else _SUSPECT_WAITS
+        for _ in range(waits):
+            if known := self._agreement.known_suspect():
+                return known
+            time.sleep(_SUSPECT_PAUSE_S)
+        return self._agreement.known_suspect()
 
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:
