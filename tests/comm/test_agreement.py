@@ -118,9 +118,12 @@ class JustTooLate:
         self.checks += 1
         return self.checks > 1
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.get(key)
+
     def get(self, key: str) -> bytes:
         report = {"error": "ranks differ", "code": 2}
-        return json.dumps(report if key.endswith("verdict") else report | {"rank": 0}).encode()
+        return json.dumps(report if "/verdict/" in key else report | {"rank": 0}).encode()
 
     checks = 0
 

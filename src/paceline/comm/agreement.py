@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
@@ -35,6 +35,7 @@ _SLICE_S = 30.0
 # Rank 0 alone polls, because it has to give up in time.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.01
 _GRACE_S = 15.0
+_NO_VERDICT = "none"
 
 
 class ActiveClock:
@@ -214,7 +215,8 @@ class Agreement:
                 self._publish_verdict(self._number, late)
         else:
             self._await_key(key, phase)
-        found: dict[str, Any] = json.loads(self._store.get(key))
+        # `get` makes two requests, one of them to wait; this returns the value of a key that is there.
+        found: dict[str, Any] = json.loads(self._store.compare_set(key, _NO_VERDICT, ""))
         return found
 
     def _polled(self, key: str) -> bool:
@@ -320,3 +322,7 @@ class Agreement:
                 self._store.set(f"{_LEFT}/all", "")
             if self._topology.is_main and self._topology.launcher != "torchrun":
                 self._store.wait([f"{_LEFT}/all"], timedelta(seconds=wait_s))
+
+    def have_left(self, ranks: Collection[int]) -> bool:
+        left = Attendance(self._store, _LEFT, self._topology.world_size)
+        return set(left.missing()).isdisjoint(ranks)

@@ -26,13 +26,13 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.agreement import ActiveClock, came
+from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came
 from paceline.comm.attendance import Attendance
 from paceline.comm.job import JobIdentity, RankHost, format_ranks, post_hosts, rank_hosts_store
 from paceline.comm.store import forget_store, store_of_job
@@ -49,6 +49,8 @@ _WAIT_S = 30.0
 # the right one after refusing the wrong one.
 _REFUSED_S = 30.0
 _LINGER_S = 1.0
+# How long rank 0 stays after a rendezvous that failed, for ranks that have yet to read why.
+_DISMISS_S = 3.0
 _COMPLETE = "all of its ranks have joined already"
 
 
@@ -86,7 +88,11 @@ def meet(
             # Only an agent's store can be older than this attempt.
             again = store.add(f"{_LOBBY}/attempts", 1) > 1 and agent_hosts
             coordinator = _Coordinator(store, topology, job, here, agent_hosts)
-            name = coordinator.admit_all(timeout_s, clock)
+            try:
+                name = coordinator.admit_all(timeout_s, clock)
+            except CommError as error:
+                coordinator.dismiss(error)
+                raise
             return Meeting(PrefixStore(name, store), again or coordinator.restarts > 0)
     except CommError:
         forget_store(topology)
@@ -123,6 +129,8 @@ class _JoiningRank:
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
         answer = json.loads(self._store.get(answer_key))
+        if "failed" in answer:
+            raise PeerError.from_agreed(AgreedError(answer["failed"], CommError("").exit_code))
         if "refused" in answer:
             raise self._refusal(JobIdentity.from_table(answer["job"]), answer["refused"])
         name = str(answer["name"])
@@ -177,6 +185,7 @@ class _Coordinator:
         self.restarts = _restart_count()
         self._read = 0
         self._complete = False
+        self._failure = ""
         self._unread: set[int] = set()
         self._refused: dict[int, str] = {}
         # Refused ranks that are of this job beyond doubt, so that it cannot start.
@@ -206,6 +215,21 @@ class _Coordinator:
         self._answer_all(clock)
         return self._name
 
+    def dismiss(self, error: CommError) -> None:
+        """Tells the other ranks why the job does not start, whether they have joined and wait in its
+        first phase or have yet to be answered. The store may end with this process."""
+        self._failure = str(error)
+        agreement = Agreement(PrefixStore(self._name, self._store), self._topology, _LINGER_S)
+        with suppress(RuntimeError):
+            agreement.post_fault(error)
+            joined = set(range(1, self._topology.world_size)) - set(self._missing())
+            started = time.monotonic()
+            while (passed_s := time.monotonic() - started) < _DISMISS_S:
+                self._send(self._answers(ActiveClock()))
+                if passed_s > _LINGER_S and agreement.have_left(joined):
+                    return
+                time.sleep(_POLL_S)
+
     def _missing(self) -> list[int]:
         return _places(self._store, self._name, self._topology).missing()
 
@@ -214,19 +238,16 @@ class _Coordinator:
         self._store.set(_JOB, json.dumps(job))
 
     def _answer_all(self, clock: ActiveClock) -> None:
+        self._send(self._answers(clock))
+        if self._refuses:
+            raise self._mismatch(self._refuses[0])
+
+    def _answers(self, clock: ActiveClock) -> dict[str, str]:
+        """To all greetings that have come since the last call, by key."""
         came = self._store.add(_COUNT, 0)
         self._unread |= set(range(self._read + 1, came + 1))
         self._read = came
-        answers: dict[str, str] = {}
-        try:
-            for greeting in self._new_greetings():
-                answers |= self._answer(greeting, clock)
-        finally:
-            self._send(answers)
-        if self._refuses:
-            # The store ends with this process, and that rank has yet to read the reason.
-            time.sleep(_LINGER_S)
-            raise self._mismatch(self._refuses[0])
+        return dict(self._answer(greeting, clock) for greeting in self._new_greetings())
 
     def _new_greetings(self) -> list[dict[str, Any]]:
         """In as few requests as possible. A greeting is counted first and written a moment later, or
@@ -240,14 +261,16 @@ class _Coordinator:
         self._unread -= {int(key.rpartition("/")[2]) for key in keys}
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
-    def _answer(self, greeting: dict[str, Any], clock: ActiveClock) -> dict[str, str]:
-        """By key."""
+    def _answer(self, greeting: dict[str, Any], clock: ActiveClock) -> tuple[str, str]:
+        """Key and answer."""
         theirs, rank = JobIdentity.from_table(greeting["job"]), greeting["rank"]
         conflict = self._job.conflict(theirs)
         if self._complete and not conflict:
             conflict = _COMPLETE
         answer: dict[str, Any] = {"refused": conflict, "job": self._job.to_table()}
-        if self._complete:
+        if self._failure and not conflict:
+            answer = {"failed": f"rank 0: {self._failure}"}
+        elif self._complete or self._failure:
             pass
         elif not conflict:
             self._hosts[rank] = RankHost(*greeting["at"])
@@ -259,7 +282,7 @@ class _Coordinator:
             self._refused[rank], self._refused_s = conflict, clock.now_s()
             if self._job.same_id(theirs) or self._job.settings == theirs.settings:
                 self._refuses.append(rank)
-        return {f"{_LOBBY}/answer/{greeting['token']}": json.dumps(answer)}
+        return f"{_LOBBY}/answer/{greeting['token']}", json.dumps(answer)
 
     def _send(self, answers: Mapping[str, str]) -> None:
         if answers:
