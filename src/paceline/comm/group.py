@@ -66,6 +66,7 @@ class Group:
         self._stop_heard = False
         # Destroy CUDA graphs that hold collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
+        self._last_actions: list[Callable[[], None]] = []
         self._left = self._device_lost = False
         # The process groups have been aborted, and must not be closed any more.
         self.aborted = False
@@ -105,7 +106,7 @@ class Group:
             self._hosts = RankHosts.read(store)
             self._watchdog = Watchdog(
                 store, self.topology, settings.timeout_s, self.board, show_error, self._hosts,
-                before_exit=self.abort,
+                before_exit=self._forced_exit,
             )  # fmt: skip
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
@@ -284,6 +285,15 @@ class Group:
         if self.backend == "nccl":
             self.aborted = True
             abort_process_groups(list(self._release_graphs), _ABORT_WAIT_S)
+
+    def before_forced_exit(self, action: Callable[[], None]) -> None:
+        """`action` runs in seconds at most before the watchdog ends this process."""
+        self._last_actions.append(action)
+
+    def _forced_exit(self) -> None:
+        for action in self._last_actions:
+            action()
+        self.abort()
 
     def __enter__(self) -> Group:
         return self
