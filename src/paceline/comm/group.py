@@ -291,9 +291,9 @@ class Group:
         self._last_actions.append(action)
 
     def _forced_exit(self) -> None:
+        self.abort()
         for action in self._last_actions:
             action()
-        self.abort()
 
     def __enter__(self) -> Group:
         return self
