@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections import Counter
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command line does
@@ -57,6 +58,11 @@ def measure(scenario: Scenario) -> dict[str, Any]:
         record |= {
             "met_s": round(met_s, 3), "phase_s": round(phase_s, 4), "phases": PHASES,
             "all_s": round(all_s, 3),
+            "rank0_cpu_s": [round(results[0].met_cpu_s, 3), round(results[0].cpu_s, 3)],
+            "median_cpu_s": [
+                round(median(result.met_cpu_s for result in results), 4),
+                round(median(result.cpu_s for result in results), 4),
+            ],
         }  # fmt: skip
     elif scenario.kind not in ("differs", "wrong size", "twice"):
         since_s = max(result.failed_s for result in results) or scenario.timeout_s

@@ -8,6 +8,7 @@ all are forked, so the forks are not measured.
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401  (the first look-up would import it in every fork)
 import gc
 import json
 import os
@@ -74,6 +75,9 @@ class RankResult:
     line: str = ""
     # Of the fault, on the rank that made it.
     failed_s: float = 0.0
+    # CPU time of the process until it had met, and in all; rank 0's has the store's thread in it.
+    met_cpu_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
@@ -115,7 +119,8 @@ class _Rank:
 
     def __init__(self, scenario: Scenario, rank: int, port: int, results: Path) -> None:
         self._scenario, self._results = scenario, results
-        self._started = time.monotonic()
+        self._started, self._cpu_s = time.monotonic(), time.process_time()
+        self._met_cpu_s = 0.0
         size = scenario.ranks + (scenario.kind == "wrong size" and rank == scenario.odd)
         per_node = min(scenario.per_node, scenario.ranks)
         node, local = divmod(rank, per_node)
@@ -143,7 +148,11 @@ class _Rank:
 
     def _report(self, line: str) -> None:
         ended_s = self._knows_s or self._since_s()
-        result = RankResult(self._rank, self._met_s, self._phases_s, ended_s, line, self._failed_s)
+        cpu_s = time.process_time() - self._cpu_s
+        result = RankResult(
+            self._rank, self._met_s, self._phases_s, ended_s, line, self._failed_s,
+            self._met_cpu_s, cpu_s,
+        )  # fmt: skip
         with self._results.open("a") as file:  # one write a line: they do not mix
             file.write(json.dumps(asdict(result)) + "\n")
 
@@ -153,7 +162,7 @@ class _Rank:
         short = kind in ("missing rank", "missing node", "dies", "late")
         long_s = timeout_s if short else _ATTEMPTS_S
         store = meet(self._topology, long_s).store
-        self._met_s = self._since_s()
+        self._met_s, self._met_cpu_s = self._since_s(), time.process_time() - self._cpu_s
         agreement = Agreement(store, self._topology, long_s)
         try:
             if is_odd and kind == "dies":
