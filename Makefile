@@ -2,6 +2,8 @@
 #: make test       set up .venv and run every check; as root on Debian it installs openmpi-bin and
 #:                 iproute2 too
 #: make cluster-test  the part of it that runs on hosts made of network namespaces
+#: make scale-test the control plane with 16 to 1,024 forked ranks on this machine (ARGS="--ranks 256
+#:                 --only healthy stall")
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
 #: make docs-test  the commands and programs of README and docs, as they are written; half an hour
@@ -19,7 +21,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test nccl-test test-slow docs-test fuzz mutants chaos data docs clean
+.PHONY: help train test lint types contracts unit cluster-test scale-test nccl-test test-slow docs-test fuzz mutants chaos data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -63,13 +65,17 @@ contracts: $(VENV)/.installed-test
 
 # Two at a time, but those that start jobs of many ranks or make hosts: they want the cores for themselves.
 unit: $(VENV)/.installed-test $(VENV)/.system
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos $(ARGS)
-	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch tests/chaos tests/scale $(ARGS)
 
 # A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
 cluster-test: $(VENV)/.installed-test
 	sh tools/install_system_packages.sh iproute2
 	$(BIN)/python -m pytest tests/cluster $(ARGS)
+
+# No model and no GPU: rendezvous, agreement, faults and stalls (docs/launching.md). 64 ranks are in `unit`.
+scale-test: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m scale $(ARGS)
 
 # One job after the other: ranks of two jobs on one MPS server can block each other.
 nccl-test: $(VENV)/.installed-test

@@ -192,14 +192,14 @@ def slow_to_hear(phase: str, seconds: float) -> None:
     """This rank asks for the result of `phase` long after the others."""
     from paceline.comm.agreement import Agreement
 
-    real = Agreement._wait
+    real = Agreement._await_verdict
 
-    def wait(self: Agreement, this_phase: str, who: int | str) -> bytes:
+    def wait(self: Agreement, base: str, this_phase: str, *details: Any) -> dict[str, Any]:
         if this_phase == phase:
             time.sleep(seconds)
-        return real(self, this_phase, who)
+        return real(self, base, this_phase, *details)
 
-    Agreement._wait = wait  # type: ignore[method-assign]
+    Agreement._await_verdict = wait  # type: ignore[method-assign]
 
 
 def signal_self(*numbers: signal.Signals) -> None:

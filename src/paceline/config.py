@@ -98,6 +98,11 @@ class RunSettings:
     """End the run as diverged after this many skipped steps in a row."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs `paceline[tensorboard]`)."""
+    rank_records: str = "auto"
+    """Which ranks record their steps: `on`, every rank in a file of its own (`metrics.rank1.jsonl` …);
+    `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
+    `run.trace`, else `off`, but every rank writes its latest 1,000 events after an error or a signal to
+    save. Notes and corrupt samples are always written."""
     trace: bool = False
     """Write `trace.json` into the run folder, for Perfetto."""
     trace_steps: tuple[int, int] = (10, 30)
@@ -107,6 +112,10 @@ class RunSettings:
         for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"run.{name}", getattr(self, name), "must be at least 1")
+        if self.rank_records not in ("auto", "on", "off"):
+            raise ConfigError(
+                "run.rank_records", self.rank_records, "must be 'auto', 'on' or 'off'"
+            )
         for name in ("global_batch_size", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
@@ -50,6 +51,37 @@ def test_errors_differences_and_faults_of_one_rank_reach_all() -> None:
     assert fault == "rank 1: optim.lr = 0: too small (2)", "the first one posted"
 
 
+def _odd_one(rank: int, odd: int, first: int) -> str:
+    """Rank `first` comes before all others."""
+    agreement = joined()
+    if rank != first:
+        time.sleep(0.3)
+    facts = {"seed": 1, "lr": 0.5 if rank == odd else 0.1}
+    error = str(raised(agreement, "facts", facts=facts))
+    agreement.leave(5.0)
+    return error
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_rank_0_is_compared_with_the_lowest_rank_that_differs(odd: int, first: int) -> None:
+    (line,) = set(run_ranks(3, _odd_one, odd, first))
+    values = "0.5 on rank 0, 0.1 on rank 1" if odd == 0 else "0.1 on rank 0, 0.5 on rank 2"
+    assert line.startswith(f"ranks differ in lr: {values}; ")
+
+
+def _used_twice(rank: int) -> str:
+    agreement = joined()
+    agreement.agree("again", facts={"step": 1})
+    error = raised(agreement, "again", error=DataError("worn out") if rank else None)
+    agreement.leave(5.0)
+    return str(error)
+
+
+def test_a_phase_may_come_again() -> None:
+    assert set(run_ranks(2, _used_twice)) == {"rank 1: worn out"}
+
+
 def _missing(rank: int, posts: bool) -> str:
     agreement = joined(300.0 if posts else 1.0)
     agreement.agree("start")
@@ -73,21 +105,27 @@ def test_a_rank_that_failed_or_does_not_come_is_named(posts: bool, message: str)
 
 
 class JustTooLate:
-    """A store to which rank 0 writes its verdict, and then its fault, right after the first look."""
+    """A store to which another rank writes the verdict, and then its fault, right after the first
+    wait for it."""
 
-    def __init__(self) -> None:
-        self.looks = 0
+    def add(self, key: str, amount: int) -> int:
+        return amount
 
-    def set(self, key: str, value: str) -> None:
-        """Nobody reads it."""
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        raise RuntimeError("timed out")
 
     def check(self, keys: list[str]) -> bool:
-        self.looks += 1
-        return self.looks > 1
+        self.checks += 1
+        return self.checks > 1
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.get(key)
 
     def get(self, key: str) -> bytes:
         report = {"error": "ranks differ", "code": 2}
-        return json.dumps(report if key.endswith("verdict") else report | {"rank": 0}).encode()
+        return json.dumps(report if "/verdict/" in key else report | {"rank": 0}).encode()
+
+    checks = 0
 
 
 def test_a_verdict_counts_before_the_fault_that_follows_from_it() -> None:

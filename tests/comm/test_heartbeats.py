@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from torch.distributed import Store, TCPStore
 
+import paceline.comm.heartbeats as heartbeats_module
 import paceline.comm.watchdog as watchdog_module
 from paceline.comm import PeerError
 from paceline.comm.agreement import Agreement
+from paceline.comm.heartbeats import HeartbeatChannel
 from paceline.comm.progress import ProgressBoard
-from paceline.comm.watchdog import HeartbeatChannel, Watchdog
+from paceline.comm.watchdog import Watchdog
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
 
@@ -126,7 +128,7 @@ def start(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(os, "_exit", lambda code: made[0].exit(code))
     # However short of cores the host is: the waits that are looked at here do not run out.
     monkeypatch.setattr(watchdog_module, "_SHOW_WAIT_S", 20.0)
-    monkeypatch.setattr(watchdog_module, "_CHANNEL_END_WAIT_S", 20.0)
+    monkeypatch.setattr(heartbeats_module, "_END_WAIT_S", 20.0)
 
     def begin(rank: int = 1) -> Exits:
         made.append(Exits(store, rank))
@@ -297,3 +299,50 @@ def test_ranks_are_silent_only_once_their_heartbeat_stops(channels: list[Heartbe
     channels[0].close()
     assert channels[1].silent_ranks(lambda: False) == {0}
     assert channels[1].silent_ranks(lambda: True) == set()
+
+
+def test_a_stop_that_one_rank_announces_reaches_the_others_without_being_asked_for(
+    store: Store, channels: list[HeartbeatChannel]
+) -> None:
+    assert not channels[1].stop_announced
+    Agreement(store, place(0), 1.0).announce_stop()
+    until(lambda: all(channel.stop_announced for channel in channels))
+
+
+def test_of_many_ranks_one_reads_for_all_and_another_takes_over_when_it_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats_module, "_ALL_READ", 1)
+    places = [Topology(rank, 3, rank, 3, launcher="torchrun") for rank in range(3)]
+    waiting = [HeartbeatChannel(store, rank, 0.05) for rank in places]
+    for channel in waiting:
+        channel.reads_progress = True
+    until(lambda: any(channel.reads for channel in waiting))
+    for _ in range(20):
+        assert sum(channel.reads for channel in waiting) == 1
+        time.sleep(0.02)
+    (reader,) = (channel for channel in waiting if channel.reads)
+    assert reader.heartbeats.keys() == {0, 1, 2}
+    reader.close()
+    others = [channel for channel in waiting if channel is not reader]
+    until(lambda: any(channel.reads for channel in others))
+    for channel in others:
+        channel.close()
+
+
+def test_the_reader_of_many_ranks_names_the_silent_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats_module, "_ALL_READ", 1)
+    ended: list[str] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, error: ended.append(str(error)))
+    places = [Topology(rank, 3, rank, 3, launcher="torchrun") for rank in range(3)]
+    silent = HeartbeatChannel(store, places[2], 0.05)
+    boards = [ProgressBoard(), ProgressBoard()]
+    watchdogs = [Watchdog(store, places[n], 2.0, boards[n]) for n in range(2)]
+    silent.close()
+    with boards[0].during("an all-reduce"), boards[1].during("an all-reduce"):
+        until(lambda: len(ended) >= 2)
+    assert all("rank 2 gives no sign of life" in line for line in ended)
+    for watchdog in watchdogs:
+        watchdog.close()

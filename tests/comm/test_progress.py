@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
-from paceline.comm.job import RankHost, RankHosts
+from paceline.comm.job import RankHost, RankHosts, format_ranks, post_hosts
 from paceline.comm.progress import (
     BucketInfo,
     ProgressBoard,
@@ -180,3 +181,38 @@ def test_the_board_follows_an_exchange_and_keeps_the_call_that_broke() -> None:
         raise OSError("lost")
     assert (now(), board.progress.calls) == ((True, "in broadcast"), 2)
     assert RankProgress.from_text(board.progress.to_text()) == board.progress
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 5], "ranks 1 and 5"),
+        ([1, 2], "ranks 1 and 2"),
+        ([4, 5, 6], "ranks 4 to 6"),
+        ([0, 4, 5, 6, 9], "ranks 0, 4 to 6 and 9"),
+        (range(0, 2000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, ... (1000 in all)"),
+    ],
+)
+def test_ranks_are_named_in_runs_and_cut_short(ranks: list[int], text: str) -> None:
+    assert format_ranks(ranks) == text
+
+
+def test_missing_ranks_are_named_by_host() -> None:
+    many = [RankHost(f"node{n}", f"10.0.0.{n}") for n in range(8) for _ in range(8)]
+    hosts = RankHosts(many)
+    assert hosts.describe([8, *range(16, 24)]) == (
+        "host node2 (10.0.0.2) with ranks 16 to 23 and rank 8 on node1 (10.0.0.1)"
+    )
+    assert hosts.describe(range(8, 64)) == (
+        "7 hosts with all of their 56 ranks (node1, node2, node3, node4, ...)"
+    )
+    assert RankHosts().describe([1]) == "rank 1"
+
+
+def test_hosts_are_posted_once_a_host() -> None:
+    store = HashStore()
+    assert not RankHosts.posted(store)
+    post_hosts(store, {rank: [A, A, B, C][rank] for rank in (2, 0, 1, 3)})
+    assert RankHosts.read(store).whole_hosts(range(3)) == {A: [0, 1]}
+    assert RankHosts.read(store).of(3) == C

@@ -38,6 +38,19 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+class NeverOpened(dict[Any, Any]):
+    """Keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Nobody asks for it."""
+
+
+@pytest.fixture(autouse=True)
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process opens its store once, but every rank of these tests stands for a new process."""
+    monkeypatch.setattr("paceline.comm.store._opened", NeverOpened())
+
+
 def _meet_all(port: int, timeout_s: float = 20) -> list[Meeting]:
     with ThreadPoolExecutor(2) as pool:
         ranks = [replace(rank, master_port=port) for rank in (RANK0, RANK1)]
@@ -65,6 +78,14 @@ def test_the_greeting_of_a_dead_rank_is_no_rank(agent: TCPStore) -> None:
     with pytest.raises(CommError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 1 s"):
         meet(replace(RANK0, master_port=agent.port), timeout_s=1)
     check_shared(*_meet_all(agent.port))
+
+
+def test_a_missing_node_is_named_as_such(no_job: None) -> None:
+    topology = Topology(0, 64, 0, 8, master_port=free_port(), launcher="environment")
+    with pytest.raises(
+        CommError, match=r"ranks 1 to 63 \(among them all of nodes 1 to 7\) of 64 did"
+    ):
+        meet(topology, timeout_s=0.3)
 
 
 def test_one_agent_that_counts_a_restart_is_enough(

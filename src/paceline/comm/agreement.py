@@ -7,10 +7,11 @@ needs neither GPU nor backend. `ActiveClock` measures the waits.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
@@ -18,14 +19,23 @@ from typing import Any, Self
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
+from paceline.comm.attendance import Attendance
+from paceline.comm.job import RankHosts
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
 
 _FAULT = "paceline/fault"
 _STOP = "paceline/stop"
+_NEWS = "paceline/news"
 _SUSPECT = "paceline/suspect"
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.1
+_LEFT = "paceline/left"
+# Torch may log a wait that ends without its key, so waits are long. What ends one early, a fault or a
+# lost rank 0, wakes it.
+_SLICE_S = 30.0
+# Rank 0 alone polls, because it has to give up in time.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.01
 _GRACE_S = 15.0
+_NO_VERDICT = "none"
 
 
 class ActiveClock:
@@ -65,6 +75,17 @@ class ActiveClock:
             ended.set()
 
 
+def came(store: Store, key: str, wait_s: float) -> bool:
+    """Waits for a key; False where it is not there by then."""
+    try:
+        store.wait([key], timedelta(seconds=wait_s))
+    except DistNetworkError:
+        raise
+    except RuntimeError:  # the time is over
+        return bool(store.check([key]))
+    return True
+
+
 class AgreedError(PacelineError):
     """An error that all ranks raise; `exit_code` is that of the rank that found it."""
 
@@ -85,14 +106,21 @@ class PeerError(CommError):
 
 
 class Agreement:
-    """Agrees on the phases of a run. Each phase's name is used once in a run; where several runs share
-    the group, `run` keeps their phases apart."""
+    """Agrees on the phases of a run, which all ranks reach in the same order. Where several runs share
+    the group, `run` keeps their phases apart.
+
+    In a phase in which all is well each rank makes three requests to the store, four where it compares
+    facts: it counts itself (`Attendance`) and waits for the verdict. The last rank to arrive writes the
+    verdict, and is the only one to look for reports; these come from ranks that failed or differ.
+    """
 
     def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
         self._store = store
         self._topology = topology
         self._timeout_s = timeout_s
         self.run = ""
+        self._number = 0
+        self._left = False
 
     def agree(
         self,
@@ -120,70 +148,123 @@ class Agreement:
         facts: Mapping[str, Any] | None,
         remedy: str,
     ) -> dict[str, Any]:
-        """Rank 0's decision about the reports of all ranks, on every rank."""
-        mine = {"error": str(error) if error else None, "code": error.exit_code if error else 0}
-        self._store.set(
-            self._key(phase, self._topology.rank), json.dumps({**mine, "facts": dict(facts or {})})
+        """The one verdict about the reports of all ranks, on every rank."""
+        self._number += 1
+        base, rank = f"paceline/agree/{self.run}{self._number}/{phase}", self._topology.rank
+        report: dict[str, Any] | None = None
+        if error is not None:
+            report = {"rank": rank, "error": str(error), "code": error.exit_code}
+        elif facts is not None and (digest := self._differs(base, facts)):
+            report = {"rank": rank, "digest": digest}
+        if report is not None:
+            self._store.append(f"{base}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]
+        attendance = Attendance(self._store, base, self._topology.world_size)
+        if attendance.arrive(rank):
+            self._publish_verdict(self._number, self._decide(base, remedy))
+        return self._await_verdict(base, phase, attendance, remedy)
+
+    def _differs(self, base: str, facts: Mapping[str, Any]) -> str:
+        """The digest of these facts where another rank has published other ones first, else "". The
+        facts themselves are in the store for rank 0, the first rank, and those that differ."""
+        text = json.dumps(dict(facts), sort_keys=True)
+        digest, rank = hashlib.sha256(text.encode()).hexdigest()[:16], self._topology.rank
+        first = self._store.compare_set(f"{base}/facts", "", f"{digest} {rank}").decode().split()
+        if rank == 0 or first == [digest, str(rank)] or first[0] != digest:
+            self._store.set(f"{base}/facts/{rank}", text)
+        return "" if first[0] == digest else digest
+
+    def _publish_verdict(self, number: int, verdict: Mapping[str, Any]) -> str:
+        """The first verdict stays: rank 0 may give up while the last rank arrives."""
+        key = f"paceline/verdict/{number}"
+        return self._store.compare_set(key, "", json.dumps(verdict)).decode()
+
+    def _decide(self, base: str, remedy: str) -> dict[str, Any]:
+        """With all reports there: the error of the lowest rank, else the first difference."""
+        if not self._store.check([f"{base}/reports"]):
+            return {"error": None, "code": 0}
+        reports = [json.loads(line) for line in self._store.get(f"{base}/reports").splitlines()]
+        failed = [report for report in reports if "error" in report]
+        if failed:
+            first = min(failed, key=lambda report: report["rank"])
+            where = f"rank {first['rank']}: " if self._topology.world_size > 1 else ""
+            return {"error": where + first["error"], "code": first["code"]}
+        common, holder = self._store.get(f"{base}/facts").decode().split()
+        digests = {report["rank"]: report["digest"] for report in reports}
+        expected = digests.get(0, common)
+        ranks = range(1, self._topology.world_size)
+        rank = next(rank for rank in ranks if digests.get(rank, common) != expected)
+        ours = json.loads(self._store.get(f"{base}/facts/0"))
+        theirs = json.loads(self._store.get(f"{base}/facts/{rank if rank in digests else holder}"))
+        name = min(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+        text = (
+            f"ranks differ in {name}: {ours.get(name)!r} on rank 0, {theirs.get(name)!r} on rank "
+            f"{rank}"
         )
+        return {"error": f"{text}; {remedy}", "code": 2}
+
+    def _await_verdict(
+        self, base: str, phase: str, attendance: Attendance, remedy: str
+    ) -> dict[str, Any]:
+        """Returns early where a rank fails instead of arriving (`post_fault`)."""
+        key = f"paceline/verdict/{self._number}"
+        # Rank 0 gives up first: its verdict names who is missing.
         if self._topology.is_main:
-            verdict = self._decide(phase, remedy)
-            self._store.set(self._key(phase, "verdict"), json.dumps(verdict))
-            return verdict
-        found: dict[str, Any] = json.loads(self._wait(phase, "verdict"))
+            if not self._polled(key):
+                missing = attendance.missing()
+                late = self._late(missing, phase) if missing else self._decide(base, remedy)
+                self._publish_verdict(self._number, late)
+        else:
+            self._await_key(key, phase)
+        # `get` makes two requests, one of them to wait; this returns the value of a key that is there.
+        found: dict[str, Any] = json.loads(self._store.compare_set(key, _NO_VERDICT, ""))
         return found
 
-    def _decide(self, phase: str, remedy: str) -> dict[str, Any]:
-        """On rank 0: the first error, else the first difference, is the verdict."""
-        reports = []
-        for rank in range(self._topology.world_size):
-            try:
-                reports.append(json.loads(self._wait(phase, rank)))
-            except (CommError, AgreedError) as error:
-                return {"error": str(error), "code": error.exit_code}
-        for rank, report in enumerate(reports):
-            if report["error"]:
-                where = f"rank {rank}: " if self._topology.world_size > 1 else ""
-                return {"error": where + report["error"], "code": report["code"]}
-        for rank, report in enumerate(reports):
-            for name in sorted(reports[0]["facts"].keys() | report["facts"].keys()):
-                ours, theirs = reports[0]["facts"].get(name), report["facts"].get(name)
-                if ours != theirs:
-                    text = f"ranks differ in {name}: {ours!r} on rank 0, {theirs!r} on rank {rank}"
-                    return {"error": f"{text}; {remedy}", "code": 2}
-        return {"error": None, "code": 0}
-
-    def _key(self, phase: str, who: int | str) -> str:
-        return f"paceline/{self.run}{phase}/{who}"
-
-    def _wait(self, phase: str, who: int | str) -> bytes:
-        """The report of `who`; raises early where a rank has posted that it failed."""
-        key, pause_s = self._key(phase, who), _FIRST_PAUSE_S
-        # Rank 0 gives up first: it knows who is missing, and its verdict names that rank.
-        patience_s = self._timeout_s + (_GRACE_S if who == "verdict" else 0.0)
-        clock = ActiveClock()
+    def _polled(self, key: str) -> bool:
+        clock, pause_s = ActiveClock(), _FIRST_PAUSE_S
         while not self._store.check([key]):
+            if clock.now_s() > self._timeout_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return True
+
+    def _await_key(self, key: str, phase: str) -> None:
+        patience_s = self._timeout_s + _GRACE_S
+        clock = ActiveClock(longest_s=2 * _SLICE_S)
+        while not came(self._store, key, min(_SLICE_S, patience_s)):
             fault = self.read_fault()
-            # Rank 0 may have failed right after its decision: then the verdict is there by now.
+            # A rank may have failed right after the decision: then the verdict is there by now.
             if fault is not None and not self._store.check([key]):
                 raise fault
             if clock.now_s() > patience_s:
-                missing = "rank 0" if who == "verdict" else f"rank {who}"
                 raise CommError(
-                    f"{missing} did not reach '{phase}' within {self._timeout_s:g} s",
-                    f"look into the log of {missing}; comm.rendezvous_timeout_s sets the wait",
+                    f"rank 0 did not reach '{phase}' within {self._timeout_s:g} s",
+                    "look into the log of rank 0; comm.rendezvous_timeout_s sets the wait",
                 )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-        return bytes(self._store.get(key))
+
+    def _late(self, missing: Sequence[int], phase: str) -> dict[str, Any]:
+        hosts = RankHosts.read(self._store) if RankHosts.posted(self._store) else RankHosts()
+        error = CommError(
+            f"{hosts.describe(missing)} did not reach '{phase}' within {self._timeout_s:g} s",
+            f"look into the log of rank {missing[0]}; comm.rendezvous_timeout_s sets the wait",
+        )
+        return {"error": str(error), "code": error.exit_code}
 
     def post_fault(self, error: PacelineError) -> None:
-        """Publishes this rank's error; the first one published stays."""
+        """Publishes this rank's error; the first one published stays. It becomes the verdict of the next
+        phase too, for the ranks that wait in it for this one."""
         report = json.dumps(
             {"rank": self._topology.rank, "error": str(error), "code": error.exit_code}
         )
         # Where the store is gone with its host no rank can read it, and the error itself counts.
         with suppress(RuntimeError):
-            self._store.compare_set(_FAULT, "", report)
+            first = self._agreed(json.loads(self._store.compare_set(_FAULT, "", report)))
+            verdict = {"error": str(first), "code": first.exit_code}
+            self._publish_verdict(self._number + 1, verdict)
+
+    def _agreed(self, report: Mapping[str, Any]) -> AgreedError:
+        where = f"rank {report['rank']}: " if self._topology.world_size > 1 else ""
+        return AgreedError(where + report["error"], report["code"])
 
     def read_fault(self, wait_s: float = 0.0) -> AgreedError | None:
         """The error that some rank published, if any; waits up to `wait_s` for one."""
@@ -192,11 +273,9 @@ class Agreement:
                 self._store.wait([_FAULT], timedelta(seconds=wait_s))
             elif not self._store.check([_FAULT]):
                 return None
-            report = json.loads(self._store.get(_FAULT))
+            return self._agreed(json.loads(self._store.get(_FAULT)))
         except RuntimeError:  # nothing came, or the store went away with its host
             return None
-        where = f"rank {report['rank']}: " if self._topology.world_size > 1 else ""
-        return AgreedError(where + report["error"], report["code"])
 
     def first_suspect(self, suspect: str) -> str:
         """Who is gone according to the first rank whose connection broke. Ranks that leave next break
@@ -219,19 +298,31 @@ class Agreement:
         """Tells ranks that received no signal, before the next collective, that one did."""
         with suppress(RuntimeError):
             self._store.set(_STOP, "")
+            self.post_news()
 
     def stop_announced(self) -> bool:
-        try:
-            return bool(self._store.check([_STOP]))
-        except RuntimeError:
-            return False
+        return bool(self._store.check([_STOP]))
+
+    def post_news(self) -> None:
+        """There is something that every rank must look for."""
+        self._store.set(_NEWS, "")
+
+    def has_news(self) -> bool:
+        return bool(self._store.check([_NEWS]))
 
     def leave(self, wait_s: float) -> None:
         """Marks that this rank needs the store no more; rank 0, where it hosts the store, waits for the
         others. Else the store would be gone before a slower rank has read why all ranks end."""
-        ranks = range(self._topology.world_size)
+        if self._left:
+            return
+        self._left = True
         with suppress(RuntimeError):
-            self._store.set(self._key("left", self._topology.rank), "")
+            attendance = Attendance(self._store, _LEFT, self._topology.world_size)
+            if attendance.arrive(self._topology.rank):
+                self._store.set(f"{_LEFT}/all", "")
             if self._topology.is_main and self._topology.launcher != "torchrun":
-                keys = [self._key("left", rank) for rank in ranks]
-                self._store.wait(keys, timedelta(seconds=wait_s))
+                self._store.wait([f"{_LEFT}/all"], timedelta(seconds=wait_s))
+
+    def have_left(self, ranks: Collection[int]) -> bool:
+        left = Attendance(self._store, _LEFT, self._topology.world_size)
+        return set(left.missing()).isdisjoint(ranks)

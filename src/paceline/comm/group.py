@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.job import RankHosts, format_ranks
@@ -34,7 +35,7 @@ Made = TypeVar("Made")
 _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
-_ASK_S = 1.0
+_SUSPECT_WAITS, _SUSPECT_PAUSE_S = 8, 0.25
 # How long aborting NCCL's communicators may take before the process ends regardless.
 _ABORT_WAIT_S = 3.0
 
@@ -63,9 +64,9 @@ class Group:
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
-        self._ask_again_at = time.monotonic() + _ASK_S
         # Destroy CUDA graphs that hold collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
+        self._last_actions: list[Callable[[], None]] = []
         self._left = self._device_lost = False
         # The process groups have been aborted, and must not be closed any more.
         self.aborted = False
@@ -75,19 +76,8 @@ class Group:
             return
         if self.backend == "nccl":
             prepare_nccl(topology, share_gpus=settings.share_gpus)
-        meeting = meet(topology, settings.rendezvous_timeout_s, shared)
-        store, self.restarted = meeting.store, meeting.restarted
-        self._agreement = Agreement(store, topology, settings.rendezvous_timeout_s)
-        # Everyone is here before the backend connects: a late or dead rank is named, not waited for
-        # in the backend's own, unnamed handshake.
-        facts = {"comm.backend": self.backend, "device": device.type}
-        self._agreement.agree("join", facts=facts, remedy="use the same kind of device everywhere")
-        if topology.world_size > 1:
-            self._hosts = RankHosts.read(store)
-            self._watchdog = Watchdog(
-                store, topology, settings.timeout_s, self.board, show_error, self._hosts,
-                before_exit=self.abort,
-            )  # fmt: skip
+        with ExitStack() as lookups:
+            store = self._join(settings, show_error, shared, lookups)
         self.watched(
             "joining the process group",
             lambda: dist.init_process_group(
@@ -99,6 +89,36 @@ class Group:
                 device_id=device if self.backend == "nccl" else None,
             ),
         )
+
+    def _join(
+        self,
+        settings: CommSettings,
+        show_error: ShowError | None,
+        shared: Mapping[str, Any] | None,
+        lookups: ExitStack,
+    ) -> Store:
+        """Returns once all ranks have met, and have opened their watchdog's connection. Rank 0's store
+        looks no names up until then."""
+        meeting = meet(self.topology, settings.rendezvous_timeout_s, shared, lookups)
+        store, self.restarted = meeting.store, meeting.restarted
+        self._agreement = Agreement(store, self.topology, settings.rendezvous_timeout_s)
+        if self.topology.world_size > 1:
+            self._hosts = RankHosts.read(store)
+            self._watchdog = Watchdog(
+                store, self.topology, settings.timeout_s, self.board, show_error, self._hosts,
+                before_exit=self._forced_exit,
+            )  # fmt: skip
+        # Everyone is here before the backend connects: a late or dead rank is named, not waited for
+        # in the backend's own, unnamed handshake.
+        facts = {"comm.backend": self.backend, "device": self.device.type}
+        try:
+            self.agree("join", facts=facts, remedy="use the same kind of device everywhere")
+        except PacelineError:
+            self._agreement.leave(_LEAVE_WAIT_S)
+            if self._watchdog is not None:
+                self._watchdog.close()
+            raise
+        return store
 
     @property
     def rank(self) -> int:
@@ -225,11 +245,9 @@ class Group:
             self._agreement.announce_stop()
 
     def stop_announced(self) -> bool:
-        """Whether some rank was asked to stop. Asks the store once a second at most."""
-        now = time.monotonic()
-        if self._agreement is not None and not self._stop_heard and now > self._ask_again_at:
-            self._ask_again_at = now + _ASK_S
-            self._stop_heard = self._agreement.stop_announced()
+        """Whether some rank was asked to stop. The heartbeat thread asks the store; this does not."""
+        if self._watchdog is not None and self._watchdog.stop_announced:
+            self._stop_heard = True
         return self._stop_heard
 
     def begin_run(self, name: str) -> None:
@@ -267,6 +285,15 @@ class Group:
         if self.backend == "nccl":
             self.aborted = True
             abort_process_groups(list(self._release_graphs), _ABORT_WAIT_S)
+
+    def before_forced_exit(self, action: Callable[[], None]) -> None:
+        """`action` runs in seconds at most before the watchdog ends this process."""
+        self._last_actions.append(action)
+
+    def _forced_exit(self) -> None:
+        self.abort()
+        for action in self._last_actions:
+            action()
 
     def __enter__(self) -> Group:
         return self
@@ -352,10 +379,23 @@ class Group:
         if known:
             return known
         ranks = self._watchdog.silent_ranks() if self._watchdog is not None else set()
-        if not ranks or self._agreement is None:
+        if self._agreement is None:
             return ""
+        if not ranks:
+            return self._suspect_of_reader()
         verb = "gives" if len(ranks) == 1 else "give"
         return self._agreement.first_suspect(f"{format_ranks(ranks)} {verb} no sign of life")
+
+    def _suspect_of_reader(self) -> str:
+        """Where ranks are many one of them reads all heartbeats, and the others wait for what it
+        finds."""
+        assert self._agreement is not None
+        waits = 0 if self._watchdog is None or self._watchdog.all_read else _SUSPECT_WAITS
+        for _ in range(waits):
+            if known := self._agreement.known_suspect():
+                return known
+            time.sleep(_SUSPECT_PAUSE_S)
+        return self._agreement.known_suspect()
 
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:

@@ -8,10 +8,13 @@ count alike), hosts, and a node's own paths and worker counts.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import itertools
 import json
 import os
 import socket
+import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -33,6 +36,8 @@ _NO_RUN_ID = "none"
 _HOSTS_KEY = "paceline/hosts"
 _PROBE_S = 1.0
 _PROBED_HOSTS = 8
+_NAMED_HOSTS = 4
+_NAMED_RUNS = 12
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,10 @@ class RankHost(NamedTuple):
 
 
 def post_hosts(store: Store, hosts: Mapping[int, RankHost]) -> None:
-    """On rank 0, before any rank reads."""
-    store.set(_HOSTS_KEY, json.dumps([list(hosts[rank]) for rank in sorted(hosts)]))
+    """On rank 0, in order of rank and compressed: every rank reads it."""
+    in_order = [hosts[rank] for rank in sorted(hosts)]
+    runs = [[*host, len(list(ranks))] for host, ranks in itertools.groupby(in_order)]
+    store.set(_HOSTS_KEY, base64.b64encode(zlib.compress(json.dumps(runs).encode())).decode())
 
 
 class RankHosts:
@@ -155,7 +162,12 @@ class RankHosts:
 
     @classmethod
     def read(cls, store: Store) -> RankHosts:
-        return cls([RankHost(*host) for host in json.loads(store.get(_HOSTS_KEY))])
+        runs = json.loads(zlib.decompress(base64.b64decode(store.get(_HOSTS_KEY))))
+        return cls([RankHost(name, address) for name, address, n in runs for _ in range(n)])
+
+    @classmethod
+    def posted(cls, store: Store) -> bool:
+        return bool(store.check([_HOSTS_KEY]))
 
     @property
     def several(self) -> bool:
@@ -171,12 +183,29 @@ class RankHosts:
 
     def whole_hosts(self, ranks: Collection[int]) -> dict[RankHost, list[int]]:
         """Hosts with several ranks, of which all are among `ranks`, with these."""
-        found: dict[RankHost, list[int]] = {}
-        for host in self._distinct if self.several else ():
-            theirs = [rank for rank, own in enumerate(self._hosts) if own == host]
-            if len(theirs) > 1 and set(theirs) <= set(ranks):
-                found[host] = theirs
-        return found
+        if not self.several:
+            return {}
+        theirs: dict[RankHost, list[int]] = {}
+        for rank, host in enumerate(self._hosts):
+            theirs.setdefault(host, []).append(rank)
+        among = set(ranks)
+        return {host: r for host, r in theirs.items() if len(r) > 1 and among.issuperset(r)}
+
+    def describe(self, ranks: Collection[int]) -> str:
+        """For messages: whole hosts as such, then the other ranks; both cut short where they are many.
+        `host node7 (10.0.0.7) with ranks 8 to 15 and rank 3 on node2 (10.0.0.2)`."""
+        whole = self.whole_hosts(ranks)
+        parts = [f"host {host} with {format_ranks(r)}" for host, r in whole.items()]
+        if len(parts) > _NAMED_HOSTS:
+            count = sum(len(theirs) for theirs in whole.values())
+            names = ", ".join(host.name for host in list(whole)[:_NAMED_HOSTS])
+            parts = [f"{len(whole)} hosts with all of their {count} ranks ({names}, ...)"]
+        others = sorted(set(ranks) - {rank for theirs in whole.values() for rank in theirs})
+        if len(others) == 1:
+            parts.append(self.rank_label(others[0]))
+        elif others:
+            parts.append(format_ranks(others))
+        return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
     def gone_text(self, address: str) -> str:
         """Who is gone when the connection to this address broke; empty where it is not one of several
@@ -212,10 +241,20 @@ def _answers(address: str, port: int) -> bool:
 
 
 def format_ranks(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 4 to 7` or `ranks 1, 5 and 9`."""
+    """`rank 3`, `ranks 4 to 7`, `ranks 1, 5 and 9`, `ranks 0 to 7, 16 to 23, ... (1024 in all)`."""
     numbers = sorted(ranks)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    named: list[str] = []
+    for first, last in runs:
+        long = last - first > 1
+        named += [f"{first} to {last}"] if long else map(str, range(first, last + 1))
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"ranks {numbers[0]} to {numbers[-1]}"
-    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+    if len(named) > _NAMED_RUNS:
+        return f"ranks {', '.join(named[:_NAMED_RUNS])}, ... ({len(numbers)} in all)"
+    return f"ranks {' and '.join(filter(None, (', '.join(named[:-1]), named[-1])))}"

@@ -8,7 +8,9 @@ torchrun the agent hosts it, so it outlives a dying rank; elsewhere rank 0 does.
 3. Rank 0 answers each greeting with the attempt's name, or with the reason why that rank belongs to
    another job; a rank that is refused ends at once and never joins.
 4. An accepted rank takes its place, which only one process can have. The rendezvous is complete when all
-   places are taken.
+   places are taken, which the last rank publishes.
+
+Each rank makes eight requests to the store, and rank 0 reads and answers greetings in bulk.
 
 An agent keeps its store when it restarts the ranks, with everything the last attempt wrote, and agents
 on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only live
@@ -18,25 +20,22 @@ another number of ranks, so there only the job's id counts; a store hosted by ra
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import json
 import os
-import queue
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, though not in __all__
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.agreement import ActiveClock
-from paceline.comm.job import JobIdentity, RankHost, post_hosts, rank_hosts_store
+from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came
+from paceline.comm.attendance import Attendance
+from paceline.comm.job import JobIdentity, RankHost, format_ranks, post_hosts, rank_hosts_store
+from paceline.comm.store import forget_store, store_of_job
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 
@@ -44,28 +43,15 @@ _LOBBY = "paceline-lobby"
 _JOB = f"{_LOBBY}/job"
 _COUNT = f"{_LOBBY}/greetings"
 _POLL_S = 0.02
-_LAST_POLL_S = 0.3
-_RETRY_S = 0.1
-# Torch's own timeout comes first, where it works: its message says more.
-_GRACE_S = 1.0
+# Torch may log a wait that ends without its key, so waits are long.
+_WAIT_S = 30.0
 # Where no job id decides whether a rank with other settings belongs to this job, rank 0 waits so long for
 # the right one after refusing the wrong one.
 _REFUSED_S = 30.0
 _LINGER_S = 1.0
-
-
-@dataclass
-class _Opened:
-    """The store of this process at one address, and how many jobs have met there before."""
-
-    store: Store
-    address: str
-    meetings: int = 0
-
-
-# A program may run several jobs in a row, such as a training and an evaluation. Rank 0 keeps hosting the
-# store; each further job has keys of its own in it. All ranks run the same jobs and so count alike.
-_opened: dict[tuple[str, int], _Opened] = {}
+# How long rank 0 stays after a rendezvous that failed, for ranks that have yet to read why.
+_DISMISS_S = 3.0
+_COMPLETE = "all of its ranks have joined already"
 
 
 @dataclass(frozen=True)
@@ -77,16 +63,24 @@ class Meeting:
 
 
 def meet(
-    topology: Topology, timeout_s: float, settings: Mapping[str, Any] | None = None
+    topology: Topology,
+    timeout_s: float,
+    settings: Mapping[str, Any] | None = None,
+    lookups: ExitStack | None = None,
 ) -> Meeting:
-    """Returns when all ranks have come, or fails with a line that names address, port and remedy."""
+    """Returns when all ranks have come, or fails with a line that names address, port and remedy.
+
+    The store looks no host names up until `lookups` is closed, for the connections that follow; without
+    it until this returns (`names_from_files`).
+    """
     where = f"{topology.master_addr}:{topology.master_port}"
     agent_hosts = not rank_hosts_store()
     hosts = topology.is_main and not agent_hosts
     job = JobIdentity.from_env(os.environ, topology, settings)
     try:
-        with ActiveClock().ticking() as clock:
-            store, address = _store_of_job(topology, hosts, timeout_s, clock)
+        with ActiveClock().ticking() as clock, ExitStack() as own_lookups:
+            lookups = lookups if lookups is not None else own_lookups
+            store, address = store_of_job(topology, hosts, timeout_s, clock, lookups)
             here = RankHost(job.host, address or topology.master_addr)
             if not topology.is_main:
                 joining = _JoiningRank(store, topology, job, here)
@@ -94,105 +88,18 @@ def meet(
             # Only an agent's store can be older than this attempt.
             again = store.add(f"{_LOBBY}/attempts", 1) > 1 and agent_hosts
             coordinator = _Coordinator(store, topology, job, here, agent_hosts)
-            name = coordinator.admit_all(timeout_s, clock)
+            try:
+                name = coordinator.admit_all(timeout_s, clock)
+            except CommError as error:
+                coordinator.dismiss(error)
+                raise
             return Meeting(PrefixStore(name, store), again or coordinator.restarts > 0)
     except CommError:
-        _opened.pop((topology.master_addr, topology.master_port), None)
+        forget_store(topology)
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        _opened.pop((topology.master_addr, topology.master_port), None)
+        forget_store(topology)
         raise CommError(*explain(where, topology, error, timeout_s)) from error
-
-
-def _store_of_job(
-    topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock
-) -> tuple[Store, str]:
-    """A store without keys of earlier jobs of this process, and this host's own address."""
-    place = (topology.master_addr, topology.master_port)
-    opened = _opened.get(place)
-    if opened is None:
-        address = "" if hosts else _await_host(topology, timeout_s, clock)
-        opened = _Opened(_open_store(topology, hosts, timeout_s, clock), address)
-        _opened[place] = opened
-        return opened.store, opened.address
-    opened.meetings += 1
-    return PrefixStore(f"paceline-job-{opened.meetings}", opened.store), opened.address
-
-
-def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> str:
-    """Returns this host's own address once somebody listens at the job's.
-
-    Torch would wait for that too, but reports a failure at great length.
-    """
-    while True:
-        left_s = timeout_s - clock.now_s()
-        try:
-            address = (topology.master_addr, topology.master_port)
-            with socket.create_connection(address, timeout=max(left_s, _RETRY_S)) as connection:
-                return str(connection.getsockname()[0])
-        except OSError:  # a name, too, may become known only when its host has started
-            if left_s <= 0:
-                raise
-        time.sleep(_RETRY_S)
-
-
-def _open_store(topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock) -> TCPStore:
-    """Hosts the store, or connects to it.
-
-    In a thread, because a program that listens at the address and never answers, such as another
-    job's, keeps torch waiting beyond any timeout.
-    """
-    outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
-
-    def open_store() -> None:
-        try:
-            listener = _loopback_listener(topology) if hosts else None
-            store = TCPStore(
-                topology.master_addr,
-                topology.master_port,
-                is_master=hosts,
-                timeout=timedelta(seconds=timeout_s),
-                # The greetings do this, and they can name who is missing.
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener,
-            )
-        except Exception as error:  # noqa: BLE001  (raised where the caller waits)
-            outcome.put(error)
-        else:
-            outcome.put(store)
-
-    threading.Thread(target=open_store, name="paceline-rendezvous", daemon=True).start()
-    end_s = clock.now_s() + timeout_s + _GRACE_S
-    while True:
-        try:
-            opened = outcome.get(timeout=_RETRY_S)
-            break
-        except queue.Empty:
-            if clock.now_s() > end_s:
-                raise TimeoutError(f"nothing answered within {timeout_s:g} s") from None
-    if isinstance(opened, Exception):
-        raise opened
-    return opened
-
-
-def _loopback_listener(topology: Topology) -> int | None:
-    """A socket for ranks of one node that meet at its loopback address; None leaves it to torch, which
-    listens on every address of the host. (A host's own name may stand for a loopback address on that
-    host alone, so ranks on other nodes decide.)"""
-    if topology.local_world_size < topology.world_size:
-        return None
-    found = socket.getaddrinfo(topology.master_addr, topology.master_port, type=socket.SOCK_STREAM)
-    for family, _, _, _, address in found:
-        if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            return None
-        try:
-            return socket.create_server(address[:2], family=family, backlog=1024).detach()
-        except OSError as error:
-            # `localhost` may stand for ::1 too, on a host without IPv6.
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                raise
-    return None
 
 
 def _restart_count() -> int:
@@ -215,22 +122,24 @@ class _JoiningRank:
         }  # fmt: skip
         number = self._store.add(_COUNT, 1)
         self._store.set(f"{_LOBBY}/greeting/{number}", json.dumps(greeting))
-        answer_key, pause_s = f"{_LOBBY}/answer/{token}", _POLL_S
-        while not self._store.check([answer_key]):
+        answer_key = f"{_LOBBY}/answer/{token}"
+        self._check_job()
+        while not came(self._store, answer_key, min(_WAIT_S, timeout_s)):
             self._check_job()
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LAST_POLL_S)
         answer = json.loads(self._store.get(answer_key))
+        if "failed" in answer:
+            raise PeerError.from_agreed(AgreedError(answer["failed"], CommError("").exit_code))
         if "refused" in answer:
             raise self._refusal(JobIdentity.from_table(answer["job"]), answer["refused"])
-        place = _place(answer["name"], rank)
+        name = str(answer["name"])
+        place = f"{_LOBBY}/in/{name}/{rank}"
         if self._store.compare_set(place, "", token).decode() != token:
-            raise self._refusal(
-                JobIdentity.from_table(answer["job"]), f"it has another process as rank {rank}"
-            )
-        return str(answer["name"])
+            there = JobIdentity.from_table(json.loads(self._store.get(_JOB))["job"])
+            raise self._refusal(there, f"it has another process as rank {rank}")
+        _take_place(self._store, name, self._topology)
+        return name
 
     def _check_job(self) -> None:
         """Fails where the store is another job's, also one whose rank 0 answers no more."""
@@ -243,7 +152,7 @@ class _JoiningRank:
         else:
             conflict = job.conflict(self._job)
             if not conflict and published["complete"]:
-                conflict = "all of its ranks have joined already"
+                conflict = _COMPLETE
         if conflict:
             raise self._refusal(job, conflict)
 
@@ -275,60 +184,109 @@ class _Coordinator:
         # The largest restart count of any agent.
         self.restarts = _restart_count()
         self._read = 0
+        self._complete = False
+        self._failure = ""
         self._unread: set[int] = set()
         self._refused: dict[int, str] = {}
+        # Refused ranks that are of this job beyond doubt, so that it cannot start.
+        self._refuses: list[int] = []
         self._refused_s = 0.0
 
     def admit_all(self, timeout_s: float, clock: ActiveClock) -> str:
         """The attempt's name, once every rank has its place."""
         self._publish_job(complete=False)
-        missing = set(range(1, self._topology.world_size))
-        while missing:
+        all_in = f"{_LOBBY}/in/{self._name}/all"
+        _take_place(self._store, self._name, self._topology)
+        # The only rank that polls: it waits for greetings and for the last place at once.
+        while not self._store.check([all_in]):
             self._answer_all(clock)
-            places = {rank for rank in missing if rank in self._hosts}
-            missing -= {r for r in places if self._store.check([_place(self._name, r)])}
-            if missing and clock.now_s() > timeout_s:
+            if clock.now_s() > timeout_s and (missing := self._missing()):
                 raise CommError(*self._absent(missing, timeout_s))
-            wrong = sorted(missing & self._refused.keys())
-            if wrong and clock.now_s() > self._refused_s + _REFUSED_S:
-                raise self._mismatch(wrong[0])
-            if missing:
-                time.sleep(_POLL_S)
+            if self._refused and clock.now_s() > self._refused_s + _REFUSED_S:
+                wrong = sorted(set(self._missing()) & self._refused.keys())
+                if wrong:
+                    raise self._mismatch(wrong[0])
+                self._refused.clear()
+            time.sleep(_POLL_S)
         post_hosts(PrefixStore(self._name, self._store), self._hosts)
         self._publish_job(complete=True)
+        # Who comes after this finds that the job is complete; who came just before waits for an answer.
+        self._complete = True
+        self._answer_all(clock)
         return self._name
+
+    def dismiss(self, error: CommError) -> None:
+        """Tells the other ranks why the job does not start, whether they have joined and wait in its
+        first phase or have yet to be answered. The store may end with this process."""
+        self._failure = str(error)
+        agreement = Agreement(PrefixStore(self._name, self._store), self._topology, _LINGER_S)
+        with suppress(RuntimeError):
+            agreement.post_fault(error)
+            joined = set(range(1, self._topology.world_size)) - set(self._missing())
+            started = time.monotonic()
+            while (passed_s := time.monotonic() - started) < _DISMISS_S:
+                self._send(self._answers(ActiveClock()))
+                if passed_s > _LINGER_S and agreement.have_left(joined):
+                    return
+                time.sleep(_POLL_S)
+
+    def _missing(self) -> list[int]:
+        return _places(self._store, self._name, self._topology).missing()
 
     def _publish_job(self, *, complete: bool) -> None:
         job = {"job": self._job.to_table(), "complete": complete, "agent": self._agent_hosts}
         self._store.set(_JOB, json.dumps(job))
 
     def _answer_all(self, clock: ActiveClock) -> None:
+        self._send(self._answers(clock))
+        if self._refuses:
+            raise self._mismatch(self._refuses[0])
+
+    def _answers(self, clock: ActiveClock) -> dict[str, str]:
+        """To all greetings that have come since the last call, by key."""
         came = self._store.add(_COUNT, 0)
         self._unread |= set(range(self._read + 1, came + 1))
         self._read = came
-        for number in sorted(self._unread):
-            key = f"{_LOBBY}/greeting/{number}"
-            if self._store.check([key]):  # counted first, written a moment later
-                self._unread.discard(number)
-                self._answer(json.loads(self._store.get(key)), clock)
+        return dict(self._answer(greeting, clock) for greeting in self._new_greetings())
 
-    def _answer(self, greeting: dict[str, Any], clock: ActiveClock) -> None:
+    def _new_greetings(self) -> list[dict[str, Any]]:
+        """In as few requests as possible. A greeting is counted first and written a moment later, or
+        never, where its rank has died."""
+        numbers = sorted(self._unread)
+        keys = [f"{_LOBBY}/greeting/{number}" for number in numbers]
+        if keys and not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        if not keys:
+            return []
+        self._unread -= {int(key.rpartition("/")[2]) for key in keys}
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def _answer(self, greeting: dict[str, Any], clock: ActiveClock) -> tuple[str, str]:
+        """Key and answer."""
         theirs, rank = JobIdentity.from_table(greeting["job"]), greeting["rank"]
         conflict = self._job.conflict(theirs)
-        answer: dict[str, Any] = {"job": self._job.to_table()}
-        answer |= {"refused": conflict} if conflict else {"name": self._name}
-        self._store.set(f"{_LOBBY}/answer/{greeting['token']}", json.dumps(answer))
-        if not conflict:
+        if self._complete and not conflict:
+            conflict = _COMPLETE
+        answer: dict[str, Any] = {"refused": conflict, "job": self._job.to_table()}
+        if self._failure and not conflict:
+            answer = {"failed": f"rank 0: {self._failure}"}
+        elif self._complete or self._failure:
+            pass
+        elif not conflict:
             self._hosts[rank] = RankHost(*greeting["at"])
             self.restarts = max(self.restarts, greeting["restarts"])
+            answer = {"name": self._name}
         elif not self._agent_hosts and self._job.same_id(theirs) is not False:
             # Perhaps a rank of this job that was started with other settings. In an agent's store it may
             # be one of an earlier attempt.
             self._refused[rank], self._refused_s = conflict, clock.now_s()
             if self._job.same_id(theirs) or self._job.settings == theirs.settings:
-                # The store ends with this process, and that rank has yet to read the reason.
-                time.sleep(_LINGER_S)
-                raise self._mismatch(rank)
+                self._refuses.append(rank)
+        return f"{_LOBBY}/answer/{greeting['token']}", json.dumps(answer)
+
+    def _send(self, answers: Mapping[str, str]) -> None:
+        if answers:
+            self._store.multi_set(list(answers), list(answers.values()))  # type: ignore[attr-defined]
 
     def _mismatch(self, rank: int) -> CommError:
         return CommError(
@@ -337,18 +295,39 @@ class _Coordinator:
             "start all ranks of one job alike, and give each job a MASTER_PORT of its own",
         )
 
-    def _absent(self, missing: set[int], timeout_s: float) -> tuple[str, str]:
-        named = ", ".join(str(rank) for rank in sorted(missing)[:8])
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    def _absent(self, missing: Sequence[int], timeout_s: float) -> tuple[str, str]:
         return (
-            f"rank {named}{more} of {self._topology.world_size} did not come to "
+            f"{_by_node(missing, self._topology)} of {self._topology.world_size} did not come to "
             f"{_where(self._topology)} within {timeout_s:g} s",
             "look into their logs; comm.rendezvous_timeout_s sets the wait",
         )
 
 
-def _place(name: str, rank: int) -> str:
-    return f"{_LOBBY}/in/{name}/{rank}"
+def _by_node(ranks: Sequence[int], topology: Topology) -> str:
+    """`ranks 8 to 15 (all of node 1)`: hosts of ranks that never came are unknown, but ranks are
+    numbered node by node, and nodes are alike where their size divides the number of ranks."""
+    size, absent = topology.local_world_size, set(ranks)
+    if size == 1 or topology.world_size % size:
+        return format_ranks(ranks)
+    nodes = [
+        node
+        for node in range(topology.world_size // size)
+        if absent.issuperset(range(node * size, (node + 1) * size))
+    ]
+    if not nodes or topology.world_size == size:
+        return format_ranks(ranks)
+    named = format_ranks(nodes).replace("rank", "node")
+    share = "all of" if len(nodes) * size == len(ranks) else "among them all of"
+    return f"{format_ranks(ranks)} ({share} {named})"
+
+
+def _places(store: Store, name: str, topology: Topology) -> Attendance:
+    return Attendance(store, f"{_LOBBY}/in/{name}", topology.world_size)
+
+
+def _take_place(store: Store, name: str, topology: Topology) -> None:
+    if _places(store, name, topology).arrive(topology.rank):
+        store.set(f"{_LOBBY}/in/{name}/all", "")
 
 
 def _where(topology: Topology) -> str:

@@ -3,7 +3,8 @@
 Python cannot interrupt a wait in C++, so threads do it. In a healthy run each rank publishes a
 heartbeat every few seconds and does nothing else.
 
-1. A rank that has waited in one place for 40 % of `comm.timeout_s` reads the others' heartbeats.
+1. A rank that has waited in one place for 40 % of `comm.timeout_s` reads the others' heartbeats. Of more
+   than 64 ranks only one reads for all.
 2. Shortly before the timeout the first such rank proposes what it found. All ranks take that verdict,
    also those that only compute, show it and end with its exit code.
 3. Where the store does not answer, rank 0's host is gone or this one is cut off: a rank that waits, or
@@ -18,16 +19,15 @@ them, because a call to a store on an unreachable host can block forever.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError
+from paceline.comm.agreement import ActiveClock, PeerError
+from paceline.comm.heartbeats import HeartbeatChannel
 from paceline.comm.job import RankHosts, rank_hosts_store
 from paceline.comm.progress import (
     BucketInfo,
@@ -41,15 +41,14 @@ from paceline.core.topology import Topology
 
 ShowError = Callable[[PacelineError], None]
 
-_VERDICT = "paceline/watchdog/verdict"
 # Longer than a rank waits for the cause and for the others to leave (see `group.py`).
 _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
-_CHANNEL_END_WAIT_S = 0.5
 _SHOW_WAIT_S = 2.0
 _FREE_WAIT_S = 4.0
 _LINGER_S = 3.0
-_POLL_S = 0.02
+# How many ranks have read a verdict in a second, at the least.
+_RANKS_PER_S = 500
 # torchrun kills ranks 30 s after its SIGTERM: a lost rank has to be found and named before.
 _STOP_WAIT_S = 15.0
 # Often enough that a lost rank is named within seconds, seldom enough for thousands of ranks.
@@ -86,7 +85,7 @@ class Watchdog:
         self._channel = HeartbeatChannel(store, topology, self._beat_s)
         self._now_s = 0.0
         self._seen: RankProgress | None = None
-        self._since_s = self._answered_s = self._proposed_s = 0.0
+        self._since_s = self._answered_s = self._proposed_s = self._reads_since_s = 0.0
         self._answers = -1
         self._last_beat: dict[int, tuple[int, float]] = {}
         self._leaving: tuple[PacelineError, float] | None = None
@@ -120,6 +119,16 @@ class Watchdog:
         most, and not at all where a launcher has asked this rank to stop: the launcher knows which
         rank ended."""
         return self._channel.silent_ranks(self.asked_to_stop)
+
+    @property
+    def all_read(self) -> bool:
+        """Whether every rank may read all heartbeats, because there are few."""
+        return self._channel.all_read
+
+    @property
+    def stop_announced(self) -> bool:
+        """Whether some rank was asked to stop, as the heartbeat thread has found."""
+        return self._channel.stop_announced
 
     def hold_if_ending(self) -> None:
         """Does not return while this process is being ended: a collective that the abort has cut short
@@ -182,7 +191,8 @@ class Watchdog:
             waited_s
         )
         self._note_heartbeats()
-        if not self._proposed_s and (waited_s > self._limit_s or self._stops_for_a_silent_rank()):
+        due = waited_s > self._limit_s or self._stops_for_a_silent_rank()
+        if due and not self._proposed_s and self._has_observed():
             self._proposed_s = self._now_s
             self._channel.propose(self._stall(progress, waited_s))
         return None
@@ -199,6 +209,13 @@ class Watchdog:
         """A rank that is only slow is waited for: it may still be saving."""
         since_s = self._asked_since_s
         return since_s is not None and self._now_s - since_s > _STOP_WAIT_S and bool(self._silent())
+
+    def _has_observed(self) -> bool:
+        """Whether this rank reads the heartbeats, and for long enough to know who is silent. Else it
+        leaves the verdict to the rank that does."""
+        if not self._channel.reads:
+            self._reads_since_s = self._now_s
+        return self._channel.reads and self._now_s - self._reads_since_s > 4 * self._beat_s
 
     def _note_heartbeats(self) -> None:
         """Records when each rank's latest heartbeat was seen."""
@@ -234,7 +251,8 @@ class Watchdog:
         freeing = threading.Thread(target=self._before_exit or (lambda: None), daemon=True)
         freeing.start()
         if self._topology.is_main and rank_hosts_store() and not self._channel.lost:
-            self._channel.linger(2 * self._beat_s + _LINGER_S)
+            ranks_s = self._topology.world_size / _RANKS_PER_S
+            self._channel.linger(2 * self._beat_s + _LINGER_S + ranks_s)
         self._channel.close()  # the store's host waits until this rank has read the verdict
         freeing.join(_FREE_WAIT_S)
         showing.join(_SHOW_WAIT_S)
@@ -250,134 +268,3 @@ class Watchdog:
 def _print_error(error: PacelineError) -> None:
     sys.stderr.write(f"paceline: error: {error}\n")
     sys.stderr.flush()
-
-
-class HeartbeatChannel:
-    """Publishes this rank's progress in the rendezvous store, reads the others', and shares one
-    verdict.
-
-    A thread makes every call, on a connection of its own: where the store's host is cut off, torch
-    waits for an answer without end, and only this thread is lost. Nothing else here waits for the store
-    but the constructor and, briefly, `close`.
-    """
-
-    def __init__(self, store: Store, topology: Topology, beat_s: float) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
-        self._agreement = Agreement(self._store, topology, beat_s)
-        self._rank, self._size = topology.rank, topology.world_size
-        self._beat_s = beat_s
-        self._mine = RankProgress()
-        self._proposal: CommError | None = None
-        self._wake = threading.Event()
-        self._closed = False
-        # Results of the thread; each is replaced as a whole.
-        self.answers = 0
-        self.lost = False
-        self.verdict: AgreedError | None = None
-        self.verdict_here: CommError | None = None  # the same, where this rank's proposal won
-        self.heartbeats: dict[int, tuple[int, RankProgress]] = {}
-        # What the thread reads with each beat. The watchdog asks for the others' progress once this rank
-        # has waited for long, and for a posted error, which then is why it waits.
-        self.reads_progress = False
-        self.reads_fault = False
-        self._counting = False
-        self.fault: AgreedError | None = None
-        self._publish()
-        self._thread = threading.Thread(target=self._serve, name="paceline-heartbeat", daemon=True)
-        self._thread.start()
-
-    def publish(self, progress: RankProgress) -> None:
-        """With the next beat."""
-        self._mine = progress
-
-    def propose(self, error: CommError) -> None:
-        """The first proposal of all ranks becomes the verdict."""
-        self._proposal = error
-        self._wake.set()
-
-    def linger(self, wait_s: float) -> None:
-        """On the store's host: waits until the others have read the verdict."""
-        deadline = time.monotonic() + wait_s
-        keys = [self._read_key(rank) for rank in range(self._size) if rank != self._rank]
-        try:
-            store: Store = self._store.clone()  # type: ignore[attr-defined]
-            while time.monotonic() < deadline and not store.check(keys):
-                time.sleep(_POLL_S)
-        except RuntimeError:
-            return
-
-    def silent_ranks(self, stop: Callable[[], bool]) -> set[int]:
-        """Ranks whose heartbeat does not advance. Waits for two beats, until all others have
-        advanced, or until `stop`. Rank 0, where the store that it hosts is gone."""
-        deadline = time.monotonic() + 2.5 * self._beat_s + _POLL_S
-        others = set(range(self._size)) - {self._rank}
-        before, first, alive = self.answers, dict[int, int](), set[int]()
-        self._counting = True
-        self._wake.set()
-        while time.monotonic() < deadline and not self.lost and alive != others:
-            if stop():
-                first = {}
-                break
-            time.sleep(_POLL_S)
-            if self.answers > before:  # what was read before this call may be out of date
-                seen = {rank: number for rank, (number, _) in self.heartbeats.items()}
-                first = first or seen
-                alive |= {rank for rank in others & seen.keys() if seen[rank] > first[rank]}
-        self._counting = False
-        if self.lost:
-            return {0} & others if rank_hosts_store() else set()
-        return others - alive if first else set()
-
-    def close(self) -> None:
-        self._closed = True
-        self._wake.set()
-        self._thread.join(_CHANNEL_END_WAIT_S)
-
-    def _serve(self) -> None:
-        while not self._closed and self.verdict is None:
-            try:
-                self._beat()
-            except RuntimeError:
-                # The store's process has ended; the watchdog decides what follows.
-                self.lost = True
-                return
-            self.answers += 1
-            self._wake.wait(self._beat_s)
-            self._wake.clear()
-
-    def _beat(self) -> None:
-        self._publish()
-        if self._proposal is not None:
-            # The first posted fault stays: a rank that reported its own error knows best, and of two
-            # proposals at once one counts, also for a rank that reads the fault alone.
-            self._agreement.post_fault(self._proposal)
-            fault = self._agreement.read_fault() or self._proposal
-            verdict = json.dumps({"error": str(fault), "code": fault.exit_code})
-            self._store.compare_set(_VERDICT, "", verdict)
-        if self.reads_progress or self._counting:
-            keys = [self._key(rank) for rank in range(self._size)]
-            self.heartbeats = dict(enumerate(map(_parse, self._store.multi_get(keys))))
-        if self.reads_fault:
-            self.fault = self._agreement.read_fault()
-        if self._store.check([_VERDICT]):
-            found = json.loads(self._store.get(_VERDICT))
-            if found["error"] == f"rank {self._rank}: {self._proposal}":
-                self.verdict_here = self._proposal
-            self.verdict = AgreedError(found["error"], found["code"])
-            # Last: after this the store's host may end at once, and the store with it.
-            self._store.set(self._read_key(self._rank), "")
-
-    def _publish(self) -> None:
-        self._store.set(self._key(self._rank), f"{self.answers} {self._mine.to_text()}")
-
-    def _key(self, rank: int) -> str:
-        return f"paceline/watchdog/{rank}"
-
-    def _read_key(self, rank: int) -> str:
-        return f"paceline/watchdog/heard/{rank}"
-
-
-def _parse(heartbeat: bytes) -> tuple[int, RankProgress]:
-    """The number of the beat, which shows that the sender is alive, and its progress."""
-    number, _, text = heartbeat.decode().partition(" ")
-    return int(number), RankProgress.from_text(text)

@@ -73,6 +73,21 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True)
+class RanksEvent(Event):
+    """How the times of all ranks spread in one step: `min`, `median`, `max` and the `rank` of the
+    largest. For `exposed_comm_s` it is the rank that waited least, which was the last to arrive, and
+    `others` is the median of the other ranks."""
+
+    kind: ClassVar[str] = "ranks"
+    step: int
+    ranks: int
+    step_s: dict[str, float]
+    exposed_comm_s: dict[str, float]
+    input_stall_s: dict[str, float]
+    core_wait_share: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TrustEvent(Event):
     """The trust ratio (LARS, Muon) of each parameter in one step, by name."""
 
@@ -160,7 +175,11 @@ class JsonlWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def on_event(self, event: Event) -> None:
-        record = {**event.to_dict(), "time": round(time.time(), 6)}
+        self.write(event, time.time())
+
+    def write(self, event: Event, moment: float) -> None:
+        """An event of an earlier moment."""
+        record = {**event.to_dict(), "time": round(moment, 6)}
         self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
         self._file.flush()
 

@@ -4,6 +4,7 @@ the measured step compares with the planner's prediction."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +15,7 @@ from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.plan.plan_file import Expected, PlanFile
 from paceline.report.quantities import text_of
-from paceline.report.run_files import RunFiles, finite
+from paceline.report.run_files import Record, RunFiles, finite, finite_values
 
 # A part of a step below this share is no bottleneck.
 _NOTABLE = 0.05
@@ -40,32 +41,68 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class StepWaits:
+    """The exchange of one step: the `last` rank to arrive and its wait, and the median wait of the
+    others. `complete`: all ranks are known."""
+
+    last: int
+    least_s: float
+    others_s: float
+    complete: bool
+
+    @classmethod
+    def of_ranks(cls, waits: Mapping[int, float], ranks: int) -> StepWaits:
+        last = min(waits, key=lambda rank: waits[rank])
+        others = [wait_s for rank, wait_s in waits.items() if rank != last]
+        complete = len(waits) == ranks > 1
+        return cls(last, waits[last], median(others or [waits[last]]), complete)
+
+    @classmethod
+    def of_record(cls, record: Record) -> StepWaits | None:
+        """Of what rank 0 has recorded about all ranks; None where that is damaged."""
+        exposed = record.get("exposed_comm_s")
+        if not isinstance(exposed, dict) or not is_count(exposed.get("rank")):
+            return None
+        least_s, others_s = finite(exposed, "min"), finite(exposed, "others")
+        if least_s is None or others_s is None:
+            return None
+        return cls(int(exposed["rank"]), least_s, others_s, complete=True)
+
+
+@dataclass(frozen=True)
 class ExposedWaits:
-    """Seconds that each rank waited for the exchange after its own backward pass, by step and rank.
+    """Seconds that ranks waited for the exchange after their own backward pass, by step.
 
     The rank that arrives last waits only for the exchange itself; whatever the others wait longer, they
     wait for that rank.
     """
 
-    by_step: dict[int, dict[int, float]]
+    by_step: dict[int, StepWaits]
     step_s: float
 
     @classmethod
     def of(cls, run: RunFiles) -> ExposedWaits:
         """Empty for a run of one rank, and for records without the field `exposed_comm_s`."""
+        step_s = median(run.values("step", "step_s") or [0.0])
+        if (finite(run.start, "world_size") or 1) <= 1:
+            return cls({}, step_s)
         waits: dict[int, dict[int, float]] = {}
-        if (finite(run.start, "world_size") or 1) > 1:
-            for rank in run.ranks:
-                for record in run.of_kind("step", rank):
-                    wait_s = finite(record, "exposed_comm_s")
-                    if wait_s is not None:
-                        waits.setdefault(record["step"], {})[rank] = wait_s
-        return cls(waits, median(run.values("step", "step_s") or [0.0]))
+        for rank in run.ranks:
+            for record in run.of_kind("step", rank):
+                wait_s = finite(record, "exposed_comm_s")
+                if wait_s is not None:
+                    waits.setdefault(record["step"], {})[rank] = wait_s
+        ranks = max(map(len, waits.values()), default=0)
+        by_step = {step: StepWaits.of_ranks(by_rank, ranks) for step, by_rank in waits.items()}
+        for record in run.of_kind("ranks"):
+            if (known := StepWaits.of_record(record)) is not None:
+                by_step[record["step"]] = known
+        return cls(by_step, step_s)
 
     @property
     def exposed_s(self) -> float | None:
         """The median over steps of the wait of the rank that arrived last; None where none waited."""
-        least = [min(by_rank.values()) for by_rank in self.by_step.values()]
+        least = [waits.least_s for waits in self.by_step.values()]
         return median(least) if any(least) else None
 
     def describe(self) -> str:
@@ -77,12 +114,7 @@ class ExposedWaits:
 
     def last_ranks(self) -> dict[int, int]:
         """The rank that arrived last, by step, where all ranks have a record of the step."""
-        ranks = max((len(by_rank) for by_rank in self.by_step.values()), default=0)
-        return {
-            step: min(by_rank, key=lambda rank: by_rank[rank])
-            for step, by_rank in self.by_step.items()
-            if len(by_rank) == ranks > 1
-        }
+        return {step: waits.last for step, waits in self.by_step.items() if waits.complete}
 
     def straggler(self) -> Straggler | None:
         """The rank that is nearly always last, and late enough to matter."""
@@ -91,9 +123,9 @@ class ExposedWaits:
             return None
         rank, times = Counter(last.values()).most_common(1)[0]
         lost_s = median(
-            median(wait_s for other, wait_s in self.by_step[step].items() if other != rank)
-            - self.by_step[step][rank]
-            for step in last
+            waits.others_s - waits.least_s if waits.last == rank else 0.0
+            for waits in self.by_step.values()
+            if waits.complete
         )
         share = times / len(last)
         if share < _STRAGGLER_SHARE or lost_s < _NOTABLE * self.step_s:
@@ -211,10 +243,19 @@ def overloaded_host(run: RunFiles) -> str | None:
         # The steps of a GPU depend on the host's threads only where it waits for its input.
         if _on_cpu(run, rank) or InputStall.of(run, rank).main_cause
     }
+    # Where ranks are many, rank 0 has recorded which one waited longest.
+    of_all = [
+        record["core_wait_share"]
+        for record in run.of_kind("ranks")
+        if _on_cpu(run, 0) and isinstance(record.get("core_wait_share"), dict)
+    ]
+    longest = Counter(int(w["rank"]) for w in of_all if is_count(w.get("rank"))).most_common(1)
+    if longest:
+        waits[longest[0][0]] = median(finite_values(of_all, "max") or [0.0])
     rank = max(waits, key=lambda rank: waits[rank], default=None)
     if rank is None or waits[rank] < NOTABLE_WAIT:
         return None
-    who = f"rank {rank}'s threads" if len(run.ranks) > 1 else "threads"
+    who = f"rank {rank}'s threads" if (finite(run.start, "world_size") or 1) > 1 else "threads"
     return (
         f"an overloaded host: {who} waited for cores {format_percent(100 * waits[rank], 0)} of the "
         "time; stop other work, or set run.threads=1"

@@ -1,8 +1,8 @@
 """`RunFiles`: the records, summary and configuration of a run folder.
 
-A run folder holds `metrics.jsonl` (rank 0), `metrics.rank1.jsonl` … (the other ranks), `config.toml` and,
-once the run has ended, `summary.json`. A resumed run repeats some steps: the records after the step
-that it returned to are superseded and left out.
+A run folder holds `metrics.jsonl` (rank 0), `metrics.rank1.jsonl` … (the other ranks; few or none where
+ranks are many), `config.toml` and, once the run has ended, `summary.json`. A resumed run repeats some
+steps: the records after the step that it returned to are superseded and left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 # A step has at most one record of these kinds; of the others it may have several.
-_ONE_PER_STEP = frozenset({"step", "eval", "checkpoint"})
+_ONE_PER_STEP = frozenset({"step", "eval", "checkpoint", "ranks"})
 _WITH_STEP = _ONE_PER_STEP | {"start", "corrupt", "stop"}
 # Larger values measure nothing, and would overflow the arithmetic of an axis.
 _MAX_VALUE = 1e100

@@ -30,6 +30,7 @@ from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
 from paceline.train.machine import hardware, versions
 from paceline.train.observers import InputReport
+from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
 
@@ -61,6 +62,10 @@ class TrainingLoop:
             training.group,
             training.emit,
         )
+        group, settings = training.group, training.config.run
+        self._rank_times: RankTimes | None = None
+        if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
+            self._rank_times = RankTimes(group, training.emit)
         self._save_owed = False
         self._load, self._overload_noted = HostLoad(), False
 
@@ -88,6 +93,7 @@ class TrainingLoop:
         finally:  # also after an error
             self._input.note(t.step.loader.note())
         progress.train_s = self._elapsed()
+        self._gather_times()
         if t.saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
@@ -117,6 +123,7 @@ class TrainingLoop:
                 t.write_trace()
             if not pause:
                 continue
+            self._gather_times()
             result = self._evaluate() if self._evaluation_is_due(number + 1) else None
             if result is not None:
                 return result
@@ -174,24 +181,27 @@ class TrainingLoop:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
         self._note_fallback()
-        t.emit(
-            StepEvent(
-                step=progress.step,
-                epoch=t.plan.epoch_at(progress.step),
-                loss=outcome.loss,
-                lr=outcome.rate,
-                images_per_s=(last - first) / outcome.step_s,
-                step_s=outcome.step_s,
-                data_s=outcome.data_s,
-                skipped=outcome.skipped,
-                loss_scale=outcome.loss_scale,
-                exposed_comm_s=outcome.exposed_comm_s,
-                input_stall_s=sum(outcome.stall.values()),
-                input_stall_causes=outcome.stall,
-                core_wait_share=self._core_wait_share(),
-                grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
-            )
+        event = StepEvent(
+            step=progress.step,
+            epoch=t.plan.epoch_at(progress.step),
+            loss=outcome.loss,
+            lr=outcome.rate,
+            images_per_s=(last - first) / outcome.step_s,
+            step_s=outcome.step_s,
+            data_s=outcome.data_s,
+            skipped=outcome.skipped,
+            loss_scale=outcome.loss_scale,
+            exposed_comm_s=outcome.exposed_comm_s,
+            input_stall_s=sum(outcome.stall.values()),
+            input_stall_causes=outcome.stall,
+            core_wait_share=self._core_wait_share(),
+            grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
         )
+        t.emit(event)
+        if self._rank_times is not None:
+            self._rank_times.note(event)
+        if outcome.save:
+            self._write_recent_events()
         if t.is_main and self._trust_is_due(progress.step):
             ratios = t.step.update.optimizer.trust_ratios()
             names = t.step.update.names
@@ -206,6 +216,17 @@ class TrainingLoop:
         if reason and "not captured" not in chosen["speed"]:
             chosen["speed"] += f"; not captured: {reason}"
             self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
+
+    def _gather_times(self) -> None:
+        """In a pause, when no step is in flight: a collective between steps would cost time."""
+        if self._rank_times is not None:
+            self._rank_times.gather()
+
+    def _write_recent_events(self) -> None:
+        """A signal to save asks for the details of all ranks too."""
+        for observer in self._t.observers:
+            if isinstance(observer, RecentEvents):
+                observer.write()
 
     def _core_wait_share(self) -> float | None:
         """The latest reading; the first one of an overloaded host also emits a note."""

@@ -35,6 +35,7 @@ from paceline.train.inputs import common_settings
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import TensorBoardWriter
+from paceline.train.rank_records import RecentEvents, each_rank_writes
 from paceline.train.run_folder import RunLock
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.weights import (
@@ -101,6 +102,7 @@ def _train(
         raise  # nothing can be closed in a lost context
     except BaseException as error:
         group.leaving(error)
+        write_recent_events(training)
         training.close()
         raise
     training.close()
@@ -180,7 +182,8 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
         if training.is_main and config.run.tensorboard:
             place = folder.path / "tensorboard"
             training.observers.append(TensorBoardWriter(place, training.progress.step))
-        training.observers.append(JsonlWriter(folder.metrics(training.group.rank)))
+        training.observers.append(_records(training))
+        training.group.before_forced_exit(lambda: write_recent_events(training))
         if training.is_main:
             training.observers.append(display())
             folder.sweep()
@@ -205,6 +208,22 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
             "free space or choose another --output",
         )
     training.group.agree("records", error)
+
+
+def _records(training: Training) -> Observer:
+    rank, settings = training.group.rank, training.config.run
+    path = training.folder.metrics(rank)
+    if rank == 0 or each_rank_writes(settings, training.group.world_size):
+        return JsonlWriter(path)
+    return RecentEvents(path, keeps=settings.rank_records == "auto")
+
+
+def write_recent_events(training: Training) -> None:
+    """After an error; a disk that is full was reported before."""
+    for observer in training.observers:
+        if isinstance(observer, RecentEvents):
+            with contextlib.suppress(OSError):
+                observer.write()
 
 
 def _conclude(training: Training, result: RunResult) -> RunOutcome:

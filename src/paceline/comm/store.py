@@ -1,0 +1,174 @@
+"""The rendezvous store of this process: hosted, or connected to.
+
+In: the address that the launcher names. Out: torch's `TCPStore`, opened once a process. Failures are
+exceptions of torch and of the socket layer, which `rendezvous.explain` turns into a line.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, though not in __all__
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from paceline.comm.agreement import ActiveClock
+from paceline.comm.host_names import names_from_files
+from paceline.core.topology import Topology
+
+_RETRY_S = 0.1
+# Torch's own timeout comes first, where it works: its message says more.
+_GRACE_S = 1.0
+_BACKLOG = 8192
+
+
+@dataclass
+class _Opened:
+    """The store of this process at one address, and how many jobs have met there before."""
+
+    store: Store
+    address: str
+    meetings: int = 0
+
+
+# A program may run several jobs in a row, such as a training and an evaluation. Rank 0 keeps hosting the
+# store; each further job has keys of its own in it. All ranks run the same jobs and so count alike.
+# By address, port and rank.
+_opened: dict[tuple[str, int, int], _Opened] = {}
+
+
+def store_of_job(
+    topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock, lookups: ExitStack
+) -> tuple[Store, str]:
+    """A store without keys of earlier jobs of this process, and this host's own address.
+
+    Once the address is known no more names are looked up, until `lookups` is closed.
+    """
+    place = (topology.master_addr, topology.master_port, topology.rank)
+    opened = _opened.get(place)
+    if opened is None:
+        # Whatever the host's name means is found here; torch is given a numeric address.
+        own, target = (
+            ("", _own_address(topology)) if hosts else _await_host(topology, timeout_s, clock)
+        )
+        lookups.enter_context(names_from_files())
+        opened = _Opened(_open_store(topology, target, hosts, timeout_s, clock), own)
+        _opened[place] = opened
+        return opened.store, opened.address
+    opened.meetings += 1
+    return PrefixStore(f"paceline-job-{opened.meetings}", opened.store), opened.address
+
+
+def forget_store(topology: Topology) -> None:
+    """After a failure: the next job of this process opens it anew."""
+    _opened.pop((topology.master_addr, topology.master_port, topology.rank), None)
+
+
+def _own_address(topology: Topology) -> str:
+    """A numeric address at which the host of the store reaches itself."""
+    if (listener := _loopback_address(topology)) is not None:
+        return listener[1]
+    found = socket.getaddrinfo(topology.master_addr, topology.master_port, type=socket.SOCK_STREAM)
+    # Torch listens for both, where the host has IPv6.
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> tuple[str, str]:
+    """Returns this host's own address and the job's, both numeric, once somebody listens at the job's.
+
+    Torch would wait for that too, but reports a failure at great length.
+    """
+    while True:
+        left_s = timeout_s - clock.now_s()
+        try:
+            address = (topology.master_addr, topology.master_port)
+            with socket.create_connection(address, timeout=max(left_s, _RETRY_S)) as connection:
+                return str(connection.getsockname()[0]), str(connection.getpeername()[0])
+        except OSError:  # a name, too, may become known only when its host has started
+            if left_s <= 0:
+                raise
+        time.sleep(_RETRY_S)
+
+
+def _open_store(
+    topology: Topology, address: str, hosts: bool, timeout_s: float, clock: ActiveClock
+) -> TCPStore:
+    """Hosts the store, or connects to it.
+
+    In a thread, because a program that listens at the address and never answers, such as another
+    job's, keeps torch waiting beyond any timeout.
+    """
+    outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
+
+    def open_store() -> None:
+        try:
+            listener = _loopback_listener(topology) if hosts else None
+            store = TCPStore(
+                address,
+                topology.master_port,
+                is_master=hosts,
+                timeout=timedelta(seconds=timeout_s),
+                # The greetings do this, and they can name who is missing.
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listener,
+            )
+        except Exception as error:  # noqa: BLE001  (raised where the caller waits)
+            outcome.put(error)
+        else:
+            outcome.put(store)
+
+    threading.Thread(target=open_store, name="paceline-rendezvous", daemon=True).start()
+    end_s = clock.now_s() + timeout_s + _GRACE_S
+    while True:
+        try:
+            opened = outcome.get(timeout=_RETRY_S)
+            break
+        except queue.Empty:
+            if clock.now_s() > end_s:
+                raise TimeoutError(f"nothing answered within {timeout_s:g} s") from None
+    if isinstance(opened, Exception):
+        raise opened
+    return opened
+
+
+def _loopback_address(topology: Topology) -> tuple[socket.AddressFamily, str] | None:
+    """Where the ranks of one node meet, if that is a loopback address. (A host's own name may stand for
+    a loopback address on that host alone, so ranks on other nodes decide.)"""
+    if topology.local_world_size < topology.world_size:
+        return None
+    found = socket.getaddrinfo(topology.master_addr, topology.master_port, type=socket.SOCK_STREAM)
+    for family, _, _, _, address in found:
+        if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            return None
+        try:
+            # `localhost` may stand for ::1 too, on a host without IPv6.
+            with socket.socket(family) as probe:
+                probe.bind((str(address[0]), 0))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+        else:
+            return family, str(address[0])
+    return None
+
+
+def _loopback_listener(topology: Topology) -> int | None:
+    """A socket at the loopback address; None leaves it to torch, which listens on every address of the
+    host."""
+    place = _loopback_address(topology)
+    if place is None:
+        return None
+    family, address = place
+    listener = socket.create_server(
+        (address, topology.master_port), family=family, backlog=_BACKLOG
+    )
+    return listener.detach()

@@ -1,0 +1,56 @@
+"""Connections of the rendezvous store ask no name server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+import paceline.comm.host_names as host_names
+from paceline.comm.host_names import names_from_files
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the C library is told, in order."""
+    told: list[str] = []
+    monkeypatch.setattr(host_names, "_look_up_in", told.append)
+    return told
+
+
+def test_the_configured_sources_come_back_with_the_last_user(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "nsswitch.conf"
+    config.write_text("passwd: files\nhosts:  files mdns4 [NOTFOUND=return] dns # as it is\n")
+    monkeypatch.setattr(host_names, "_CONFIG", config)
+    with names_from_files():
+        with names_from_files():
+            assert sources == ["files"]
+        assert sources == ["files"]
+    assert sources == ["files", "files mdns4 [NOTFOUND=return] dns"]
+
+
+def test_without_a_configuration_the_usual_sources_come_back(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_names, "_CONFIG", tmp_path / "missing")
+    with pytest.raises(KeyError), names_from_files():
+        raise KeyError
+    assert sources == ["files", "files dns"]
+
+
+def test_an_unknown_address_is_not_asked_for() -> None:
+    """A name server that does not answer takes five seconds and more."""
+    done = threading.Event()
+
+    def look_up() -> None:
+        with names_from_files():
+            assert socket.getnameinfo(("203.0.113.77", 80), 0)[0] == "203.0.113.77"
+            assert socket.gethostbyname("localhost") == "127.0.0.1"
+        done.set()
+
+    threading.Thread(target=look_up, daemon=True).start()
+    assert done.wait(3)

@@ -1,0 +1,220 @@
+"""A job of many ranks without a model: forked processes that meet, agree and stall like a training.
+
+In: a `Scenario`. Out: for each rank what it measured or the line with which it ended (`RankResult`).
+All ranks run on this machine but believe to stand on nodes of `per_node` ranks. They start together, once
+all are forked, so the forks are not measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401  (the first look-up would import it in every fork)
+import gc
+import json
+import os
+import signal
+import socket
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.job import RankHosts
+from paceline.comm.progress import ProgressBoard
+from paceline.comm.rendezvous import meet
+from paceline.comm.watchdog import Watchdog
+from paceline.core.errors import DataError, PacelineError
+from paceline.core.topology import Topology
+from ranks import free_port
+
+# As many as a training run has.
+PHASES = 21
+KINDS = (
+    "healthy", "fault", "differs", "missing rank", "missing node", "dies", "late", "stall", "dead",
+    "wrong size", "twice",
+)  # fmt: skip
+_ATTEMPTS_S = 600.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`odd`: the rank, or the node, that fails. `timeout_s`: of the rendezvous and of the exchange."""
+
+    kind: str
+    ranks: int
+    per_node: int = 8
+    timeout_s: float = 60.0
+    odd: int = 5
+
+    @property
+    def absent(self) -> set[int]:
+        """Ranks that are never started."""
+        if self.kind == "missing rank":
+            return {self.odd}
+        if self.kind == "missing node":
+            return set(range(self.per_node, 2 * self.per_node))
+        return set()
+
+    @property
+    def started(self) -> list[int]:
+        ranks = sorted(set(range(self.ranks)) - self.absent)
+        return [*ranks, self.odd] if self.kind == "twice" else ranks
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Seconds since all ranks started together. `line`: the error with which the rank ended."""
+
+    rank: int
+    met_s: float = 0.0
+    phases_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+    line: str = ""
+    # Of the fault, on the rank that made it.
+    failed_s: float = 0.0
+    # CPU time of the process until it had met, and in all; rank 0's has the store's thread in it.
+    met_cpu_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
+    """Of each started rank, in order; one that wrote nothing within `limit_s` is killed and has none."""
+    gc.collect()
+    gc.freeze()
+    port, children = free_port(), list[int]()
+    reader, writer = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.jsonl"
+        for rank in scenario.started:
+            child = os.fork()
+            if child == 0:
+                os.close(writer)
+                os.read(reader, 1)  # until the parent has forked all
+                _Rank(scenario, rank, port, results).main()
+            children.append(child)
+        os.close(writer)
+        os.close(reader)
+        _reap(children, limit_s)
+        lines = results.read_text().splitlines() if results.exists() else []
+    return sorted((RankResult(**json.loads(line)) for line in lines), key=lambda r: r.rank)
+
+
+def _reap(children: list[int], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    left = set(children)
+    while left:
+        for child in list(left):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                left.discard(child)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+class _Rank:
+    """One forked process; `main` does not return."""
+
+    def __init__(self, scenario: Scenario, rank: int, port: int, results: Path) -> None:
+        self._scenario, self._results = scenario, results
+        self._started, self._cpu_s = time.monotonic(), time.process_time()
+        self._met_cpu_s = 0.0
+        size = scenario.ranks + (scenario.kind == "wrong size" and rank == scenario.odd)
+        per_node = min(scenario.per_node, scenario.ranks)
+        node, local = divmod(rank, per_node)
+        self._rank = rank
+        self._topology = Topology(
+            rank, size, local, per_node, node, "127.0.0.1", port, launcher="environment"
+        )
+        self._met_s = self._failed_s = self._knows_s = 0.0
+        self._phases_s: list[float] = []
+
+    def main(self) -> None:
+        socket.gethostname = lambda: f"node{self._topology.node_rank}"
+        line = ""
+        try:
+            self._run()
+        except PacelineError as error:
+            line = str(error)
+        except BaseException as error:  # a fork must not return to its caller
+            line = f"unexpected: {error!r}"
+        self._report(line)
+        os._exit(0)
+
+    def _since_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def _report(self, line: str) -> None:
+        ended_s = self._knows_s or self._since_s()
+        cpu_s = time.process_time() - self._cpu_s
+        result = RankResult(
+            self._rank, self._met_s, self._phases_s, ended_s, line, self._failed_s,
+            self._met_cpu_s, cpu_s,
+        )  # fmt: skip
+        with self._results.open("a") as file:  # one write a line: they do not mix
+            file.write(json.dumps(asdict(result)) + "\n")
+
+    def _run(self) -> None:
+        kind, timeout_s = self._scenario.kind, self._scenario.timeout_s
+        is_odd = self._rank == self._scenario.odd
+        short = kind in ("missing rank", "missing node", "dies", "late")
+        long_s = timeout_s if short else _ATTEMPTS_S
+        store = meet(self._topology, long_s).store
+        self._met_s, self._met_cpu_s = self._since_s(), time.process_time() - self._cpu_s
+        agreement = Agreement(store, self._topology, long_s)
+        try:
+            if is_odd and kind == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            version = "2.12" if is_odd and kind == "differs" else "2.13"
+            agreement.agree("join", facts={"torch": version}, remedy="install the same everywhere")
+            if is_odd and kind == "late":
+                time.sleep(timeout_s + 5)
+                os._exit(0)
+            if is_odd and kind == "fault":
+                time.sleep(1)
+                self._failed_s = self._since_s()
+                raise DataError("no images", "check data.dir")
+            if kind in ("stall", "dead"):
+                self._stall(store, agreement, is_odd)
+            for phase in range(PHASES - 1):
+                begun = time.monotonic()
+                facts = {"seed": 1} if phase % 3 == 0 else None
+                agreement.agree(f"phase {phase}", facts=facts)
+                self._phases_s.append(time.monotonic() - begun)
+        except PacelineError as error:
+            if isinstance(error, DataError):
+                agreement.post_fault(error)
+            self._knows_s = self._since_s()
+            raise
+        finally:
+            agreement.leave(10.0)
+
+    def _stall(self, store: Any, agreement: Agreement, is_odd: bool) -> None:
+        """Until the watchdog ends this process."""
+        board = ProgressBoard()
+        watchdog = Watchdog(
+            store, self._topology, self._scenario.timeout_s, board,
+            lambda error: self._report(str(error)), RankHosts.read(store),
+        )  # fmt: skip
+        agreement.agree("watched")
+        self._started = time.monotonic()
+        if is_odd and self._scenario.kind == "dead":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(os.getpid(), signal.SIGKILL)
+        if not is_odd:
+            with board.during("all-reduce"):
+                time.sleep(_ATTEMPTS_S)
+        time.sleep(_ATTEMPTS_S)
+        watchdog.close()
+
+
+def start_up_s(results: list[RankResult]) -> tuple[float, float, float]:
+    """Until the last rank has met; the median phase; until the last rank has ended."""
+    phases = [phase_s for result in results for phase_s in result.phases_s]
+    return (
+        max(result.met_s for result in results),
+        statistics.median(phases) if phases else 0.0,
+        max(result.ended_s for result in results),
+    )

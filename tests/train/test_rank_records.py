@@ -1,0 +1,105 @@
+"""Where ranks are many, rank 0 alone writes, and still knows the slowest one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import RunSettings
+from paceline.core.events import NoteEvent, StartEvent, StepEvent, read_events
+from paceline.report import RunFiles
+from paceline.report.bottleneck import ExposedWaits
+from paceline.train.rank_records import RecentEvents, each_rank_writes
+from ranks import run_ranks
+from small_runs import run_small
+
+
+def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    return run_small(output, **values).summary
+
+
+def test_only_rank_0_writes_and_records_how_the_ranks_spread(tmp_path: Path) -> None:
+    values = {"run__batch_size": 8}
+    on, off = (
+        run_ranks(2, _run, str(tmp_path / mode), values | {"run__rank_records": mode})
+        for mode in ("on", "off")
+    )
+    assert on[0]["weights_sha256"] == off[0]["weights_sha256"]
+    assert (tmp_path / "on/metrics.rank1.jsonl").exists()
+    assert not list((tmp_path / "off").glob("metrics.rank*"))
+    events = list(read_events(tmp_path / "off/metrics.jsonl"))
+    spread = [event for event in events if event["event"] == "ranks"]
+    assert [event["step"] for event in spread] == list(range(1, off[0]["steps"] + 1))
+    assert all(event["ranks"] == 2 for event in spread)
+    for event in spread:
+        times = event["step_s"]
+        assert times["min"] <= times["median"] <= times["max"]
+        assert event["exposed_comm_s"]["rank"] in (0, 1)
+    assert not [event for event in read_events(tmp_path / "on/metrics.jsonl") if "ranks" in event]
+
+
+def test_the_straggler_is_found_in_what_rank_0_recorded() -> None:
+    start: dict[str, Any] = {"event": "start", "step": 0, "world_size": 2048}
+    spread = {"min": 0.002, "median": 0.03, "max": 0.04, "rank": 1234, "others": 0.03}
+    steps = [
+        record
+        for step in range(1, 10)
+        for record in (
+            {"event": "step", "step": step, "step_s": 0.084, "exposed_comm_s": 0.031},
+            {"event": "ranks", "step": step, "ranks": 2048, "exposed_comm_s": spread},
+        )
+    ]
+    waits = ExposedWaits.of(RunFiles(Path("run"), {0: (start, *steps)}, None, {}))
+    found = waits.straggler()
+    assert found is not None
+    assert (found.rank, found.share_last) == (1234, 1.0)
+    assert found.lost_s == pytest.approx(0.028)
+    assert waits.exposed_s == 0.002
+
+
+@pytest.mark.parametrize(
+    ("setting", "trace", "ranks", "each"),
+    [
+        ("auto", False, 8, True), ("auto", False, 9, False), ("auto", True, 2048, True),
+        ("on", False, 2048, True), ("off", True, 2, False),
+    ],
+)  # fmt: skip
+def test_who_writes(setting: str, trace: bool, ranks: int, each: bool) -> None:
+    assert each_rank_writes(RunSettings(rank_records=setting, trace=trace), ranks) == each
+
+
+def step(number: int) -> StepEvent:
+    return StepEvent(number, 0.1, 1.0, 0.1, 10.0, 0.1, 0.0)
+
+
+def test_recent_events_are_written_when_asked_for_and_notes_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.rank7.jsonl"
+    recent = RecentEvents(path)
+    recent.on_event(StartEvent(0, 10, 5.0, 16, 64))
+    for number in range(1, 2001):
+        recent.on_event(step(number))
+    assert not path.exists()
+    recent.on_event(NoteEvent("overloaded"))
+    assert [event["event"] for event in read_events(path)][-1] == "note"
+    recent.write()
+    recent.write()
+    recent.close()
+    steps = [event["step"] for event in read_events(path) if event["event"] == "step"]
+    assert steps == list(range(2001 - len(steps), 2001))
+    assert len(steps) == 1000
+    times = [json.loads(line)["time"] for line in path.read_text().splitlines()]
+    assert times[1] >= times[-1], "an event has the time at which it happened"
+
+
+def test_no_steps_are_written_where_the_user_wants_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.rank7.jsonl"
+    recent = RecentEvents(path, keeps=False)
+    recent.on_event(step(1))
+    recent.write()
+    assert not path.exists()
+    recent.on_event(NoteEvent("overloaded"))
+    recent.close()
+    assert [event["event"] for event in read_events(path)] == ["note"]
