@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from paceline.core.events import Observer
 from paceline.core.imports import PYTHON, object_name
 from paceline.data import Source, as_source
 from paceline.train.callbacks import Callback
-from paceline.train.checkpoint import find_checkpoint
+from paceline.train.checkpoint import Checkpoint, find_checkpoint
 from paceline.train.components import Components, Loss
 from paceline.train.display import create_display
 from paceline.train.evaluate import EvalResult, evaluate_file
@@ -176,13 +176,13 @@ class Trainer:
 
     def evaluate(self, data: Source | Any | None = None, *, batch_size: int = 256) -> EvalResult:
         """Accuracy of the best checkpoint on the validation data, or on `data`. All ranks call it."""
-        components = self._components
+        components, path = self._components, find_checkpoint(self._trained())
         if data is not None:
-            components = Components(model=components.model, val_data=as_source(data, "val"))
+            classes = Checkpoint.read(path).classes
+            source = as_source(data, "val", classes)
+            components = replace(components, val_data=source)
         overrides = {"run.device": self.config.run.device}
-        found, _, _ = evaluate_file(
-            find_checkpoint(self._trained()), overrides, batch_size, components, trust=True
-        )
+        found, _, _ = evaluate_file(path, overrides, batch_size, components, trust=True)
         if isinstance(found, signal.Signals):
             raise RunError(f"the evaluation was stopped by {found.name}", "call it again")
         return found
@@ -199,7 +199,9 @@ class Trainer:
 
     def export(self, out: str | Path) -> str:
         """Writes the best checkpoint as `.onnx`, `.pt2` or `.safetensors`, and returns what was done."""
-        cpu = Predictor.load(self._trained(), device="cpu", components=self._components, trust=True)
+        cpu = Predictor.load(
+            self._trained(), device="cpu", precision="fp32", components=self._components, trust=True
+        )
         return cpu.export(Path(out))
 
     def _trained(self) -> Path:

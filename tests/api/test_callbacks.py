@@ -96,3 +96,28 @@ def test_a_failure_is_one_line_on_all_ranks_and_loses_no_step(tmp_path: Path) ->
 def test_bad_arguments_of_early_stopping(metric: str, patience: int) -> None:
     with pytest.raises(pl.ConfigError):
         pl.EarlyStopping(metric, patience)
+
+
+def test_early_stopping_remembers_across_a_resume_and_not_across_runs(tmp_path: Path) -> None:
+    def stop() -> pl.EarlyStopping:
+        return pl.EarlyStopping("loss", patience=2, min_delta=1e9)
+
+    first = stop()
+    trainer(tmp_path / "a", epochs=2, callbacks=[first]).fit()  # best, then waited once
+    assert first.waited == 1
+    result = trainer(tmp_path / "a", epochs=5, resume="auto", callbacks=[stop()]).fit()
+    assert (result.stopped_by, result.summary["steps"]) == ("callback", 12)
+    trainer(tmp_path / "b", epochs=2, callbacks=[first]).fit()
+    assert first.waited == 1, "another run starts afresh"
+
+
+class FailsAtTheEnd(pl.Callback):
+    def on_stop(self, run: pl.RunControl, event: pl.StopEvent) -> None:
+        raise ValueError("too late")
+
+
+def test_a_failure_at_the_end_costs_no_result(tmp_path: Path) -> None:
+    with pytest.raises(pl.PacelineError, match="FailsAtTheEnd.on_stop failed"):
+        trainer(tmp_path / "run", epochs=1, callbacks=[FailsAtTheEnd()]).fit()
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "weights.safetensors").exists()

@@ -15,6 +15,7 @@ from torch import nn
 
 import paceline as pl
 from api.conftest import trainer
+from paceline.models.settings import ModelSettings, check_trust
 from ranks import run_ranks
 
 
@@ -102,3 +103,78 @@ def test_a_module_holds_its_final_weights_in_fp32(tmp_path: Path) -> None:
     assert made.predict([np.zeros((28, 28), np.uint8)])[0].label
     with pytest.raises(pl.ConfigError, match="Python object"):
         pl.Predictor.load(result.folder)
+
+
+class TwoOutputs(nn.Module):
+    """Features first, scores second; a frozen part; batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(28 * 28, 8)
+        self.stem.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.norm(self.stem(images.flatten(1)))
+        return features, self.head(features)
+
+
+def test_a_module_with_frozen_parts_averages_and_two_outputs(tmp_path: Path) -> None:
+    net = TwoOutputs()
+    made = trainer(
+        tmp_path / "run", model=net, precision="bf16", epochs=2, settings={"run.average_epochs": 1},
+        loss=lambda outputs, targets: torch.nn.functional.cross_entropy(
+            outputs[1].float(), targets, reduction="none"
+        ),
+    )  # fmt: skip
+    result = made.fit()
+    written = load_file(result.weights)
+    for name, value in net.state_dict().items():
+        assert value.dtype in (torch.float32, torch.int64)
+        assert torch.equal(value, written[name]), name
+    made.export(tmp_path / "net.pt2")
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    assert program(torch.zeros(2, 1, 28, 28)).shape == (2, 4)
+
+
+def test_a_failed_run_leaves_the_module_in_fp32(tmp_path: Path) -> None:
+    class Fails(pl.Callback):
+        def on_step(self, run: pl.RunControl, event: pl.StepEvent) -> None:
+            raise ValueError("stop here")
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 4))
+    with pytest.raises(pl.PacelineError):
+        trainer(tmp_path / "run", model=net, precision="bf16", callbacks=[Fails()]).fit()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert all(p.grad is None for p in net.parameters())
+
+
+class Pixels:
+    """A dataset whose validation part lacks the last class."""
+
+    def __init__(self, count: int, classes: int) -> None:
+        self.targets = [i % classes for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return np.full((28, 28), 40 * self.targets[index], np.uint8), self.targets[index]
+
+
+def test_a_dataset_with_a_split_is_evaluated_again(tmp_path: Path) -> None:
+    settings = {"data.source": "python", "model.num_classes": 6, "data.val_split": 0.25}
+    made = trainer(tmp_path / "run", data=Pixels(40, 4), epochs=1, settings=settings)
+    made.fit()
+    assert made.evaluate().samples == 8
+    assert made.evaluate(Pixels(9, 3)).samples == 9
+    assert len(made.predict([np.zeros((28, 28), np.uint8)], top=9)[0].labels) == 4
+
+
+def test_code_that_a_run_names_needs_trust() -> None:
+    for name, arguments in (("timm:x", '{checkpoint_path = "a.pth"}'), ("timm:hf-hub:a/b", "")):
+        settings = ModelSettings(name=name, arguments=arguments)
+        with pytest.raises(pl.ConfigError, match="--trust"):
+            check_trust(settings, "runs/x", trust=False)
+        check_trust(settings, "runs/x", trust=True)

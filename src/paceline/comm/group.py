@@ -74,6 +74,11 @@ class Group:
         self.restarted = False
         if self.backend == "none":
             return
+        if dist.is_initialized():
+            raise CommError(
+                "this process has a torch.distributed process group already",
+                "close it first: pl.init() and pl.Trainer each make their own, one after the other",
+            )
         if self.backend == "nccl":
             prepare_nccl(topology, share_gpus=settings.share_gpus)
         with ExitStack() as lookups:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.data.decode.library import RegionUnavailableError, region_library
     from paceline.data.device.normalize import Normalizer
     from paceline.data.device.streams import mark_stream
-    from paceline.data.image import CorruptImage
+    from paceline.data.image import CorruptImage, to_mode
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
     from paceline.data.loaders.image_loader import ImageLoader
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
@@ -50,7 +50,7 @@ __all__ = [
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
     "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
     "open_data", "open_source", "open_splits", "pack_splits", "random_box", "region_library",
-    "sum_by_stage",
+    "sum_by_stage", "to_mode",
 ]  # fmt: skip
 _MODULES = {
     "augment": "EvalTransform TrainTransform random_box",
@@ -60,7 +60,7 @@ _MODULES = {
     "decode.library": "RegionUnavailableError region_library",
     "device.normalize": "Normalizer",
     "device.streams": "mark_stream",
-    "image": "CorruptImage",
+    "image": "CorruptImage to_mode",
     "loaders.create": "create_eval_loader create_train_loader",
     "loaders.image_loader": "ImageLoader",
     "loaders.loader": "EvalBatches EvalLoader TrainBatches TrainLoader",

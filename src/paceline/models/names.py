@@ -128,8 +128,10 @@ def nearest_of_many(name: str, known: Iterable[str], listing: str) -> str:
 def foreign_code(name: str) -> str:
     """What code creating the model `name` runs that neither Paceline nor this program has chosen;
     empty for our models, timm's and torchvision's, and those that this process has registered."""
-    source, _ = split_name(name)
+    source, rest = split_name(name)
     if source:
+        if source in ZOOS and (":" in rest or "/" in rest):
+            return f"{rest!r}, from a hub or a folder"
         return "" if source in (*ZOOS, PYTHON) else f"the module {source}"
     if name not in STEMS_OF_MODEL and name not in _registered and name in _points():
         return f"the package {_points()[name][1]}"

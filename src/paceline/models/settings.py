@@ -19,6 +19,8 @@ __all__ = ["MODEL_NAMES", "ModelSettings", "check_model_name", "check_trust", "r
 
 # Images up to this size lose too much in a 7x7/2 convolution followed by a pool.
 SMALL_STEM_MAX_PIXELS = 64
+# Keyword arguments with which timm and torchvision read weights or configurations from elsewhere.
+_LOADING = ("checkpoint", "pretrained", "weights", "cache_dir", "url", "hf_")
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,12 @@ def requires_trust(settings: ModelSettings) -> str:
     """Why creating this model needs the user's consent where a file or folder names it: the code that
     would run. Empty where none is needed."""
     code = foreign_code(settings.name)
-    return f"the model {settings.name!r} runs code of {code}" if code else ""
+    if code:
+        return f"the model {settings.name!r} runs code of {code}"
+    loads = [name for name in settings.arguments_table() if name.startswith(_LOADING)]
+    if loads:
+        return f"model.arguments has {loads[0]!r}, which reads a file or a hub, perhaps a pickle"
+    return ""
 
 
 def check_trust(settings: ModelSettings, origin: object, trust: bool) -> None:

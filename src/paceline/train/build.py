@@ -16,7 +16,7 @@ from torch import nn
 from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
 from paceline.data import BatchPlan, Source, create_train_loader, describe_channels
 from paceline.models.freeze import count_frozen
@@ -38,6 +38,7 @@ from paceline.train.inputs import (
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.model_checks import (
+    VARIES,
     check_model,
     check_placed,
     given_name,
@@ -78,6 +79,9 @@ class Training:
     chosen: dict[str, str]
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
+    # For a module that the user gave: the state that is evaluated and exported, once the run has ended.
+    keeps_final_state: bool = False
+    final_state: dict[str, torch.Tensor] | None = None
     saved_step: int = -1
 
     @property
@@ -172,8 +176,9 @@ def _assemble(
         "model", lambda: _create_model(config, source, group, components)
     )
     model_notes = _check_model(config, model, source, sizes, group, components)
+    graphs_config = _graphs_for(config, model_notes, group)
     parts = create_parts(
-        config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
+        graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=sizes.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
         steps_per_epoch=schedule.steps_per_epoch, components=components,
@@ -182,11 +187,13 @@ def _assemble(
     start = {"initial weights": fingerprint(model)}
     group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
 
+    runner: list[CallbackRunner] = []
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
         average=parts.average, group=group,
+        callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
     if checkpoint is not None and folder.resume_from is not None:
@@ -228,8 +235,12 @@ def _assemble(
         trace=trace, chosen=chosen,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
     )  # fmt: skip
+    training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:
         training.callbacks = CallbackRunner(components.callbacks, training)
+        runner.append(training.callbacks)
+        if checkpoint is not None:
+            training.callbacks.restore(checkpoint.callbacks)
     return training
 
 
@@ -260,6 +271,23 @@ def _create_model(
         model = model.to(group.device)
         check_placed(model, group.device)
         return model, notes
+
+
+def _graphs_for(config: RunConfig, notes: list[str], group: Group) -> RunConfig:
+    """Without CUDA graphs where the model, on any rank, keeps state or draws numbers in Python: a graph
+    would repeat what they were when it was captured."""
+    if group.device.type != "cuda" or config.run.cuda_graphs == "off":
+        return config
+    varies = torch.tensor(float(any(VARIES in note for note in notes)), device=group.device)
+    group.all_reduce_sum(varies)
+    if not varies:
+        return config
+    if config.run.cuda_graphs == "on":
+        raise ConfigError(
+            "run.cuda_graphs", "on", f"the model {VARIES}, which a CUDA graph would freeze",
+            "use 'auto', or draw with torch's generators",
+        )  # fmt: skip
+    return config.with_values({"run.cuda_graphs": "off"})
 
 
 def _check_model(

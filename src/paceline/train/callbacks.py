@@ -7,11 +7,11 @@ after a checkpoint, with one line that names the callback.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import (
@@ -95,6 +95,14 @@ class Callback:
         pl.Trainer(callbacks=[LogRate()]).fit()
     """
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: numbers, texts, lists, dictionaries and tensors. It is kept in the
+        checkpoint, as rank 0 has it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called before `on_start` of a resumed run, with what `state_dict` returned."""
+
     def on_start(self, run: RunControl, event: StartEvent) -> None:
         """Before the first step of this process."""
 
@@ -141,8 +149,46 @@ class CallbackRunner:
         self.error.__cause__ = error
         self._training.stop.requested = True
 
+    def state(self) -> dict[str, Any]:
+        """Of all callbacks, by class and place. A state that a checkpoint cannot hold is an error of the
+        callback."""
+        found = {}
+        for number, callback in enumerate(self._callbacks):
+            try:
+                state = callback.state_dict()
+                _check_plain(state)
+            except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
+                if self.error is None:
+                    self._fail(callback, "state_dict", error)
+                continue
+            if state:
+                found[self._key(number, callback)] = state
+        return found
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Callbacks that the checkpoint does not know start afresh."""
+        for number, callback in enumerate(self._callbacks):
+            if (key := self._key(number, callback)) in saved:
+                callback.load_state_dict(dict(saved[key]))
+
+    @staticmethod
+    def _key(number: int, callback: Callback) -> str:
+        return f"{number}:{type(callback).__name__}"
+
     def close(self) -> None:
         """Nothing to clean up."""
+
+
+def _check_plain(value: object) -> None:
+    """A checkpoint is read without executing code, so it holds plain values and tensors only."""
+    if isinstance(value, dict):
+        _check_plain(list(value))
+        _check_plain(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_plain(item)
+    elif type(value) not in (int, float, bool, str, bytes, type(None), Tensor):
+        raise TypeError(f"a {type(value).__name__}, which a checkpoint does not hold")
 
 
 def _hook(callback: Callback, event: Event) -> Callable[[RunControl, Any], None] | None:
@@ -176,6 +222,16 @@ class EarlyStopping(Callback):
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.best = float("-inf")
         self.waited = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = float(state["best"]), int(state["waited"])
+
+    def on_start(self, run: RunControl, event: StartEvent) -> None:
+        if event.resumed_from is None:
+            self.best, self.waited = float("-inf"), 0
 
     def on_evaluation(self, run: RunControl, event: EvalEvent) -> None:
         value = float(getattr(event, self.metric)) * (-1 if self.metric == "loss" else 1)

@@ -51,7 +51,7 @@ class Checkpoint:
 
     Schedule, data order and random numbers are pure functions of configuration and step; `sampler`,
     `schedule` and `rng` describe them for readers and are checked on resuming. `average` is the state
-    of `WeightAverage`, empty without one.
+    of `WeightAverage`, empty without one; `callbacks` that of the user's callbacks on rank 0.
     """
 
     progress: dict[str, Any]
@@ -69,6 +69,7 @@ class Checkpoint:
     classes: list[str]
     versions: dict[str, str]
     average: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:

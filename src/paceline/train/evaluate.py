@@ -34,6 +34,7 @@ from paceline.data import (
     Source,
     allowed_corrupt,
     create_eval_loader,
+    open_data,
     open_source,
 )
 from paceline.models.registry import is_own
@@ -92,7 +93,9 @@ def evaluate(
     corrupt: list[CorruptSample] = []
     try:
         # Eager, because blocks compiled for training would be compiled again.
-        with torch.inference_mode(), torch.compiler.set_stance("force_eager"), policy.compute():
+        # A model that is not ours may keep tensors, which inference mode would spoil for training.
+        no_gradients = torch.inference_mode() if is_own(model) else torch.no_grad()
+        with no_gradients, torch.compiler.set_stance("force_eager"), policy.compute():
             for batch in batches:
                 if stop.received is not None:
                     group.announce_stop()
@@ -234,7 +237,12 @@ def evaluate_file(
 def _open_validation(
     config: RunConfig, checkpoint: Checkpoint, path: Path, components: Components
 ) -> Source:
-    source = components.val_data or open_source(config.data, "val", checkpoint.classes)
+    if components.val_data is not None or components.train_data is not None:
+        source = components.val_data
+        if source is None:
+            source = open_data(config.data, components.train_data)[1]
+    else:
+        source = open_source(config.data, "val", checkpoint.classes)
     _check_classes(source.classes, checkpoint.classes, path)
     return source
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
 from paceline.core.topology import Topology
-from paceline.data import Normalizer, Source, create_eval_loader
+from paceline.data import Normalizer, Source, create_eval_loader, to_mode
 from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint, find_checkpoint, write_atomically
@@ -37,7 +37,7 @@ from paceline.train.components import Components
 from paceline.train.evaluate import read_config, restore_model
 from paceline.train.fast_path import triton_problem
 from paceline.train.machine import choose_device, out_of_memory
-from paceline.train.model_checks import find_logits
+from paceline.train.model_checks import find_logits, forward_error
 from paceline.train.weights import as_metadata, preprocessing, write_weights
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -90,11 +90,18 @@ class _Images(Source):
                 # Reported as a corrupt sample of its own: the other images are classified.
                 return f"cannot be read: {error.strerror}".encode()
         if isinstance(image, Image.Image):
-            return np.asarray(image.convert("RGB"))
-        return image if image.ndim == 3 else image[:, :, None]
+            mode = "L" if image.mode.startswith(("I", "F", "L", "1")) else "RGB"
+            return _pixels(to_mode(image, mode))
+        return _pixels(image)
 
     def name(self, i: int) -> str:
         return self._names[i]
+
+
+def _pixels(image: Image.Image | Pixels) -> Pixels:
+    """Height × width × channels."""
+    pixels: Pixels = np.asarray(image)
+    return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
 
 @dataclass(frozen=True)
@@ -114,16 +121,19 @@ class Predictor:
         run: Path,
         *,
         device: str = "auto",
-        precision: str = "auto",
+        precision: str | None = None,
         overrides: Mapping[str, Any] | None = None,
         components: Components | None = None,
         trust: bool = False,
     ) -> Predictor:
         """`run` is a run folder (its best checkpoint) or a checkpoint file. `components.model` is needed
-        where the run's model was given as a Python object. `trust` allows code that the run names."""
+        where the run's model was given as a Python object. `precision` is the run's own unless given.
+        `trust` allows code that the run names."""
         path = find_checkpoint(run)
         checkpoint = Checkpoint.read(path)
-        wanted = {"run.device": device, "precision.amp_dtype": precision, **(overrides or {})}
+        wanted: dict[str, Any] = {"run.device": device, **(overrides or {})}
+        if precision is not None:
+            wanted["precision.amp_dtype"] = precision
         config = read_config(checkpoint, wanted)
         place = choose_device(config, Topology.from_env({}))
         check_trust(config.model, path, trust)
@@ -153,12 +163,15 @@ class Predictor:
         if not given:
             return []
         scores, errors = self._scores(_Images(given, names), batch_size)
-        shown = min(top, scores.shape[1])
-        best = scores.topk(shown, dim=1)
+        scores = scores[:, : len(self.classes)]
+        best = scores.topk(min(top, scores.shape[1]), dim=1)
         found = []
         for number, name in enumerate(names):
             if number in errors:
                 found.append(Prediction(name, error=errors[number]))
+                continue
+            if not torch.isfinite(scores[number]).all():
+                found.append(Prediction(name, error="the model's scores are not finite"))
                 continue
             labels = tuple(self.classes[index] for index in best.indices[number].tolist())
             found.append(Prediction(name, labels, tuple(best.values[number].tolist())))
@@ -174,7 +187,8 @@ class Predictor:
             data.mean, data.std, data.channels, self.policy.dtype,
             channels_last=self.config.run.channels_last, kernel=not triton_problem(device),
         )  # fmt: skip
-        scores = torch.zeros(len(source), len(self.classes))
+        # A model may have more outputs than the data has classes.
+        scores = torch.zeros(len(source), self.width)
         seen = torch.zeros(len(source), dtype=torch.bool)
         loader = create_eval_loader(
             source, data, rank=0, world_size=1, batch_size=batch_size, device=device
@@ -182,20 +196,33 @@ class Predictor:
         try:
             with loader, torch.inference_mode(), self.policy.compute():
                 for batch in loader:
-                    outputs = find_logits(
-                        self.model(normalize(batch.images, device)), len(self.classes)
-                    )
+                    outputs = self._outputs(normalize(batch.images, device))
                     places = batch.labels.cpu()
                     scores[places] = self._probabilities(outputs.float()).cpu()
                     seen[places] = True
                 corrupt = {sample.name: sample.reason for sample in loader.corrupt}
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             fault = out_of_memory(error, f"classifying {batch_size} images at a time",
                                   "use a smaller --batch-size")  # fmt: skip
             raise fault or error from error
         missing = torch.nonzero(~seen).flatten().tolist()
         errors = {i: corrupt.get(source.name(i), "cannot be decoded") for i in missing}
         return scores, errors
+
+    def _outputs(self, images: Tensor) -> Tensor:
+        """One line for what a user's model raises."""
+        try:
+            return find_logits(self.model(images), self.width)
+        except Exception as error:
+            fault = forward_error(error, images.shape)
+            if fault is None:
+                raise
+            raise fault from error
+
+    @property
+    def width(self) -> int:
+        """Outputs of the model: its classes, or more (`model.num_classes`)."""
+        return self.config.model.num_classes or len(self.classes)
 
     def _probabilities(self, outputs: Tensor) -> Tensor:
         # Binary cross-entropy trains one yes-or-no question for each class.
@@ -257,16 +284,18 @@ class _Logits(nn.Module):
     """The class scores alone, in fp32, for models that return more; with weights in the plain memory
     format, which is the only one that files of programs keep."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()
+        self._width = width
         self.model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
-        return find_logits(self.model(images)).float()
+        return find_logits(self.model(images), self._width).float()
 
 
-def _exported(predictor: Predictor) -> tuple[_Logits, Tensor, torch.export.ExportedProgram]:
-    model, images = _Logits(predictor.model).eval(), predictor.example_input()
+def _exported(predictor: Predictor) -> tuple[Tensor, torch.export.ExportedProgram]:
+    model = _Logits(predictor.model, predictor.width).eval()
+    images = predictor.example_input()
     batch = torch.export.Dim("batch", min=1)
     try:
         with torch.no_grad():
@@ -279,12 +308,12 @@ def _exported(predictor: Predictor) -> tuple[_Logits, Tensor, torch.export.Expor
             f"the model cannot be exported as a program ({reason})",
             "export its weights as .safetensors",
         ) from error
-    return model, images, program
+    return images, program
 
 
 def _export_program(predictor: Predictor, out: Path) -> str:
-    model, images, program = _exported(predictor)
-    worst = _difference(model, images, lambda x: program.module()(x))
+    images, program = _exported(predictor)
+    worst = _difference(predictor, images, lambda x: program.module()(x))
     content = io.BytesIO()
     torch.export.save(
         program, content, extra_files={f"{METADATA}.json": json.dumps(predictor.preprocessing)}
@@ -298,7 +327,7 @@ def _export_onnx(predictor: Predictor, out: Path) -> str:
         if importlib.util.find_spec(package) is None:
             raise ConfigError("OUT", str(out), f"needs the package {package}",
                               "pip install 'paceline[onnx]', or export .pt2 or .safetensors")  # fmt: skip
-    model, images, program = _exported(predictor)
+    images, program = _exported(predictor)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own deprecations
@@ -320,19 +349,25 @@ def _export_onnx(predictor: Predictor, out: Path) -> str:
         def run(batch: Tensor) -> Tensor:
             return torch.from_numpy(session.run(None, {entry: batch.numpy()})[0])
 
-        worst = _difference(model, images, run)
+        worst = _difference(predictor, images, run)
         checked = f"equal to the run within {worst:.1e} in ONNX Runtime"
     write_atomically(out, content)
     return f"{out}: an ONNX model of {predictor.path}, {checked}"
 
 
-def _difference(model: nn.Module, images: Tensor, run: Any) -> float:
+def _difference(predictor: Predictor, images: Tensor, run: Any) -> float:
     """The largest difference of outputs, also for another number of images, relative to the largest
     output. RunError where it is more than rounding."""
     worst = 0.0
     with torch.no_grad():
         for batch in (images, images[:1]):
-            wanted, got = model(batch), run(batch)
+            wanted = find_logits(predictor.model(batch), predictor.width).float()
+            got = run(batch)
+            if got.shape != wanted.shape:
+                raise RunError(
+                    f"the exported program returns {tuple(got.shape)}, the model {tuple(wanted.shape)}",
+                    "export .safetensors, and report this",
+                )
             scale = float(wanted.abs().max()) or 1.0
             worst = max(worst, float((wanted - got).abs().max()) / scale)
     if not worst <= _TOLERANCE:

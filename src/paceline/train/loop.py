@@ -100,8 +100,6 @@ class TrainingLoop:
         # A callback that failed is reported here, after the save, so that no step is lost.
         t.group.agree("end", t.step.fault or self._callback_error)
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
-        if self._callback_error is not None:
-            raise self._callback_error
         return result
 
     @property

@@ -28,6 +28,7 @@ from paceline.train.machine import out_of_memory
 _SHOWN = 3
 # Enough for batch norm, and few enough to cost nothing.
 CHECKED_IMAGES = 4
+VARIES = "gives other outputs for the same batch"
 # On a GPU sums may be taken in another order each time.
 _GPU_TOLERANCE = 1e-2
 
@@ -172,8 +173,8 @@ def check_model(
         _check_outputs(first, shape[0], classes, model, own_loss=own_loss)
         if not notes and not _alike(first, _outputs(model, shape, nhwc)):
             notes.append(
-                "gives other outputs for the same batch: it keeps state of its own or draws numbers "
-                "outside of torch's generators; a resumed run is not bit-identical"
+                f"{VARIES}: it keeps state of its own or draws numbers outside of torch's generators; a "
+                "resumed run is not bit-identical, and steps are not captured as CUDA graphs"
             )
         model.eval()
         last = _outputs(model, shape, nhwc, "the model's forward in evaluation mode")

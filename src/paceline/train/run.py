@@ -104,11 +104,17 @@ def _train(
         group.leaving(error)
         write_recent_events(training)
         training.close()
+        _finish_given_module(training, components)
         raise
     training.close()
-    if isinstance(components.model, nn.Module):
-        finish_module(training.model, training.step.update.optimizer, training.state.average)
+    _finish_given_module(training, components)
     return outcome
+
+
+def _finish_given_module(training: Training, components: Components) -> None:
+    if isinstance(components.model, nn.Module):
+        last = full_state(training.model, training.step.update.optimizer)
+        finish_module(training.model, training.final_state or last)
 
 
 def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome:
@@ -242,13 +248,15 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
         summary["average_sha256"] = facts["their average"]
     report, error = None, None
     with applied(average), training.step.batch_norm.averaged(group):
+        state = average.full_state() if average else full_state(training.model, optimizer)
+        if training.keeps_final_state:
+            training.final_state = {name: value.clone() for name, value in state.items()}
         if group.rank == 0:
             try:
                 training.check_folder()
                 about = preprocessing(
                     training.config, training.source.classes, training.progress.step
                 )
-                state = average.full_state() if average else full_state(training.model, optimizer)
                 write_weights(state, folder / "weights.safetensors", as_metadata(about))
                 text = json.dumps(summary, indent=2) + "\n"
                 report = write_report(folder, summary=json.loads(text))
@@ -256,7 +264,9 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 write_atomically(folder / "summary.json", text.encode())
             except PacelineError as caught:
                 error = caught
-    group.agree("conclusion", error)
+    # An error of a callback at the end costs no result.
+    late = training.callbacks.error if training.callbacks else None
+    group.agree("conclusion", error or late)
     return RunOutcome(folder, group.rank, result, summary, report)
 
 

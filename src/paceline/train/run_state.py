@@ -6,7 +6,7 @@ A checkpoint of another run is refused with the name of what differs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,8 @@ class RunState:
     group: Group
     average: WeightAverage | None = None
     labels: str = ""
+    # The state of the user's callbacks.
+    callbacks: Callable[[], dict[str, Any]] = dict
 
     def restore(self, checkpoint: Checkpoint, path: Path, *, elsewhere: bool = False) -> Progress:
         """Restores all parts in place; raises before anything is changed if the checkpoint is of
@@ -256,6 +258,7 @@ class RunState:
             classes=list(self.classes),
             versions=versions(),
             average=average,
+            callbacks=self.callbacks(),
         )
 
 

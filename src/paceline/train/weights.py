@@ -195,17 +195,12 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
 
 
 @torch.no_grad()
-def finish_module(
-    model: nn.Module, optimizer: MasterOptimizer, average: WeightAverage | None
-) -> None:
-    """Leaves a module that the user gave with its final weights in fp32, the average where there is one,
+def finish_module(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Leaves a module that the user gave with the weights and buffers of `state`, in memory of its own,
     and without gradients in the memory of the exchange."""
-    if average is not None:
-        model.load_state_dict(average.full_state())
-    final = average.named() if average is not None else master_weights(model, optimizer)
-    for name, parameter in model.named_parameters():
-        parameter.data = final[name].detach().clone()
-        parameter.grad = None
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        value.data = state[name].detach().to(value.device, copy=True)
+        value.grad = None
 
 
 def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[str, Any]:
@@ -223,6 +218,8 @@ def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[
         "mean": list(data.mean),
         "std": list(data.std),
     }
+    if config.run.loss == "bce":
+        found["scores"] = "sigmoid"  # one question for each class
     if config.run.average_epochs:
         found["average_epochs"] = config.run.average_epochs
     return found
