@@ -44,7 +44,8 @@ ShowError = Callable[[PacelineError], None]
 # Longer than a rank waits for the cause and for the others to leave (see `group.py`).
 _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
-_SHOW_WAIT_S = 2.0
+# Long enough for hosts with many more ranks than cores.
+_SHOW_WAIT_S = 8.0
 _FREE_WAIT_S = 4.0
 _LINGER_S = 3.0
 # How many ranks have read a verdict in a second, at the least.
