@@ -50,7 +50,7 @@ class RunSettings:
     """Number of passes over the training data."""
     global_batch_size: int | None = None
     """Samples of one update over all ranks; unset, `batch_size` times the ranks, or 256 where that
-    is unset too."""
+    is unset too, less for small data sets."""
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""

@@ -66,8 +66,14 @@ class Result:
 
     @property
     def weights(self) -> Path:
-        """The final weights as safetensors."""
-        return self.folder / "weights.safetensors"
+        """The final weights as safetensors. RunError where the run was stopped by a signal."""
+        path = self.folder / "weights.safetensors"
+        if self.stopped_by.startswith("SIG"):
+            raise RunError(
+                f"the run was stopped by {self.stopped_by} and has no final weights",
+                "continue it with resume='auto', or use its checkpoints",
+            )
+        return path
 
     @property
     def report(self) -> Path:

@@ -169,3 +169,14 @@ def _two(rank: int) -> tuple[list[int], list[str]]:
 
 def test_ranks_hold_the_union_and_each_names_its_own() -> None:
     assert run_ranks(2, _two) == [([1, 8], ["shard:1", "shard:8"]), ([1, 8], ["shard:8"])]
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "found"),
+    [(10, 1, 8), (50, 1, 16), (300, 2, 32), (2500, 1, 256), (12_000, 4, 256)],
+)
+def test_an_automatic_batch_leaves_several_steps_an_epoch(
+    samples: int, ranks: int, found: int
+) -> None:
+    assert resolve_batch_sizes(None, None, ranks, samples=samples).global_batch == found
+    assert resolve_batch_sizes(512, None, ranks, samples=samples).global_batch == 512

@@ -6,6 +6,7 @@ synthetic images. It writes nothing.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -22,12 +23,19 @@ from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from paceline.comm.group import Group
     from paceline.train.inputs import BatchSizes
 
 _WARM_UP, _STEPS = 2, 5
 # A dry run measures no longer than this after its first step.
 _LIMIT_S = 20.0
+_CPU_IMAGES = 8
+_PROBED_IMAGES = 2
+# fp32: weights, masters, momenta and gradients; an upper bound for half precision.
+_COPIES = 4
 
 
 def recipes(
@@ -56,11 +64,13 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     from paceline.train.inputs import resolve_batch_sizes
     from paceline.train.machine import choose_device, choose_threads
 
-    sizes = resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, ranks)
+    asked = (config.run.global_batch_size, config.run.batch_size, ranks)
+    resolve_batch_sizes(*asked)
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
     typer.echo(tomli_w.dumps(_changed(config)).strip())
     samples, classes, about = _data(config)
     _show("data", about)
+    sizes = resolve_batch_sizes(*asked, samples=samples)
     device = choose_device(config, Topology())
     import torch
 
@@ -71,8 +81,8 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     _show("batch", sizes.describe(ranks))
     _show("steps", f"{steps:,} in {config.run.epochs} epochs")
     _show("time", f"about {format_duration(steps * step_s)} of training: {format_duration(step_s)} a "
-          f"step, measured on {device} with synthetic images; without input, evaluation and the "
-          "exchange between ranks")  # fmt: skip
+          f"step, from a few steps on {device} with synthetic images; without input, evaluation and "
+          "the exchange between ranks")  # fmt: skip
     typer.echo("dry run: nothing was trained or written")
     return 0
 
@@ -104,6 +114,34 @@ def _data(config: RunConfig) -> tuple[int, int, str]:
             return len(source), len(classes), about
 
 
+def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None:
+    """State, and what a forward pass in fp32 keeps for backward, counted on two images; a note where this
+    is more than the host has."""
+    import torch
+
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    data = config.data
+    images = torch.zeros(_PROBED_IMAGES, data.channels, data.image_size, data.image_size)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(images)
+    saved = sum(size for place, size in kept.items() if place not in own)
+    state = sum(p.numel() * p.element_size() * _COPIES for p in model.parameters())
+    total = state + saved // _PROBED_IMAGES * sizes.micro_batch
+    _show("memory", f"about {format_bytes(total)} a rank in fp32 (activations take half in half "
+          f"precision): {format_bytes(state)} of state, {format_bytes(total - state)} of activations for "
+          f"{sizes.micro_batch} images")  # fmt: skip
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not torch.cuda.is_available() and total > host:
+        fits = max(1, (host // 2 - state) * sizes.micro_batch // max(1, total - state))
+        typer.echo(f"note: this host has {format_bytes(host)}; try --batch-size {fits}")
+
+
 def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -> float:
     """Seconds of one step of one rank; prints what was chosen and the memory."""
     import torch
@@ -117,21 +155,22 @@ def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -
 
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())
+    _show_memory(config, model, sizes)
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = model.to(device)
+    # On a CPU a few images tell the time of many, and a batch that does not fit does no harm.
+    micro = sizes.micro_batch if device.type == "cuda" else min(sizes.micro_batch, _CPU_IMAGES)
     parts = create_parts(
-        config, model, group, rate=1e-6, micro_batch=sizes.micro_batch,
-        accumulate=sizes.accumulation > 1, classes=classes,
+        config, model, group, rate=1e-6, micro_batch=micro, accumulate=False, classes=classes,
     )  # fmt: skip
     weights = sum(parameter.numel() for parameter in model.parameters())
     _show("model", f"{config.model.name}, {weights:,} parameters")
     for name, text in parts.describe().items():
         _show(name, text)
-    batch = sizes.micro_batch * sizes.accumulation
-    plan = BatchPlan(batch, _WARM_UP + _STEPS, batch, sizes.micro_batch, 1)
+    plan = BatchPlan(micro, _WARM_UP + _STEPS, micro, micro, 1)
     data = config.data
-    loader = SyntheticBatches(sizes.micro_batch, data.image_size, classes, device, data.channels)
+    loader = SyntheticBatches(micro, data.image_size, classes, device, data.channels)
     step = create_step(config, parts, loader, plan, group, StopSignals())
     times: list[float] = []
     started = time.perf_counter()
@@ -143,11 +182,8 @@ def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -
             break
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
-        _show("memory", f"{format_bytes(peak)} on {device}, measured")
-    else:
-        state = sum(p.numel() * 4 * 4 for p in model.parameters())
-        _show("memory", f"{format_bytes(state)} for weights, masters, momenta and gradients, and the "
-              "activations of a micro-batch")  # fmt: skip
+        _show("memory measured", f"{format_bytes(peak)} on {device}")
     step.release()
     parts.exchange.close()
-    return statistics.median(times[_WARM_UP:] or times)
+    passes = sizes.micro_batch * sizes.accumulation / micro
+    return statistics.median(times[_WARM_UP:] or times) * passes

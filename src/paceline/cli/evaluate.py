@@ -139,12 +139,15 @@ def export_weights(
     trust: bool = typer.Option(False, "--trust", help="Run code that the run folder names."),
 ) -> int:
     """Write a checkpoint's model as ONNX, torch.export program or safetensors."""
-    from paceline.train.inference import FORMATS, Predictor
+    from paceline.train.inference import FORMATS, Predictor, export_stored_weights
 
     if out.suffix not in FORMATS:
         raise ConfigError(
             "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
         )
+    if out.suffix == ".safetensors":
+        typer.echo(export_stored_weights(checkpoint, out))
+        return 0
     predictor = Predictor.load(checkpoint, device="cpu", precision="fp32", trust=trust)
     averaged = ""
     if epochs := predictor.config.run.average_epochs:

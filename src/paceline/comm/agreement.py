@@ -21,7 +21,14 @@ from torch.distributed.distributed_c10d import Store
 
 from paceline.comm.attendance import Attendance
 from paceline.comm.job import RankHosts
-from paceline.core.errors import CommError, PacelineError
+from paceline.core.errors import (
+    CheckpointError,
+    CommError,
+    ConfigError,
+    DataError,
+    PacelineError,
+    RunError,
+)
 from paceline.core.topology import Topology
 
 _FAULT = "paceline/fault"
@@ -90,8 +97,49 @@ class AgreedError(PacelineError):
     """An error that all ranks raise; `exit_code` is that of the rank that found it."""
 
     def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
+        PacelineError.__init__(self, text)
         self.exit_code = exit_code
+
+    @classmethod
+    def of_kind(cls, kind: str, text: str, exit_code: int) -> AgreedError:
+        """Also of the class that the error had on the rank that found it, so that a program catches the
+        same class on one rank and on many."""
+        return _KINDS.get(kind, cls)(text, exit_code)
+
+
+class AgreedConfigError(AgreedError, ConfigError):
+    """`field` is not known any more."""
+
+    field = ""
+
+
+class AgreedDataError(AgreedError, DataError):
+    """See `AgreedError.of_kind`."""
+
+
+class AgreedCheckpointError(AgreedError, CheckpointError):
+    """See `AgreedError.of_kind`."""
+
+
+class AgreedRunError(AgreedError, RunError):
+    """See `AgreedError.of_kind`."""
+
+
+_KINDS: dict[str, type[AgreedError]] = {
+    "ConfigError": AgreedConfigError,
+    "DataError": AgreedDataError,
+    "CheckpointError": AgreedCheckpointError,
+    "RunError": AgreedRunError,
+}
+
+
+def error_kind(error: PacelineError) -> str:
+    """The name of the public class that `error` belongs to."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "")
+
+
+def _as_report(error: PacelineError) -> dict[str, Any]:
+    return {"error": str(error), "code": error.exit_code, "kind": error_kind(error)}
 
 
 class PeerError(CommError):
@@ -139,7 +187,7 @@ class Agreement:
                 "resume with --resume auto",
             ) from lost
         if verdict["error"]:
-            raise AgreedError(verdict["error"], verdict["code"])
+            raise AgreedError.of_kind(verdict.get("kind", ""), verdict["error"], verdict["code"])
 
     def _verdict(
         self,
@@ -153,7 +201,7 @@ class Agreement:
         base, rank = f"paceline/agree/{self.run}{self._number}/{phase}", self._topology.rank
         report: dict[str, Any] | None = None
         if error is not None:
-            report = {"rank": rank, "error": str(error), "code": error.exit_code}
+            report = {"rank": rank, **_as_report(error)}
         elif facts is not None and (digest := self._differs(base, facts)):
             report = {"rank": rank, "digest": digest}
         if report is not None:
@@ -187,7 +235,7 @@ class Agreement:
         if failed:
             first = min(failed, key=lambda report: report["rank"])
             where = f"rank {first['rank']}: " if self._topology.world_size > 1 else ""
-            return {"error": where + first["error"], "code": first["code"]}
+            return {**first, "error": where + first["error"]}
         common, holder = self._store.get(f"{base}/facts").decode().split()
         digests = {report["rank"]: report["digest"] for report in reports}
         expected = digests.get(0, common)
@@ -253,18 +301,17 @@ class Agreement:
     def post_fault(self, error: PacelineError) -> None:
         """Publishes this rank's error; the first one published stays. It becomes the verdict of the next
         phase too, for the ranks that wait in it for this one."""
-        report = json.dumps(
-            {"rank": self._topology.rank, "error": str(error), "code": error.exit_code}
-        )
+        report = json.dumps({"rank": self._topology.rank, **_as_report(error)})
         # Where the store is gone with its host no rank can read it, and the error itself counts.
         with suppress(RuntimeError):
             first = self._agreed(json.loads(self._store.compare_set(_FAULT, "", report)))
-            verdict = {"error": str(first), "code": first.exit_code}
+            verdict = _as_report(first)
             self._publish_verdict(self._number + 1, verdict)
 
     def _agreed(self, report: Mapping[str, Any]) -> AgreedError:
         where = f"rank {report['rank']}: " if self._topology.world_size > 1 else ""
-        return AgreedError(where + report["error"], report["code"])
+        kind = report.get("kind", "")
+        return AgreedError.of_kind(kind, where + report["error"], report["code"])
 
     def read_fault(self, wait_s: float = 0.0) -> AgreedError | None:
         """The error that some rank published, if any; waits up to `wait_s` for one."""

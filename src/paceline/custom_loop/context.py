@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from paceline.comm.agreement import AgreedError, Agreement
+from paceline.comm.agreement import AgreedError, Agreement, error_kind
 from paceline.comm.process_groups import (
     abort_process_groups,
     all_gather_json,
@@ -335,13 +335,18 @@ def agree(error: PacelineError | None = None, facts: Mapping[str, Any] | None = 
         if error is not None:
             raise error
         return
-    mine = {"error": str(error) if error else "", "code": error.exit_code if error else 0}
+    mine = {
+        "error": str(error) if error else "", "code": error.exit_code if error else 0,
+        "kind": error_kind(error) if error else "",
+    }  # fmt: skip
     reports = all_gather_json({**mine, "facts": dict(facts or {})})
     for rank, report in enumerate(reports):
         if report["error"]:
             if error is not None and rank == dist.get_rank():
                 raise error
-            raise AgreedError(f"rank {rank}: {report['error']}", report["code"])
+            raise AgreedError.of_kind(
+                report["kind"], f"rank {rank}: {report['error']}", report["code"]
+            )
     for rank, report in enumerate(reports):
         for name, ours in reports[0]["facts"].items():
             theirs = report["facts"].get(name)

@@ -138,11 +138,12 @@ def build(
 ) -> Training:
     """Builds the run on this rank, together with all others."""
     components = components or Components()
-    sizes = resolve_batch_sizes(
-        config.run.global_batch_size, config.run.batch_size, group.world_size
-    )
+    # What is wrong whatever the data is reported before the data is opened.
+    asked = (config.run.global_batch_size, config.run.batch_size, group.world_size)
+    resolve_batch_sizes(*asked)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
+        sizes = resolve_batch_sizes(*asked, samples=len(inputs.source))
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
             # The checkpoint is older than this setting, and continues with its own schedule.
@@ -227,6 +228,7 @@ def _assemble(
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule),
+        **_given_objects(components),
     }
     training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
@@ -312,6 +314,18 @@ def _check_model(
     if isinstance(components.model, nn.Module):
         notes = [*notes, *filter(None, [share_weights(model, group)])]
     return notes
+
+
+def _given_objects(components: Components) -> dict[str, str]:
+    """Objects of the program that the command line cannot make again."""
+    names = [name for name in components.names() if name != "callbacks"]
+    if not names:
+        return {}
+    listed = ", ".join(name.replace("_", " ") for name in names)
+    return {
+        "given in Python": f"{listed}; paceline eval, predict, export and --resume cannot make these: "
+        "use this program, or name them as package.module:name"
+    }
 
 
 def _describe_data(inputs: RunInputs) -> str:

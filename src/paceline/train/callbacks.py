@@ -141,9 +141,8 @@ class CallbackRunner:
     def _fail(self, callback: Callback, hook: str, error: Exception) -> None:
         reason = str(error).splitlines()[0] if str(error) else ""
         name = f"{type(callback).__name__}.{hook}"
-        rank = f" on rank {self._control.rank}" if self._control.world_size > 1 else ""
         self.error = RunError(
-            f"the callback {name} failed{rank}: {type(error).__name__}{reason and ': '}{reason}",
+            f"the callback {name} failed: {type(error).__name__}{reason and ': '}{reason}",
             "fix it, or leave it out; the run was saved and continues with resume='auto'",
         )
         self.error.__cause__ = error

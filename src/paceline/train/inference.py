@@ -38,7 +38,7 @@ from paceline.train.evaluate import read_config, restore_model
 from paceline.train.fast_path import triton_problem
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.model_checks import find_logits, forward_error
-from paceline.train.weights import as_metadata, preprocessing, write_weights
+from paceline.train.weights import as_metadata, checkpoint_weights, preprocessing, write_weights
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 FORMATS = (".safetensors", ".onnx", ".pt2")
@@ -84,11 +84,8 @@ class _Images(Source):
     def read(self, i: int) -> bytes | Pixels:
         image = self._images[i]
         if isinstance(image, str | Path):
-            try:
-                return Path(image).read_bytes()
-            except OSError as error:
-                # Reported as a corrupt sample of its own: the other images are classified.
-                return f"cannot be read: {error.strerror}".encode()
+            # What cannot be read is not an image either: the others are classified.
+            return b"" if _unreadable(Path(image)) else Path(image).read_bytes()
         if isinstance(image, Image.Image):
             mode = "L" if image.mode.startswith(("I", "F", "L", "1")) else "RGB"
             return _pixels(to_mode(image, mode))
@@ -96,6 +93,15 @@ class _Images(Source):
 
     def name(self, i: int) -> str:
         return self._names[i]
+
+
+def _unreadable(path: Path) -> str:
+    """Why a file cannot be read; empty where it can."""
+    try:
+        with path.open("rb"):
+            return ""
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
 
 
 def _pixels(image: Image.Image | Pixels) -> Pixels:
@@ -118,7 +124,7 @@ class Predictor:
     @classmethod
     def load(
         cls,
-        run: Path,
+        run: Path | str,
         *,
         device: str = "auto",
         precision: str | None = None,
@@ -129,7 +135,7 @@ class Predictor:
         """`run` is a run folder (its best checkpoint) or a checkpoint file. `components.model` is needed
         where the run's model was given as a Python object. `precision` is the run's own unless given.
         `trust` allows code that the run names."""
-        path = find_checkpoint(run)
+        path = find_checkpoint(Path(run))
         checkpoint = Checkpoint.read(path)
         wanted: dict[str, Any] = {"run.device": device, **(overrides or {})}
         if precision is not None:
@@ -153,6 +159,13 @@ class Predictor:
     ) -> list[Prediction]:
         """Classifies files, PIL images or uint8 arrays (height × width × channels), in their order. An
         image that cannot be decoded has a `Prediction` with an `error`."""
+        if isinstance(images, str | Path | Image.Image | np.ndarray):
+            raise DataError(
+                f"{type(images).__name__} is one image or path, and predict takes several",
+                "give a list: predict([image])",
+            )
+        if top < 1:
+            raise ConfigError("top", top, "must be at least 1")
         given = list(images)
         names = [
             str(image) if isinstance(image, str | Path) else f"image {number}"
@@ -163,6 +176,9 @@ class Predictor:
         if not given:
             return []
         scores, errors = self._scores(_Images(given, names), batch_size)
+        for number, image in enumerate(given):
+            if isinstance(image, str | Path) and (problem := _unreadable(Path(image))):
+                errors[number] = problem
         scores = scores[:, : len(self.classes)]
         best = scores.topk(min(top, scores.shape[1]), dim=1)
         found = []
@@ -251,6 +267,20 @@ class Predictor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
+def export_stored_weights(run: Path, out: Path) -> str:
+    """Writes the weights of a checkpoint as they are stored, without building the model, so that no code
+    of the run is needed or executed."""
+    path = find_checkpoint(run)
+    checkpoint = Checkpoint.read(path)
+    state = checkpoint_weights(checkpoint)
+    about = preprocessing(read_config(checkpoint, {}), checkpoint.classes, checkpoint.step)
+    write_weights(state, out, as_metadata(about))
+    averaged = ""
+    if epochs := about.get("average_epochs"):
+        averaged = f"weights averaged over {epochs:g} epochs, "
+    return f"{out}: {len(state)} tensors of {path}; {averaged}batch norm averaged over its ranks"
+
+
 def _check_image(name: str, image: object) -> None:
     if isinstance(image, str | Path | Image.Image):
         return
@@ -273,10 +303,8 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
             if not inside:
                 raise DataError(f"{path} has no images", f"looked for {', '.join(IMAGE_SUFFIXES)}")
             found += inside
-        elif path.exists():
-            found.append(path)
         else:
-            raise DataError(f"{path} does not exist", "give image files or folders")
+            found.append(path)  # also one that does not exist: its prediction says so
     return found
 
 

@@ -32,6 +32,9 @@ from paceline.train.run_state import check_pinned
 # Without `--batch-size`, the largest micro-batch of a process.
 LARGEST_AUTOMATIC_MICRO_BATCH = 256
 DEFAULT_GLOBAL_BATCH = 256
+# With a batch that nobody has chosen.
+_LEAST_STEPS_PER_EPOCH = 8
+_LEAST_AUTOMATIC_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,16 @@ class BatchSizes:
 
 
 def resolve_batch_sizes(
-    global_batch: int | None, micro_batch: int | None, world_size: int
+    global_batch: int | None, micro_batch: int | None, world_size: int, samples: int | None = None
 ) -> BatchSizes:
-    """Without a global batch it is the micro-batch times the number of ranks. Raises ConfigError,
+    """Without a global batch it is the micro-batch times the number of ranks; without both it is 256, or
+    less, down to 16, where an epoch of `samples` would have fewer than eight steps. Raises ConfigError,
     with the nearest valid values, if the global batch is not divisible."""
+    if micro_batch is None and global_batch is None and samples is not None:
+        most = max(_LEAST_AUTOMATIC_BATCH, samples // _LEAST_STEPS_PER_EPOCH)
+        if most < DEFAULT_GLOBAL_BATCH:
+            share = max(1, min(most, samples) // world_size)
+            return _automatic((1 << share.bit_length() - 1) * world_size, world_size)
     if micro_batch is None:
         return _automatic(global_batch or DEFAULT_GLOBAL_BATCH, world_size)
     if global_batch is None:
