@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,7 +92,7 @@ def test_labels_are_taken_from_the_dataset_or_read_once() -> None:
     names = ["ant", "bee", "cat"]
     listed = Pictures(pixels, targets=torch.tensor(labels), classes=names)
     assert list(DatasetSource(listed).classes) == names
-    assert listed.calls < 16, "the check of a few items, and no more"
+    assert listed.calls < 64, "the check of a few items, and no more"
     samples = Pictures(pixels, samples=[(f"{i}.png", i % 3) for i in range(9)])
     assert DatasetSource(samples).labels.tolist() == labels
     plain = Pictures(pixels, count=100)
@@ -202,6 +203,42 @@ def test_items_that_change_between_reads() -> None:
     turn = iter(range(1000))
     with pytest.raises(DataError, match=r"has label \d+, before it was \d+"):
         DatasetSource(Items(lambda i: (pixels(i), next(turn))))
+
+
+class OneHandle(Pictures):
+    """All threads share the position in one file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(pixels, 64, targets=[i % 3 for i in range(64)])
+        np.arange(64, dtype=np.uint8).repeat(768).tofile(path)
+        self.file = path.open("rb", buffering=0)
+
+    def __getitem__(self, i: int) -> Any:
+        self.file.seek(i * 768)
+        halves = [self.file.read(384) for _ in range(2)]
+        return np.frombuffer(b"".join(halves), np.uint8).reshape(16, 16, 3), i % 3
+
+
+class OneBuffer(Pictures):
+    """All items have the same memory."""
+
+    buffer = np.zeros((16, 16, 3), np.uint8)
+
+    def __getitem__(self, i: int) -> Any:
+        self.buffer[...] = i
+        return self.buffer, i % 3
+
+
+def test_a_dataset_that_threads_must_not_share_is_read_one_item_at_a_time(tmp_path: Path) -> None:
+    handle = OneHandle(tmp_path / "raw")
+    with handle.file:
+        for dataset in (handle, OneBuffer(pixels, 64)):
+            source = DatasetSource(dataset)
+            assert "when several threads read it: they are read one at a time" in source.note
+            with ThreadPoolExecutor(4) as threads:
+                found = list(threads.map(source.read, range(64)))
+            assert all((image == i).all() for i, image in enumerate(found))
+    assert "threads" not in DatasetSource(Pictures(pixels)).note
 
 
 def batches(source: Source, **values: Any) -> list[Any]:

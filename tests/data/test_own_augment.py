@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.errors import ConfigError, DataError, RunError
-from paceline.data import BatchAugment, BatchPlan, DataSettings, Source, create_train_loader
+from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
+from paceline.data import (
+    BatchAugment,
+    BatchPlan,
+    DataSettings,
+    Source,
+    create_train_loader,
+    own_augment,
+)
 
 CPU = torch.device("cpu")
 Make = Callable[..., DataSettings]
@@ -99,7 +106,7 @@ def test_where_it_cannot_work(memory_source: Any, small_settings: Make) -> None:
         batches(memory_source(4), DataSettings(decoder="nvjpeg"), lambda image: image)
 
 
-def test_on_the_device() -> None:
+def test_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
     images[:, 3] = 0
     seen: list[torch.Size] = []
@@ -123,5 +130,10 @@ def test_on_the_device() -> None:
     ):
         with pytest.raises(RunError, match=f"device_augment: .*{line}"):
             BatchAugment(wrong, 3)(images)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(own_augment, "_capturing", lambda batch: True)
+        with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
+            BatchAugment(lambda x: x.view(7), 3)(images)
+        assert not isinstance(caught.value, PacelineError), "the capture ends, not the run"
     with pytest.raises(ConfigError, match="not callable"):
         BatchAugment(3, 3)  # type: ignore[arg-type]

@@ -82,6 +82,21 @@ def test_adamw_is_torchs_and_loads_its_state() -> None:
         assert_near(q, p)
 
 
+def test_a_state_without_entries_starts_the_counts_again() -> None:
+    ps, fresh = parameters(*[torch.float32] * 4), parameters(*[torch.float32] * 4)
+    used, new = AdamW(ps, 0.1), AdamW(fresh, 0.1)
+    run(used, ps, range(3))
+    with torch.no_grad():
+        for p, q in zip(ps, fresh, strict=True):
+            q.copy_(p)
+    used.load_state_dict(torch.optim.AdamW(parameters(*[torch.float32] * 4), 0.1).state_dict())
+    for optimizer, own in ((used, ps), (new, fresh)):
+        run(optimizer, own, [3])
+        assert [int(optimizer.state[p]["step"]) for p in own] == [1] * 4
+    for p, q in zip(ps, fresh, strict=True):
+        assert_near(p, q)
+
+
 @both
 @pytest.mark.usefixtures("both_ways")
 def test_a_skipped_step_leaves_no_trace(of: type[AdamW]) -> None:

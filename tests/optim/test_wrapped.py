@@ -6,13 +6,14 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from optim.reference import KINDS, bits_equal, fill_gradients, grad_of, parameters
-from paceline.core.errors import ConfigError, PacelineError
-from paceline.optim import LARS, OptimSettings, WrappedOptimizer, create_optimizer
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.optim import LARS, OptimSettings, WrappedOptimizer, create_optimizer, set_rate
 
 
 def named(name: str, arguments: str = "") -> OptimSettings:
@@ -153,3 +154,87 @@ def test_a_function_of_groups() -> None:
         create_optimizer(OptimSettings(), groups, 0.1, list)
     with pytest.raises(PacelineError, match="state_dict"):
         copy.deepcopy(made)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps `kept()` in its groups from the start, and in the state after a step."""
+
+    def __init__(self, params: Any, kept: Any, state: Any = float) -> None:
+        super().__init__(params, lr=0.1)
+        self.state_of = state
+        for group in self.param_groups:
+            group["kept"] = kept()
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if isinstance(group["kept"], Tensor):
+                group["kept"] += 1
+            for p in group["params"]:
+                self.state[p]["more"] = self.state_of()
+        return super().step(closure)
+
+
+def made_by(factory: Any, groups: Any = None) -> Any:
+    groups = groups or [{"params": [p]} for p in parameters(*KINDS)]
+    return create_optimizer(OptimSettings(), groups, 0.1, factory)
+
+
+def test_state_is_what_a_checkpoint_can_hold() -> None:
+    optimizer = made_by(lambda groups: Keeping(groups, lambda: torch.zeros(3), np.float64))
+    ps = [p for group in optimizer.param_groups for p in group["params"]]
+    fill_gradients(ps, 0)
+    optimizer.step()
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    assert [group["kept"].tolist() for group in loaded["inner"]["changed"]] == [[1.0] * 3] * 3
+    assert type(loaded["state"][0]["more"]) is float
+    optimizer.load_state_dict(loaded)
+    for kept, state, words in (
+        (float, lambda: np.zeros(2), r"Keeping.state\[0\]\['more'\] is a ndarray"),
+        (lambda: abs, float, r"Keeping.param_groups\[0\]\['kept'\] is a builtin_function"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            made_by(lambda groups, kept=kept, state=state: Keeping(groups, kept, state))
+        assert "\n" not in str(caught.value)
+    late = iter([0.0] * 3)
+    optimizer = made_by(lambda groups: Keeping(groups, float, lambda: next(late, np.zeros(2))))
+    fill_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="is a ndarray, which a checkpoint cannot hold"):
+        optimizer.state_dict()
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda groups: sgd([{**g, "params": g["params"][:1]} for g in groups]), "has 2 of the 4"),
+        (lambda groups: LARS(groups[:1], lr=0.1), "has 2 of the 4 trained parameters"),
+        (lambda groups: sgd([*groups, {"params": [nn.Parameter(torch.ones(2))]}]), "and 1 others"),
+        (lambda groups: sgd([p for g in groups for p in g["params"]]), "in 1 other groups than"),
+    ],
+)
+def test_a_function_must_keep_the_groups(factory: Any, words: str) -> None:
+    ps = parameters(*[torch.float32] * 4)
+    with pytest.raises(ConfigError, match=words) as caught:
+        made_by(factory, [{"params": ps[:2]}, {"params": ps[2:]}])
+    assert str(caught.value).startswith("optimizer = ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, LARS])
+def test_rates_of_groups_are_kept_relative_to_the_largest(kind: Any) -> None:
+    def rates(groups: Any) -> Any:
+        return kind([{**g, "lr": 0.2 / 4**n} for n, g in enumerate(groups)], lr=0.2)
+
+    optimizer = made_by(rates)
+    set_rate(optimizer, 1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25, 0.0625]
+    layers = [{"params": [p], "lr_scale": 0.5} for p in parameters(*KINDS)]
+    with pytest.raises(ConfigError, match="rates from 0.0125 to 0.2 in groups that have an"):
+        made_by(rates, layers)

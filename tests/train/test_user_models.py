@@ -303,3 +303,18 @@ def test_the_loss_sees_all_outputs_and_evaluation_the_logits(tmp_path: Path) -> 
     assert outcome.summary["top1"] is not None
     with pytest.raises(RunError, match="a dict of 3 tensors"):
         train(tmp_path / "other", replace(several(), loss=None), run__epochs=1)
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_parametrized_weights_train_in_half_precision(tmp_path: Path, name: str) -> None:
+    parametrized = getattr(nn.utils.parametrizations, name)
+    net = nn.Sequential(
+        parametrized(nn.Conv2d(1, 8, 3)), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        parametrized(nn.Linear(8, 4)), nn.Linear(4, 4),
+    )  # fmt: skip
+    before = copy.deepcopy(net.state_dict())
+    outcome, _ = train(tmp_path, Components(model=net), precision__amp_dtype="bf16", run__epochs=1)
+    assert outcome.summary["steps"] > 0
+    after = net.state_dict()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert not any(torch.equal(after[key], before[key]) for key in before if "original" in key)

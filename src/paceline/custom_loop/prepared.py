@@ -82,8 +82,10 @@ class Prepared:
 
     @property
     def lr(self) -> float:
-        """Of all parameter groups; assign to it to follow a schedule."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Of all parameter groups, before their `lr_scale`; assign to it to follow a schedule."""
+        groups = self.optimizer.param_groups
+        group = next((group for group in groups if group.get("lr_scale", 1.0)), groups[0])
+        return float(group["lr"]) / (group.get("lr_scale", 1.0) or 1.0)
 
     @lr.setter
     def lr(self, rate: float) -> None:
@@ -284,6 +286,7 @@ def _prepare(
         update["weight_decay"] = weight_decay
     chosen = OptimSettings(name=optimizer, lr=lr, **update)
     made = create_master_optimizer(chosen, module, policy, lr)
+    set_rate(made, lr)  # times the `lr_scale` of layers
     return Prepared(module, made, policy, settings, clip_norm)
 
 

@@ -120,12 +120,14 @@ class BatchAugment:
         )
 
     def _call(self, given: torch.Tensor) -> torch.Tensor:
-        capturing = given.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = _capturing(given)
         try:
             result = self._function(given)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:
+            if capturing and isinstance(error, RuntimeError):
+                raise  # whoever captures goes on without a graph, where that is allowed
             if capturing:
                 raise RunError(
                     f"device_augment: {self._name} cannot be captured in a CUDA graph "
@@ -145,6 +147,10 @@ class BatchAugment:
                 f"it must return what it gets: {_described(given)}",
             )
         return result
+
+
+def _capturing(batch: torch.Tensor) -> bool:
+    return batch.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _shape(pixels: Pixels) -> str:

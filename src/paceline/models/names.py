@@ -51,7 +51,7 @@ def register_model(name: str, factory: Factory) -> None:
 
     >>> from torch import nn
     >>> def make(num_classes: int) -> nn.Module:
-    ...     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+    ...     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))
     >>> register_model("my_linear", make)
 
     An installed package can do the same for every process, in its `pyproject.toml`:

@@ -87,7 +87,9 @@ class AdamW(MasterOptimizer):
         for number, p in zip(self._steps.unbind(), parameters, strict=True):
             counted = self.state[p].get(STEP)
             if counted is None or counted.data_ptr() != number.data_ptr():
-                if counted is not None:
+                if counted is None:  # new, or a state without this parameter was loaded
+                    number.zero_()
+                else:
                     number.copy_(counted)
                 self.state[p][STEP] = number
         if isinstance(self._engine, AdamStep):

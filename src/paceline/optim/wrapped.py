@@ -20,6 +20,7 @@ from paceline.core.imports import first_line
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import FusedStep
 from paceline.optim.lars_foreach import put
+from paceline.optim.plain_state import copied, plain, same
 from paceline.optim.state import MASTER, Gates, Outcome, Row
 
 Groups = Sequence[dict[str, Any]]
@@ -32,7 +33,8 @@ class _Rate(NamedTuple):
 class WrappedOptimizer(MasterOptimizer):
     """`create` makes the inner optimizer of parameter groups whose tensors are the masters.
 
-    The rate of each group is passed on before every step; all else is the inner optimizer's own.
+    The rate of each group is passed on before every step; all else is the inner optimizer's own. It must
+    have the groups' parameters, all of them and in these groups.
 
     Example:
         optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
@@ -52,9 +54,10 @@ class WrappedOptimizer(MasterOptimizer):
             for group in groups
         ]
         self._inner = checked(create(wide))
+        check_groups(wide, self._inner.param_groups)
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
-        self._initial = self._hyper_parameters()
+        self._initial = copied(self._hyper_parameters())
 
     @property
     def inner(self) -> Optimizer:
@@ -146,20 +149,24 @@ class WrappedOptimizer(MasterOptimizer):
 
     def _hyper_parameters(self) -> list[dict[str, Any]]:
         return [
-            {key: value for key, value in group.items() if key not in ("params", "lr")}
-            for group in self.inner.param_groups
+            {
+                key: plain(value, f"{type(self.inner).__name__}.param_groups[{number}][{key!r}]")
+                for key, value in group.items()
+                if key not in ("params", "lr")
+            }
+            for number, group in enumerate(self.inner.param_groups)
         ]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and the masters. Some classes keep state in their groups: values that
         have changed since the start are saved apart, because a resumed run has its own settings."""
-        saved = self.inner.state_dict()
+        saved = plain_state(self.inner)
         state = {number: dict(entry) for number, entry in saved["state"].items()}
         for number, (p, master) in enumerate(zip(self._parameters(), self.masters(), strict=True)):
             if master is not p:
                 state.setdefault(number, {})[MASTER] = master
         changed = [
-            {key: value for key, value in now.items() if key not in old or old[key] != value}
+            {k: value for k, value in now.items() if k not in old or not same(old[k], value)}
             for now, old in zip(self._hyper_parameters(), self._initial, strict=True)
         ]
         inner = {"class": type(self.inner).__name__, "changed": changed}
@@ -174,7 +181,9 @@ class WrappedOptimizer(MasterOptimizer):
             number: {key: value for key, value in entry.items() if key != MASTER}
             for number, entry in state_dict["state"].items()
         }
-        self.inner.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+        # A class may have entries of its own beside the two of torch.
+        own = {key: value for key, value in state_dict.items() if key != "inner"}
+        self.inner.load_state_dict({**own, "state": state})
         for group, changed in zip(self.inner.param_groups, inner["changed"], strict=False):
             group.update(changed)
         for number, (p, master) in enumerate(zip(self._parameters(), self.masters(), strict=True)):
@@ -212,6 +221,50 @@ def checked(found: Any) -> Optimizer:
     return found
 
 
+def plain_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict as a checkpoint holds it. CheckpointError where it cannot."""
+    name = type(optimizer).__name__
+    saved = optimizer.state_dict()
+    return {key: plain(value, f"{name}.{key}") for key, value in saved.items()}
+
+
+def check_groups(given: Groups, found: Groups) -> None:
+    """Raises unless the optimizer has the parameters that it was given, in the same groups."""
+    wanted, held = ([[id(p) for p in group["params"]] for group in each] for each in (given, found))
+    check_parameters(given, found)
+    if wanted != held:
+        raise PacelineError(
+            f"has its parameters in {len(held)} other groups than the {len(wanted)} given",
+            "keep the groups and the order in them; settings may differ by group",
+        )
+
+
+def check_parameters(given: Groups, found: Groups) -> None:
+    """Raises unless the optimizer has exactly the parameters that it was given."""
+    wanted, held = ({id(p) for group in each for p in group["params"]} for each in (given, found))
+    if wanted != held:
+        foreign = f", and {len(held - wanted)} others" if held - wanted else ""
+        raise PacelineError(
+            f"has {len(held & wanted)} of the {len(wanted)} trained parameters{foreign}",
+            "give it all groups; freeze parameters by requires_grad_(False)",
+        )
+
+
+def keep_rates(groups: Groups) -> None:
+    """Turns rates that differ between groups into their `lr_scale`: the schedule's rate is that of the
+    largest."""
+    rates = [float(group["lr"]) for group in groups]
+    if min(rates) == max(rates):
+        return
+    if any(group.get("lr_scale", 1.0) != 1.0 for group in groups):
+        raise PacelineError(
+            f"has rates from {min(rates):g} to {max(rates):g} in groups that have an `lr_scale` too",
+            "set one of them: leave optim.layer_decay at 1, or the rates out of the groups",
+        )
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr_scale"] = rate / max(rates)
+
+
 def refuse_closures(kind: type) -> None:
     """Raises for an optimizer that computes gradients several times in one step."""
     step = getattr(kind, "step", None)
@@ -224,21 +277,28 @@ def wrap(
     field: str, name: str, create: Callable[[list[dict[str, Any]]], Any], groups: Groups,
     kind: object = None,
 ) -> MasterOptimizer:  # fmt: skip
-    """The optimizer that `create` makes, with masters around it; one of ours is taken as it is. Errors
-    out of the class become a ConfigError that names `field`. `kind` is the class, where it is known."""
+    """The optimizer that `create` makes, with masters around it; one of ours is taken as it is. Rates
+    that differ between its groups become their `lr_scale`. Errors out of the class become a ConfigError
+    that names `field`. `kind` is the class, where it is known."""
     remedy = "see optim.arguments and the class's own documentation"
     try:
         if isinstance(kind, type):
             refuse_closures(kind)
         found = checked(create(_samples(groups)))
         if isinstance(found, MasterOptimizer):
-            return create([dict(group) for group in groups])  # type: ignore[no-any-return]
+            made = create([dict(group) for group in groups])
+            check_parameters(groups, made.param_groups)
+            keep_rates(made.param_groups)
+            return made  # type: ignore[no-any-return]
         # A step that changes nothing of the run, so that a class that cannot train fails here.
         for group in found.param_groups:
             for p in group["params"]:
                 p.grad = torch.full_like(p, 1e-3)
         found.step()
-        return WrappedOptimizer(groups, create)
+        plain_state(found)
+        wrapped = WrappedOptimizer(groups, create)
+        keep_rates(wrapped.param_groups)
+        return wrapped
     except PacelineError as error:
         raise ConfigError(field, name, error.cause, error.remedy or remedy) from error
     except Exception as error:  # a user's class may raise anything

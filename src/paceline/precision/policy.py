@@ -55,12 +55,18 @@ class Policy:
 
 
 def matrix_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights that are computed with, and exchanged, in half precision; shared ones once."""
+    """Weights that are computed with, and exchanged, in half precision; shared ones once.
+
+    A parametrized weight (`weight_norm`, `spectral_norm`) is computed from parameters that stay fp32,
+    and autocast rounds the result.
+    """
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, _MATRIX_LAYERS):
-            assert isinstance(module.weight, nn.Parameter)
-            found.setdefault(id(module.weight), module.weight)
+            # Not `module.weight`: reading a weight of `spectral_norm` changes its buffers.
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                found.setdefault(id(weight), weight)
     return list(found.values())
 
 

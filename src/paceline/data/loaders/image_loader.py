@@ -1,7 +1,7 @@
 """`ImageLoader`: normalized batches on the device, for a training loop of one's own.
 
 It is the input pipeline of `paceline train`: the same order, augmentation, decoders and prefetching. An
-epoch has every sample once over all ranks, and all ranks have equally many batches of it.
+epoch has every sample once over all ranks, and all ranks have equally many batches of it, none empty.
 """
 
 from __future__ import annotations
@@ -32,25 +32,41 @@ _STATE = ("epoch", "batch", "seed", "samples", "batch_size", "world_size", "drop
 
 @dataclass(frozen=True)
 class EpochPlan(BatchPlan):
-    """One epoch of the stream, in whole steps of all ranks. What remains at its end is shared among all
-    ranks; too little for that joins the last full step."""
+    """One epoch of the stream, in whole steps of all ranks, at least one sample for each.
+
+    What remains at its end is shared among all ranks. Too little for that joins the last full step, and
+    the two are shared in two equal steps; with batches of one sample there are too few for two, so the
+    last batch of some ranks has two samples. `drop_last` leaves out what remains.
+    """
 
     epoch: int = 0
     drop_last: bool = False
 
     @property
+    def _rest(self) -> int:
+        return 0 if self.drop_last else self.samples % self.global_batch
+
+    @property
+    def _merges(self) -> bool:
+        """Whether what remains is too little for a step of its own, even with half of the one before."""
+        too_few = 0 < self._rest < self.world_size <= self.samples
+        return too_few and self.global_batch + self._rest < 2 * self.world_size
+
+    @property
     def total_steps(self) -> int:
-        full, rest = divmod(self.samples, self.global_batch)
-        return full + (0 if self.drop_last or not rest else 1)
+        full = self.samples // self.global_batch
+        return full + (1 if self._rest and not self._merges else 0)
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
         """One of them, wherever `step` is."""
         offset = self.epoch * self.samples
-        rest = self.samples % self.global_batch
+        rest = self._rest
         first, steps, length = step, 1, self.global_batch
-        if not self.drop_last and rest:
+        if rest:
             last = self.total_steps - 1
-            if rest < self.world_size and step >= last - 1:
+            if self._merges:
+                length += rest if step == last else 0
+            elif rest < self.world_size and step >= last - 1:
                 first, steps, length = max(last - 1, 0), min(2, last + 1), self.global_batch + rest
             elif step == last:
                 length = rest
@@ -96,11 +112,12 @@ class ImageLoader:
         classes: Sequence[str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`batch_size` of one rank. `device`: where batches are, the current GPU if there is one.
-        `layout`: of the memory; NHWC is `torch.channels_last`. `rank` and `world_size`: those of
-        torch.distributed where it is initialized. `mean`, `std`: ImageNet's unless given. `augment`: own
-        function of an image (docs/data.md). `classes`: names, for a Dataset that has none. `settings`:
-        any others of `[data]`, as `{"augment": "pad_crop", "val_split": 0.1}`."""
+        """`batch_size` of one rank; the end of an epoch is that of `EpochPlan`. `device`: where batches
+        are, the current GPU if there is one. `layout`: of the memory; NHWC is `torch.channels_last`.
+        `rank` and `world_size`: those of torch.distributed where it is initialized. `mean`, `std`:
+        ImageNet's unless given. `augment`: own function of an image (docs/data.md). `classes`: names, for
+        a Dataset that has none. `settings`: any others of `[data]`, as
+        `{"augment": "pad_crop", "val_split": 0.1}`."""
         self.settings = DataSettings(
             **{
                 "image_size": image_size, "channels": channels, "workers": workers,
@@ -138,11 +155,12 @@ class ImageLoader:
         self._running: TrainLoader | None = None
         self._evaluation: EvalLoader | None = None
         self._corrupt: dict[int, CorruptSample] = {}
-        if train and len(self) < 1:
+        too_few = len(self.source) < self.world_size
+        if train and (too_few or len(self) < 1):
             raise DataError(
                 f"{self.source.kind}: {len(self.source)} images for {self.world_size} ranks with batches "
                 f"of {batch_size}{' and drop_last' if drop_last else ''}",
-                "use smaller batches or fewer ranks",
+                "use fewer ranks" if too_few else "use smaller batches or fewer ranks",
             )
 
     @property

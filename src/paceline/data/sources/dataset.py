@@ -3,7 +3,8 @@
 Takes datasets of torchvision, `Subset` and `ConcatDataset`, Hugging Face's `datasets.Dataset` (items are
 dicts with `image` and `label`), and anything else with `__len__` and `__getitem__`. Labels are needed
 before training: they come from `targets`, `labels` or `samples` where the dataset has them, else from
-reading every item once. Items are read by several threads at once.
+reading every item once. Items are read by several threads at once, unless a check of a few items finds
+that the dataset gives other images then.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image, UnidentifiedImageError
-from torch.utils.data import ConcatDataset, Subset
 
 from paceline.core.errors import DataError
 from paceline.core.untrusted import short_repr
@@ -28,11 +28,11 @@ from paceline.data.image import GREY_MODES, CorruptImage, to_mode
 from paceline.data.order import Int64
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source, Stored
+from paceline.data.sources.dataset_labels import LABEL_KEYS, find, own_classes, own_labels
 from paceline.data.sources.labels import numbered_classes
+from paceline.data.sources.thread_check import threads_agree
 
 _IMAGE_KEYS = ("image", "img")
-_LABEL_KEYS = ("label", "labels")
-_LABEL_ATTRIBUTES = ("targets", "labels", "samples")
 _IMAGES = "an image is a PIL image, HWC or HW uint8 array, or CHW tensor, uint8 or float in [0, 1]"
 _THREADS = 8
 _MOST_CLASSES = 1_000_000
@@ -43,7 +43,7 @@ _QUIET_S, _EVERY_S = 5.0, 10.0
 class DatasetSource(Source):
     """`classes` are names, else the dataset's `classes`, else numbers. `labels` spare the pass over a
     dataset that does not tell them. `serial`: one item at a time, for a dataset that threads must not
-    share.
+    share; a race that the check of a few items does not meet is not noticed.
 
     >>> source = DatasetSource(torchvision.datasets.CIFAR10("data", train=True))   # doctest: +SKIP
     """
@@ -59,14 +59,17 @@ class DatasetSource(Source):
         """DataError where the dataset is none, or its items are not (image, label)."""
         self._dataset = dataset
         self._type = type(dataset).__name__
-        self._lock = threading.Lock() if serial else nullcontext()
+        self._serial = serial
+        self._lock: AbstractContextManager[object] = threading.Lock() if serial else nullcontext()
         self._notes: list[str] = []
         self._float_noted = False
         count = _length(dataset, self._type)
         self._checked = sorted({0, count // 3, 2 * count // 3, count - 1})
         first = {i: self._label(i) for i in self._checked}
+        if not serial:
+            self._check_threads()
         self.labels = self._find_labels(count, labels, first)
-        names = classes if classes is not None else _find(dataset, _own_classes)
+        names = classes if classes is not None else find(dataset, own_classes)
         highest = int(self.labels.max())
         self.classes = numbered_classes(highest + 1) if names is None else [str(n) for n in names]
         if int(self.labels.min()) < 0 or highest >= len(self.classes):
@@ -81,7 +84,7 @@ class DatasetSource(Source):
         self, count: int, given: Sequence[int] | None, first: Mapping[int, int | None]
     ) -> Int64:
         """Those given or told by the dataset, where the items that were read agree; else the items'."""
-        found = given if given is not None else _find(self._dataset, _own_labels)
+        found = given if given is not None else find(self._dataset, own_labels)
         if found is not None:
             told = self._as_labels(found, count)
             if told is None or (given is not None and len(told) != count):
@@ -138,6 +141,32 @@ class DatasetSource(Source):
         )
         return labels
 
+    def _check_threads(self) -> None:
+        """Reads one item at a time from now on where threads get other items than one alone."""
+
+        def content(i: int) -> tuple[int, object, bytes]:
+            label, stored = self._both(i)
+            if isinstance(stored, bytes):
+                return label, None, stored
+            return label, stored.shape, stored.tobytes()
+
+        if not threads_agree(content, self._checked):
+            self._serial, self._lock = True, threading.Lock()
+            self._notes.append(
+                f"{self._type} gives other items when several threads read it: they are read one at a "
+                "time"
+            )
+
+    def _both(self, i: int) -> tuple[int, Stored]:
+        """Label and pixels."""
+        with self._lock:
+            image, label = self._item(i)
+            stored = self._pixels(i, image)
+            # The dataset may use its memory for the next item.
+            if self._serial and isinstance(stored, np.ndarray):
+                stored = stored.copy()
+            return label, stored
+
     def _check_repeats(self, first: Mapping[int, int | None]) -> None:
         """Reads a few items twice."""
         for i in self._checked:
@@ -158,13 +187,13 @@ class DatasetSource(Source):
     def read(self, i: int) -> Stored:
         """Encoded bytes, or height × width × channels. CorruptImage where the dataset fails to decode
         its image; DataError for whatever else it does wrong."""
-        image, label = self._item(i)
+        label, stored = self._both(i)
         if label != self.labels[i]:
             raise self._error(
                 i, f"has label {label}, before it was {self.labels[i]}",
                 "an item must have the same label whenever it is read",
             )  # fmt: skip
-        return self._pixels(i, image)
+        return stored
 
     def name(self, i: int) -> str:
         return f"{self._type}[{i}]"
@@ -180,18 +209,18 @@ class DatasetSource(Source):
     def _label(self, i: int) -> int | None:
         """None where the image cannot be decoded, and so there is no item."""
         try:
-            return self._item(i)[1]
+            with self._lock:
+                return self._item(i)[1]
         except CorruptImage:
             return None
 
     def _item(self, i: int) -> tuple[Any, int]:
         try:
-            with self._lock:
-                item = self._dataset[i]
+            item = self._dataset[i]
         except Exception as error:  # noqa: BLE001  (the user's code)
             self._raise(i, error)
         if isinstance(item, Mapping):
-            image, label = (_first(item, keys) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
+            image, label = (_first(item, keys) for keys in (_IMAGE_KEYS, LABEL_KEYS))
             if image is None or label is None:
                 keys = ", ".join(map(repr, list(item)[:8]))
                 raise self._error(i, f"has the keys {keys}", "an item needs 'image' and 'label'")
@@ -281,50 +310,6 @@ def _length(dataset: Any, name: str) -> int:
     if count < 1:
         raise DataError(f"{name}: is empty", "give a dataset with images")
     return count
-
-
-def _find(dataset: Any, own: Any) -> Any:
-    """What `own` finds of the dataset, or of those that it is a part or a chain of."""
-    if isinstance(dataset, Subset):
-        whole = _find(dataset.dataset, own)
-        if whole is None or own is _own_classes:
-            return whole
-        return np.asarray(whole)[np.asarray(dataset.indices, dtype=np.int64)]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_find(part, own) for part in dataset.datasets]
-        if any(part is None for part in parts):
-            return None
-        if own is _own_classes:
-            return parts[0] if all(list(part) == list(parts[0]) for part in parts) else None
-        return np.concatenate([np.asarray(part) for part in parts])
-    try:
-        return own(dataset)
-    except Exception:  # noqa: BLE001  (a property of the user's that fails is none)
-        return None
-
-
-def _own_labels(dataset: Any) -> Any:
-    features = getattr(dataset, "features", None)
-    if isinstance(features, Mapping):  # Hugging Face
-        key = next((key for key in _LABEL_KEYS if key in features), None)
-        return None if key is None else list(dataset[key])
-    for name in _LABEL_ATTRIBUTES:
-        found = getattr(dataset, name, None)
-        if found is not None and not callable(found):
-            return [label for _, label in found] if name == "samples" else found
-    return None
-
-
-def _own_classes(dataset: Any) -> Sequence[str] | None:
-    features = getattr(dataset, "features", None)
-    if isinstance(features, Mapping):
-        key = next((key for key in _LABEL_KEYS if key in features), None)
-        names = getattr(features.get(key), "names", None)
-    else:
-        names = getattr(dataset, "classes", None)
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        return None
-    return names
 
 
 def _first(item: Mapping[Any, Any], keys: Sequence[str]) -> Any:
