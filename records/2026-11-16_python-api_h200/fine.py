@@ -1,5 +1,7 @@
 """ResNet-18 on 2,500 images of 25 classes (100 each), from scratch and from weights trained on 60 other classes."""
-import json, os, pathlib, paceline as pl
+import json
+import os
+import paceline as pl
 HERE = os.path.dirname(os.path.abspath(__file__))
 common = {"data.augment": "pad_crop", "data.crop_padding": 8, "data.eval_resize": 0, "run.log_interval": 10**6, "optim.weight_decay": 5e-4}
 def train(data, epochs, out, **more):

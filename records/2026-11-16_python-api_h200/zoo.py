@@ -2,8 +2,14 @@
 
     python zoo.py ours|plain MODEL EPOCHS [--warm]      prints one JSON line
 """
-import json, math, sys, time, os
-import numpy as np, torch, torch.nn.functional as F
+import json
+import math
+import sys
+import time
+import os
+import numpy as np
+import torch
+import torch.nn.functional as F
 import paceline as pl
 from paceline.config import RunConfig
 from paceline.data import open_source

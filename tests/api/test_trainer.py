@@ -178,3 +178,40 @@ def test_code_that_a_run_names_needs_trust() -> None:
         with pytest.raises(pl.ConfigError, match="--trust"):
             check_trust(settings, "runs/x", trust=False)
         check_trust(settings, "runs/x", trust=True)
+
+
+class RaisesLate(nn.Module):
+    """On one rank, in its fifth pass of training."""
+
+    rank, passes = 0, 0
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(28 * 28, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        RaisesLate.passes += self.training and torch.is_grad_enabled()
+        if RaisesLate.passes == 6 and RaisesLate.rank == 1:
+            raise KeyError("sensor 7")
+        return self.head(images.flatten(1))
+
+
+def _fit_late(rank: int, output: str) -> str:
+    RaisesLate.rank = rank
+    made = trainer(Path(output), model=RaisesLate, epochs=3, settings={"checkpoint.keep": 9})
+    try:
+        made.fit()
+    except pl.RunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_raises_in_mid_run_loses_no_step(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _fit_late, str(tmp_path / "run"))
+    assert first == second
+    assert "rank 1" in first
+    assert "sensor 7" in first
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    last = max(record["step"] for record in steps if record["event"] == "step")
+    assert saved[-1] == f"step-{last:08}.pt"

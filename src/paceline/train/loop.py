@@ -90,6 +90,9 @@ class TrainingLoop:
             self._save(best=False)
         try:
             result = self._catch_up() or self._steps()
+        except PacelineError as error:
+            self._save_before(error)
+            raise
         finally:  # also after an error
             self._input.note(t.step.loader.note())
         progress.train_s = self._elapsed()
@@ -101,6 +104,14 @@ class TrainingLoop:
         t.group.agree("end", t.step.fault or self._callback_error)
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
+
+    def _save_before(self, error: PacelineError) -> None:
+        """What the user's model or data raise in a step costs no completed step: all ranks have learned
+        of it in the same exchange, and save the state before it together."""
+        t = self._t
+        fresh = t.saved_step != t.progress.step and t.progress.step > 0
+        if t.step.faulted and fresh and self._is_sound and "out of memory" not in str(error):
+            self._save(best=False)
 
     @property
     def _callback_error(self) -> PacelineError | None:

@@ -94,6 +94,8 @@ class TrainStep:
     foreign: bool = False
     # An error between steps waits here for the next exchange, which reports it to all ranks.
     fault: PacelineError | None = None
+    # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
+    faulted: bool = False
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     _given_up: bool = False
@@ -233,6 +235,7 @@ class TrainStep:
             )
         row, bad = row_values(launched.row)
         if row["fault"]:
+            self.faulted = True
             raise self.group.fault()
         # From its launch to the next one's, so that steps collected in one go share the time fairly.
         ended = self._under_way[0].started if self._under_way else time.perf_counter()
