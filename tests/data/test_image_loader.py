@@ -150,7 +150,7 @@ def test_evaluation_is_a_pass_in_order(tmp_path: Path) -> None:
 
 def test_other_data_and_own_augmentation() -> None:
     pictures = [(np.full((9, 9), i, np.uint8), i % 2) for i in range(8)]
-    with loader(pictures, settings={"val_split": 0.25}) as part:
+    with loader(pictures, settings={"data.val_split": 0.25}) as part:
         assert len(labels(list(part))) == 6
     chosen = {"augment": "none", "flip": False}
     with loader(pictures, mean=[0.0], std=[1.0], settings=chosen, augment=lambda x: x + 1) as ours:
@@ -166,6 +166,20 @@ def test_other_data_and_own_augmentation() -> None:
 def test_wrong_arguments_are_named(memory_source: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"ImageLoader: {next(iter(wrong))}"):
         loader(memory_source(8), **{"batch_size": 4, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"val_spilt": 0.2}, "^data.val_spilt.*did you mean 'val_split'"),
+        ({"data.val_spilt": 0.2}, "^data.val_spilt.*did you mean 'val_split'"),
+        ({"run.seed": 1}, "^run.seed"),
+        ({"data.val_split": "0.2"}, "^data.val_split = '0.2'"),
+    ],
+)
+def test_wrong_settings_are_named(memory_source: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        loader(memory_source(8), settings=settings)
 
 
 def _place(rank: int) -> tuple[int, int]:

@@ -114,6 +114,16 @@ def test_without_a_validation_set(tmp_path: Path) -> None:
         open_data(chosen(single, val_split=0.1))
 
 
+@pytest.mark.parametrize("source", ["auto", "folder"])
+def test_one_class_or_none(tmp_path: Path, source: str) -> None:
+    one = photos(tmp_path / "one", "cat")
+    with pytest.raises(DataError, match=rf"^only one class \(cat\) in {one}; training needs two"):
+        open_data(chosen(one, val_split=0.2, source=source))
+    flat = photos(tmp_path / "all", "flat") / "flat"
+    with pytest.raises(DataError, match=rf"^5 images lie directly in {flat}; .* {flat}/<class>/"):
+        open_data(chosen(flat, val_split=0.2, source=source))
+
+
 def test_a_source_of_the_user(memory_source: Callable[..., Source]) -> None:
     whole = memory_source(12)
     whole.labels = whole.labels % 3

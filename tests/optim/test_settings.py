@@ -103,6 +103,15 @@ def test_warm_up_takes_at_most_its_share_of_the_run() -> None:
     assert (exact.warmup_steps, exact.describe_cut()) == (30, "")
 
 
+def test_a_class_without_a_rate_is_reported_after_a_missing_package() -> None:
+    with pytest.raises(
+        ConfigError, match="^optim.name = 'nomod.sub:X': there is no module 'nomod'"
+    ):
+        OptimSettings(name="nomod.sub:X")
+    with pytest.raises(ConfigError, match="^optim.lr: no learning rate.*torch.optim:RAdam"):
+        OptimSettings(name="torch.optim:RAdam")
+
+
 # --- recipes -----------------------------------------------------------------------------------
 
 IMAGES = 1_281_167

@@ -101,6 +101,16 @@ def test_programs_compile(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
+def test_tests_that_a_page_names_exist() -> None:
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs/coming-from.md").read_text(), re.M)
+    rows = [row for row in rows if not row.startswith(("| there", "| ---"))]
+    assert len(rows) > 30
+    for row in rows:
+        named = row.split("|")[-2].strip().split(", ")
+        assert all(re.fullmatch(r"tests/[\w/]+\.py", name) for name in named), row
+        assert all((ROOT / name).is_file() for name in named), row
+
+
 def test_call_paths_name_modules_that_exist() -> None:
     paths = (ROOT / "DESIGN.md").read_text().split("## Call paths")[1].split("## Numeric")[0]
     rows = re.findall(r"^\| (`.*?) \|", paths, re.M)

@@ -241,7 +241,7 @@ class StubbedImages(Source):
 
     def __init__(self, count: int, image_size: int) -> None:
         self.classes = numbered_classes(_CLASSES)
-        self.labels: Int64 = np.arange(count, dtype=np.int64) % _CLASSES
+        self.labels = np.arange(count, dtype=np.int64) % _CLASSES
         self._offsets: Int64 = np.arange(count, dtype=np.int64) * 110_592
         self._pixels = np.zeros((image_size, image_size, 3), dtype=np.uint8)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def split_name(field: str, text: str) -> tuple[str, str]:
     return module, attribute
 
 
+def check_module(field: str, text: str) -> None:
+    """ConfigError where the package that `text` names cannot be found. Nothing is imported, so that a
+    module or attribute inside of it may still be missing."""
+    module, _ = split_name(field, text)
+    package = module.partition(".")[0]
+    if package == PYTHON or package in sys.modules:
+        return
+    path = [str(Path.cwd()), *sys.path]
+    if package not in sys.builtin_module_names and PathFinder.find_spec(package, path) is None:
+        raise _no_module(field, text, package)
+
+
 def import_object(field: str, text: str) -> Any:
     """Imports what `field` names. Modules of the current directory are found, as with `python -m`."""
     module, attribute = split_name(field, text)
@@ -57,10 +70,7 @@ def import_object(field: str, text: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise _failed(field, text, module, error) from error
-        raise ConfigError(
-            field, text, f"there is no module {error.name!r} in {here} or among the packages",
-            f"run where {error.name.partition('.')[0]}.py is, or install its package",
-        ) from None  # fmt: skip
+        raise _no_module(field, text, error.name) from None
     except (Exception, SystemExit) as error:  # a module may raise anything
         raise _failed(field, text, module, error) from error
     for part in attribute.split("."):
@@ -73,6 +83,13 @@ def import_object(field: str, text: str) -> Any:
             raise ConfigError(field, text, f"no attribute {part} in {where}", remedy)
         found = getattr(found, part)
     return found
+
+
+def _no_module(field: str, text: str, module: str) -> ConfigError:
+    return ConfigError(
+        field, text, f"there is no module {module!r} in {Path.cwd()} or among the packages",
+        f"run where {module.partition('.')[0]}.py is, or install its package",
+    )  # fmt: skip
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.imports import split_name
+from paceline.core.imports import check_module, split_name
 from paceline.core.untrusted import ParseError, parse_toml
 
 OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd")
@@ -190,8 +190,9 @@ class OptimSettings:
                 "optim.in_half", True, f"{self.name} has no such form", "use optim.name = 'lars'"
             )
         if self.is_class and self.lr is None and self.lr_base == OptimSettings.lr_base:
+            check_module("optim.name", self.name)
             raise ConfigError(
-                "optim.lr", None, f"is not set, and {self.name} has a rate of its own kind",
+                "optim.lr", None, f"no learning rate, and there is no default for {self.name}",
                 "give --lr, such as 0.001",
             )  # fmt: skip
         if self.is_class and self.fused == "triton":

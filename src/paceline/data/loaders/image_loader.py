@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import torch
 
-from paceline.core.errors import ConfigError, DataError
+from paceline.core.errors import ConfigError, DataError, nearest
+from paceline.core.settings import convert
 from paceline.data.chunk import CorruptSample
 from paceline.data.device.normalize import Normalizer
 from paceline.data.loaders.create import create_eval_loader, create_train_loader
@@ -116,12 +117,12 @@ class ImageLoader:
         are, the current GPU if there is one. `layout`: of the memory; NHWC is `torch.channels_last`.
         `rank` and `world_size`: those of torch.distributed where it is initialized. `mean`, `std`:
         ImageNet's unless given. `augment`: own function of an image (docs/data.md). `classes`: names, for
-        a Dataset that has none. `settings`: any others of `[data]`, as
-        `{"augment": "pad_crop", "val_split": 0.1}`."""
+        a Dataset that has none. `settings`: any others of `[data]`, as `{"data.val_split": 0.1}`; the
+        prefix may be left out."""
         self.settings = DataSettings(
             **{
                 "image_size": image_size, "channels": channels, "workers": workers,
-                "mean": tuple(mean), "std": tuple(std), **(settings or {}),
+                "mean": tuple(mean), "std": tuple(std), **_data_settings(settings or {}),
             }
         )  # fmt: skip
         self.rank, self.world_size = _place(rank, world_size)
@@ -292,6 +293,19 @@ class ImageLoader:
         self.close()
 
     _described = ""
+
+
+def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names of `DataSettings`, whether written with the prefix `data.` or without."""
+    hints = get_type_hints(DataSettings)
+    found = {}
+    for key, value in given.items():
+        name = key.removeprefix("data.")
+        if name not in hints:
+            field = name if "." in name else f"data.{name}"
+            raise ConfigError(field, None, "is no setting of [data]", nearest(name, hints))
+        found[name] = convert(value, hints[name], f"data.{name}")
+    return found
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:

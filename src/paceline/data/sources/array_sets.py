@@ -62,7 +62,7 @@ class IdxFiles(Source):
             )
         self._path = images
         self.pixels = read_idx(images, 3)[..., None]
-        self.labels: Int64 = read_idx(labels, 1).astype(np.int64)
+        self.labels = read_idx(labels, 1).astype(np.int64)
         if len(self.labels) != len(self.pixels):
             raise DataError(
                 f"{labels}: {len(self.labels)} labels for {len(self.pixels)} images", _REMEDY

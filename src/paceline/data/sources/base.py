@@ -10,7 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ Extent = tuple[ShardFile, int, int]
 
 class Source(ABC):
     """Read by several threads at once. Sub-classes set `classes` (names) and `labels` (an index into
-    them for each sample, int64), and implement `read`.
+    them for each sample: a list or an array), and implement `read`.
 
     `shard_sizes`: how many samples each shard has, in order; None where the data is not in shards.
     `pixels`: all images at once, equal in size, samples × height × width × channels; None where
@@ -37,7 +37,14 @@ class Source(ABC):
     """
 
     classes: Sequence[str]
-    labels: Int64
+    if TYPE_CHECKING:
+        # A plain attribute, assigned as any whole numbers and read as the array that `checked_source`
+        # makes of them.
+        @property
+        def labels(self) -> Int64: ...
+        @labels.setter
+        def labels(self, labels: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None: ...
+
     shard_sizes: Sequence[int] | None = None
     pixels: npt.NDArray[np.uint8] | None = None
     is_in_memory: bool = False

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import DataError
-from paceline.data.order import Int64
 from paceline.data.sources.base import Source
 from paceline.data.sources.labels import (
     FILE_NAMES,
@@ -59,7 +58,7 @@ class ImageFiles(Source):
         self._root = root
         self._notes = list(notes)
         self._paths = NameTable(paths)
-        self.labels: Int64 = np.array(labels, dtype=np.int64)
+        self.labels = np.array(labels, dtype=np.int64)
         self.classes: Sequence[str] = classes
         self.retry = retry or Retry(0)
 

@@ -62,7 +62,7 @@ class TarredImages(Source):
             [(place.file, place.offset, place.size) for place in places], dtype=np.int64
         )
         self._names = NameTable(place.name for place in places)
-        self.labels: Int64 = np.array(labels, dtype=np.int64)
+        self.labels = np.array(labels, dtype=np.int64)
         self.classes: Sequence[str] = classes
 
     def read(self, i: int) -> bytes:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.data.order import SYNTHETIC_STREAM, Int64, hash64, to_unit
+from paceline.data.order import SYNTHETIC_STREAM, hash64, to_unit
 from paceline.data.settings import DataSettings
 from paceline.data.sources.array_sets import Cifar10, IdxFiles, find_idx, find_layout
 from paceline.data.sources.base import Source, Split
@@ -60,7 +60,7 @@ class SyntheticImages(Source):
     ) -> None:
         """`salt` tells splits apart: the same classes under other noise."""
         self.classes = numbered_classes(classes)
-        self.labels: Int64 = np.arange(count, dtype=np.int64) % classes
+        self.labels = np.arange(count, dtype=np.int64) % classes
         self._shape = (image_size, image_size, channels)
         self._salt = salt
         # Stripes across are grey, stripes along have a phase in each channel: so every addition runs
@@ -177,6 +177,8 @@ def detect(directory: Path, split: Split) -> Kind:
     if split == "train" and is_unsplit(directory):
         return "folder"
     missing_validation = split == "val" and (kinds_of(directory, "train") or is_unsplit(directory))
+    if not missing_validation:
+        _check_class_folders(directory)
     raise DataError(
         f"{directory}: neither {split}-*.tar[.gz] nor {split}/<class>/ nor CIFAR-10 nor idx files "
         "in it",
@@ -212,6 +214,23 @@ def is_unsplit(directory: Path) -> bool:
     folders = iter(class_directories(directory))
     # Two: any folder has folders, and a picture somewhere below one of them.
     return sum(1 for name in folders if has_images(directory, name)) > 1
+
+
+def _check_class_folders(directory: Path) -> None:
+    """DataError where `directory` is almost a folder of class folders: one class, or none."""
+    if any(split_folder(directory, split) for split in ("train", "val")):
+        return
+    classes = [name for name in class_directories(directory) if has_images(directory, name)]
+    if len(classes) == 1:
+        raise DataError(
+            f"only one class ({classes[0]}) in {directory}",
+            f"training needs two: add a folder {directory}/<class>/ of another",
+        )
+    if not classes and (images := flat_images(directory)):
+        raise DataError(
+            f"{len(images)} image{'s lie' if len(images) > 1 else ' lies'} directly in {directory}",
+            f"put images into class folders, {directory}/<class>/",
+        )
 
 
 def has_validation(settings: DataSettings) -> str:
@@ -258,6 +277,8 @@ def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry:
     if root is None and split == "train" and is_unsplit(directory):
         root = directory
     if root is None:
+        if split == "train":
+            _check_class_folders(directory)
         remedy = _LAYOUT if split == "train" else _NO_VALIDATION
         raise DataError(f"{directory}: no {split}/<class>/ in it", remedy)
     if classes is None and split != "train":

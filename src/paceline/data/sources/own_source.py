@@ -7,7 +7,6 @@ import numpy as np
 from paceline.core.errors import DataError, PacelineError
 from paceline.core.untrusted import short_repr
 from paceline.data.image import CorruptImage
-from paceline.data.order import Int64
 from paceline.data.sources.base import Extent, Source, Stored
 
 _STORED = "read(i) returns the bytes of an image file, or a height × width × channels uint8 array"
@@ -44,7 +43,7 @@ class OwnSource(Source):
                 "labels are 0, 1, 2 … in the order of `classes`",
             )
         self.classes = classes
-        self.labels: Int64 = labels.astype(np.int64)
+        self.labels = labels.astype(np.int64)
         self.shard_sizes, self.pixels = source.shard_sizes, source.pixels
         self.is_in_memory, self.has_extents = source.is_in_memory, source.has_extents
         self.is_constant, self.retry = source.is_constant, source.retry

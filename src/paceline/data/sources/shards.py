@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import DataError
-from paceline.data.order import Int64
 from paceline.data.sources.base import Extent, Source
 from paceline.data.sources.index_store import IndexStore
 from paceline.data.sources.labels import CLASSES_FILE, numbered_classes
@@ -93,7 +92,7 @@ class TarShards(Source):
                 f"{len(self._paths)} shards",
                 "samples are key.jpg (jpeg, png, webp) and key.cls, no other dot in the key",
             )
-        self.labels: Int64 = np.concatenate([index.labels for index in self._indexes])
+        self.labels = np.concatenate([index.labels for index in self._indexes])
         highest = int(self.labels.max())
         self.classes: Sequence[str] = numbered_classes(highest + 1) if classes is None else classes
         if highest >= len(self.classes):

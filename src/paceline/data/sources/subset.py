@@ -64,7 +64,7 @@ class SubsetSource(Source):
         self._note = note
         self._owner = owner
         self.classes = source.classes
-        self.labels: Int64 = source.labels[indices]
+        self.labels = source.labels[indices]
         self.is_in_memory = source.is_in_memory
         self.has_extents = source.has_extents
         self.is_constant = source.is_constant
