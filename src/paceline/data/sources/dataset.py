@@ -28,9 +28,14 @@ from paceline.data.image import GREY_MODES, CorruptImage, to_mode
 from paceline.data.order import Int64
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source, Stored
-from paceline.data.sources.dataset_labels import LABEL_KEYS, find, own_classes, own_labels
+from paceline.data.sources.dataset_checks import (
+    LABEL_KEYS,
+    find,
+    own_classes,
+    own_labels,
+    threads_agree,
+)
 from paceline.data.sources.labels import numbered_classes
-from paceline.data.sources.thread_check import threads_agree
 
 _IMAGE_KEYS = ("image", "img")
 _IMAGES = "an image is a PIL image, HWC or HW uint8 array, or CHW tensor, uint8 or float in [0, 1]"
