@@ -23,6 +23,7 @@ from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.settings import OPTIMIZERS_OF_SGD, OptimSettings
+from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -217,6 +218,7 @@ class RunConfig:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    rehearse: RehearseSettings = field(default_factory=RehearseSettings)
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
@@ -253,6 +255,7 @@ SECTIONS: dict[str, type] = {
     "precision": PrecisionSettings,
     "comm": CommSettings,
     "checkpoint": CheckpointSettings,
+    "rehearse": RehearseSettings,
 }
 
 

@@ -70,6 +70,8 @@ class StepEvent(Event):
     core_wait_share: float | None = None
     # The norm of all gradients before clipping; None without `optim.clip_norm`.
     grad_norm: float | None = None
+    # Of a rehearsal: seconds on the cluster from its start to here, as the planner predicts them.
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class EvalEvent(Event):
     loss: float
     samples: int
     eval_s: float
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True)

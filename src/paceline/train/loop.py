@@ -28,14 +28,12 @@ from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.build import Training
 from paceline.train.divergence import check_divergence
 from paceline.train.evaluate import evaluate
+from paceline.train.inputs import eval_batch
 from paceline.train.machine import hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
-
-# Evaluation keeps no activations, so its batches may be larger than those of training.
-_EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class TrainingLoop:
                 step=progress.step,
                 total_steps=t.plan.total_steps,
                 steps_per_epoch=t.schedule.steps_per_epoch,
-                world_size=t.group.world_size,
+                world_size=t.plan.world_size,
                 global_batch_size=t.plan.global_batch,
                 resumed_from=str(t.folder.resume_from) if t.folder.resume_from else None,
                 chosen=t.chosen,
@@ -85,6 +83,8 @@ class TrainingLoop:
                 hardware=hardware(t.group.device),
             )
         )
+        if t.clock is not None and progress.step == 0:
+            progress.predicted_s = t.clock.startup_s
         if t.folder.resume_from is not None and t.saved_step < 0:
             # Resumed from another folder's checkpoint: this folder gets its own.
             self._save(best=False)
@@ -189,6 +189,8 @@ class TrainingLoop:
         self._save_owed |= outcome.save
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
+        if t.clock is not None:
+            progress.predicted_s += t.clock.step_s
         self._note_fallback()
         event = StepEvent(
             step=progress.step,
@@ -205,6 +207,7 @@ class TrainingLoop:
             input_stall_causes=outcome.stall,
             core_wait_share=self._core_wait_share(),
             grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
+            predicted_s=progress.predicted_s if t.clock else None,
         )
         t.emit(event)
         if self._rank_times is not None:
@@ -267,7 +270,7 @@ class TrainingLoop:
             t.config.data,
             rank=t.group.rank,
             world_size=t.group.world_size,
-            batch_size=min(_EVAL_BATCH, _EVAL_TIMES * t.sizes.micro_batch),
+            batch_size=eval_batch(t.sizes.micro_batch),
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
@@ -284,6 +287,8 @@ class TrainingLoop:
         progress.train_s = self._elapsed()
         progress.evaluated_step = progress.step
         progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
+        if t.clock is not None:
+            progress.predicted_s += t.clock.eval_s
         # Diverged weights may score by chance, and must not replace the best checkpoint.
         best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._may_be_best
         if best:
@@ -298,11 +303,13 @@ class TrainingLoop:
                 loss=found.loss,
                 samples=found.samples,
                 eval_s=found.eval_s,
+                predicted_s=progress.predicted_s if t.clock else None,
             )
         )
         reached = self._reached()
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
+            progress.predicted_s_to_target = progress.predicted_s if t.clock else None
         if reached or (best and t.config.checkpoint.keep_best):
             self._save(best=best)
         elif self._save_is_due(progress.step):

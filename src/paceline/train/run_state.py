@@ -63,6 +63,9 @@ class Progress:
     best_step: int = -1
     time_to_target_s: float | None = None
     resumes: list[int] = field(default_factory=list)
+    # Of a rehearsal: the cluster's time by the planner's clock, and when it reached the target.
+    predicted_s: float = 0.0
+    predicted_s_to_target: float | None = None
 
     @property
     def images_per_s(self) -> float:
@@ -229,7 +232,7 @@ class RunState:
         return Checkpoint(
             progress=asdict(progress),
             config=self.config.to_tables(),
-            world_size=self.group.world_size,
+            world_size=batches.world_size,
             threads=torch.get_num_threads(),
             plan=self.exchange_plan.to_table(),
             model={
@@ -241,7 +244,7 @@ class RunState:
                 "names": self.batch_norm.names,
                 "widths": self.batch_norm.widths,
                 "rows": rows,
-                "tracked": self.batch_norm.tracked.cpu(),
+                "tracked": self.batch_norm.saved_tracked,
                 **({} if only_rank is None else {"only_rank": only_rank}),
             },
             optimizer=_without_masters(self.optimizer.state_dict()),

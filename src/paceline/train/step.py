@@ -11,14 +11,16 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
+from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError
 from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
@@ -72,6 +74,15 @@ class _Launched:
     stall: Callable[[], dict[str, float]]
 
 
+class _Share(NamedTuple):
+    """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
+    its rank's last."""
+
+    number: int
+    usual: bool
+    last: bool
+
+
 @dataclass(kw_only=True)
 class TrainStep:
     """Everything one step uses."""
@@ -122,7 +133,6 @@ class TrainStep:
         corrupt: list[CorruptSample] = []
         failed, abandoned, computing, data_s = False, False, False, 0.0
         first, last = self.plan.step_range(step)
-        micro_batches = self.plan.micro_batches(step, self.group.rank)
         self._agree_on_graphs()
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
@@ -132,7 +142,7 @@ class TrainStep:
         try:
             if self.fault is not None:
                 raise self.fault
-            for turn, (start, stop) in enumerate(micro_batches):
+            for share in self._shares(step):
                 if self._given_up or self._asked_to_stop():
                     abandoned = self._given_up = True
                     break
@@ -142,14 +152,13 @@ class TrainStep:
                 wait.attribute(batch.spent, batch.begun)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
-                number = self.group.rank + turn * self.group.world_size
-                seed_micro_batch(self.seed, step, number)
-                usual = stop - start == self.plan.micro_batch
-                final = turn == len(micro_batches) - 1
+                seed_micro_batch(self.seed, step, share.number)
                 with self.spans.span("forward and backward"):
-                    mix = self._mix(step, number, len(batch.labels))
+                    mix = self._mix(step, share.number, len(batch.labels))
                     computing = True
-                    self.micro.run(batch.images, batch.labels, usual=usual, last=final, mix=mix)
+                    self.micro.run(
+                        batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
+                    )
                     computing = False
         except Exception as error:  # a defect of the program is raised again
             foreign = self.foreign and computing
@@ -187,6 +196,29 @@ class TrainStep:
                 stall=wait.stall,
             )
         )
+
+    def _shares(self, step: int) -> Iterator[_Share]:
+        """This rank's micro-batches. In a rehearsal those of all virtual ranks, one after the other, each
+        with its own batch-norm statistics; the exchange takes what each has computed."""
+        exchange = self.exchange
+        if not isinstance(exchange, RehearsedExchange):
+            yield from self._shares_of(step, self.group.rank)
+            return
+        for rank in exchange.order:
+            self.batch_norm.load(rank)
+            self.micro.loss.zero_()
+            yield from self._shares_of(step, rank)
+            exchange.end_rank(self.micro.loss)
+            self.batch_norm.store(rank)
+
+    def _shares_of(self, step: int, rank: int) -> Iterator[_Share]:
+        stretches = self.plan.micro_batches(step, rank)
+        for turn, (start, stop) in enumerate(stretches):
+            yield _Share(
+                number=rank + turn * self.plan.world_size,
+                usual=stop - start == self.plan.micro_batch,
+                last=turn == len(stretches) - 1,
+            )
 
     def _agree_on_graphs(self) -> None:
         """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all

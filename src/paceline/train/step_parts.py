@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
+from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
@@ -33,6 +34,7 @@ from paceline.optim.layers import describe_layers, with_layer_decay
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
+from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.components import Components
 from paceline.train.fast_path import (
@@ -112,7 +114,7 @@ def create_parts(
         name = type(optimizer).__name__.lower() if settings.name == "muon" else "this optimizer"
         remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
         group.agree("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
-    batch_norm = BatchNormState(model)
+    batch_norm = BatchNormState(model, config.rehearse.ranks)
     shared = config.comm.share_gpus and group.world_size > 1
     fast = group.agree_on(
         "speed",
@@ -147,7 +149,7 @@ def create_parts(
     if one_output:
         fast = replace(fast, forward=with_one_output(fast.forward))
     dry = replace(dry, forward=fast.forward)
-    planned = plan_exchange(config.comm, model, group, dry, pinned)
+    planned = plan_exchange(config.comm, model, group, dry, pinned, config.rehearse)
     exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     # Refused alike on all ranks, which have agreed on the configuration.
@@ -181,6 +183,8 @@ def _computes(device: torch.device) -> str:
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:
     """When buckets are sent."""
+    if isinstance(exchange, RehearsedExchange):
+        return exchange.describe()
     if not exchange.overlaps:
         return "after backward"
     if fast.compile == "model":
@@ -267,6 +271,7 @@ class ExchangeParts:
     file: PlanFile
     trained: dict[str, nn.Parameter]
     origin: str
+    rehearse: RehearseSettings
 
     @property
     def plan(self) -> FusionPlan:
@@ -279,6 +284,8 @@ class ExchangeParts:
 
     def create(self, group: Group, *, accumulate: bool, graphs: bool) -> GradientExchange:
         """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs."""
+        if self.rehearse.ranks:
+            return group.agree_on("exchange", lambda: self._rehearsed(group, accumulate))
         transport = create_transport(group, self.settings, self.plan)
         wanted = self.settings.overlap
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
@@ -293,13 +300,26 @@ class ExchangeParts:
 
         return group.agree_on("exchange", make)
 
+    def _rehearsed(self, group: Group, accumulate: bool) -> GradientExchange:
+        cluster = self.rehearse
+        groups = cluster_groups(cluster.nodes, cluster.gpus_per_node, self.settings.group_size)
+        where = f"with the partial sums of {cluster.ranks:,} virtual ranks on {group.device}"
+        remedy = (
+            "use comm.algorithm=hierarchical, torus2d or tree, which keep fewer, or fewer ranks"
+        )
+        with explain_out_of_memory(where, remedy):
+            return RehearsedExchange(
+                self.trained.items(), group, self.plan, groups, accumulate=accumulate
+            )
+
 
 def plan_exchange(
     settings: CommSettings, model: nn.Module, group: Group, backward: Callable[[], None],
-    pinned: PinnedPlan | None = None,
+    pinned: PinnedPlan | None = None, rehearse: RehearseSettings | None = None,
 ) -> ExchangeParts:  # fmt: skip
     """The fusion plan of the checkpoint, of the plan file or by the settings, the same on all ranks.
     `backward` runs one pass, to record the order of the gradients where it matters."""
+    rehearse = rehearse or RehearseSettings()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tensors = tuple(tensor_spec(name, p) for name, p in trained.items())
     facts = ModelFacts.of((spec.name, spec.length) for spec in tensors)
@@ -307,7 +327,9 @@ def plan_exchange(
         "parameters", facts={"the trained parameters": facts.describe()},
         remedy="build the same model on every rank",
     )  # fmt: skip
-    cluster = ClusterFacts(group.world_size, _count_nodes(group))
+    cluster = ClusterFacts(
+        rehearse.ranks or group.world_size, rehearse.nodes or _count_nodes(group)
+    )
     if pinned is not None:
         group.agree_on("checkpoint's tensors", lambda: _check_pinned(pinned, trained))
     if pinned is not None and pinned.whole:
@@ -326,7 +348,7 @@ def plan_exchange(
     group.agree_on("plan fits", lambda: _checked(plan, trained))
     group.agree("fusion plan", facts={"the fusion plan": plan.fingerprint})
     file = PlanFile(plan, facts, cluster, _expected(settings, plan))
-    return ExchangeParts(settings, file, trained, origin)
+    return ExchangeParts(settings, file, trained, origin, rehearse)
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
