@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli import bench, data, doctor, dry_run, evaluate, models, plan, report, train, tune
+from paceline.cli import (
+    bench,
+    data,
+    doctor,
+    dry_run,
+    evaluate,
+    models,
+    plan,
+    rehearse,
+    report,
+    train,
+    tune,
+)
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
@@ -43,6 +55,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.train)
+app.command("rehearse")(rehearse.rehearse)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("recipes")(dry_run.recipes)
 app.command("predict")(evaluate.predict_images)
@@ -135,7 +148,7 @@ def _check_output(code: int) -> int:
     problem = lost_output()
     if problem is None:
         return code
-    if sys.argv[1:2] == ["train"]:
+    if sys.argv[1:2] in (["train"], ["rehearse"]):
         sys.stderr.write(f"paceline: note: standard output is incomplete: {problem}\n")
         return code
     if code == 0:

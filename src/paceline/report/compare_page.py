@@ -16,7 +16,7 @@ from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
 from paceline.report.html import document, figures, list_section, section
 from paceline.report.quantities import count, loss, markup, number, plural, rate, text_of
-from paceline.report.run_page import MAX_POINTS, spans_decades
+from paceline.report.run_page import MAX_POINTS, over_cluster_time, spans_decades
 from paceline.report.tables import Table
 
 # Curves of a shorter run are cut into this many parts instead of epochs.
@@ -50,6 +50,9 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("val loss", lambda row: loss(row.val_loss)),
         _Column("images/s", lambda row: rate(row.images_per_s)),
         _Column("train time", lambda row: format_duration(row.train_s)),
+        _Column("cluster time", lambda row: _known(row.predicted_s, format_duration)),
+        _Column("cost", lambda row: _known(row.cost, number)),
+        _Column("kWh", lambda row: _known(row.energy_kwh, number)),
         _Column("epochs", _epochs, lambda row: f"{_epochs(row)} epochs"),
         _Column(
             "batch",
@@ -65,6 +68,11 @@ def _columns(comparison: Comparison) -> list[_Column]:
         ),
         _Column("skipped", lambda row: count(row.skipped_steps), _skipped),
     ]
+
+
+def _known(value: float | None, show: Callable[[float], str]) -> str:
+    """Empty where it is unknown: a column that is empty in every row is left out."""
+    return "" if value is None else show(value)
 
 
 def _top1(row: CompareRow) -> str:
@@ -200,6 +208,9 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "val_loss_mean": row.val_loss,
         "images_per_s_median": row.images_per_s,
         "train_s_median": row.train_s,
+        "predicted_s_median": row.predicted_s,
+        "cost_median": row.cost,
+        "energy_kwh_median": row.energy_kwh,
         "epochs_done_min": low,
         "epochs_done_max": high,
         "epochs_planned": row.epochs_planned,
@@ -275,6 +286,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
     several = any(len(row.runs) > 1 for row in comparison.rows)
     span = "an epoch" if width == 1 else f"{number(width)} epochs"
     return [
+        *_cluster_time_charts(comparison, several),
         Chart(
             "Validation top-1 (%)", "epoch", accuracy, (0.0, last), show_value=format_percent,
             note="mean, seeds thin" if several else "", legend=False,
@@ -283,6 +295,24 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
             "Training loss", "epoch", training, (0.0, last), log=spans_decades(training),
             show_value=loss, note=f"median of {span}", legend=False,
         ),
+    ]  # fmt: skip
+
+
+def _cluster_time_charts(comparison: Comparison, several: bool) -> list[Chart]:
+    """Top-1 over the predicted time of rehearsed clusters; rows without one have no line."""
+
+    def top1(run: ComparedRun) -> dict[float, float]:
+        return {round(x, 6): y for x, y in over_cluster_time(run.files, "top1")}
+
+    lines = _lines(comparison.rows, top1)
+    last = max((x for line in lines for x, _ in line.points), default=0.0)
+    if not last:
+        return []
+    return [
+        Chart(
+            "Validation top-1 (%) over the cluster's time", "predicted minutes", lines, (0.0, last),
+            show_value=format_percent, note="mean, seeds thin" if several else "", legend=False,
+        )
     ]  # fmt: skip
 
 

@@ -58,6 +58,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
             ],
             show_value=format_percent,
         ),
+        *cluster_time_charts(run),
         axis.chart(
             "Loss",
             loss_lines,
@@ -83,6 +84,26 @@ def run_charts(run: RunFiles) -> list[Chart]:
         note = _smoothing(waits)
         charts.append(axis.chart("Exposed communication (ms)", lines, from_zero=True, note=note))
     return charts
+
+
+def cluster_time_charts(run: RunFiles) -> list[Chart]:
+    """Of a rehearsal: accuracy over the time that the cluster would have taken."""
+    top1, top5 = (over_cluster_time(run, name) for name in ("top1", "top5"))
+    if not top1:
+        return []
+    lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)]
+    title, label = "Accuracy over the cluster's time (%)", "predicted minutes"
+    return [Chart(title, label, lines, (0.0, top1[-1][0]), show_value=format_percent)]
+
+
+def over_cluster_time(run: RunFiles, field: str) -> list[XY]:
+    """A field of the evaluations, by predicted minutes; empty for a run that is no rehearsal."""
+    return sorted(
+        (time / 60, value)
+        for record in run.of_kind("eval")
+        if (time := finite(record, "predicted_s")) is not None
+        and (value := finite(record, field)) is not None
+    )
 
 
 class _XAxis:
@@ -207,7 +228,9 @@ def moving_median(points: Sequence[Point], window: int | None = None) -> list[Po
 
 REPORT_NAME = "report.html"
 # The figures in large type.
-_LARGE = ("top-1", "top-5", "images/s", "training time", "time to target")
+_LARGE = (
+    "top-1", "top-5", "images/s", "training time", "time to target", "cluster's time (predicted)",
+)  # fmt: skip
 # No line break between a number and its unit.
 _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 _PAGE_SUFFIXES = (".html", ".htm")

@@ -79,6 +79,9 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         ("global batch", count(outcome.global_batch_size)),
         ("ranks", count(outcome.world_size)),
     ]
+    if outcome.rehearsed is not None:
+        rows[-1] = ("ranks (rehearsed)", count(outcome.world_size))
+        rows += outcome.rehearsed.rows()
     if waits.exposed_s is not None:
         rows.append(("exposed communication", waits.describe()))
     if straggler := waits.straggler():
