@@ -139,7 +139,8 @@ def verdict(run: RunFiles) -> str:
     result = _result(outcome)
     if outcome.state == "finished":
         target = "target reached, " if outcome.stopped_by == "target" else ""
-        return f"{outcome.name}: {target}{result or 'finished without an evaluation'}"
+        bad = "; its last loss is not finite" if ends_without_loss(run) else ""
+        return f"{outcome.name}: {target}{result or 'finished without an evaluation'}{bad}"
     where = f"at step {count(outcome.steps)}"
     if outcome.total_steps:
         share = 100 * outcome.steps / outcome.total_steps
@@ -151,6 +152,16 @@ def verdict(run: RunFiles) -> str:
     else:
         state = "unfinished, no step recorded yet"
     return f"{outcome.name}: {state}" + (f"; so far {result}" if result else "")
+
+
+def ends_without_loss(run: RunFiles) -> bool:
+    """Whether the loss of the last step, or of the last evaluation, is not finite."""
+    for kind in ("step", "eval"):
+        records = run.of_kind(kind)
+        last = max(records, key=lambda record: int(record["step"]), default=None)
+        if last is not None and "loss" in last and finite(last, "loss") is None:
+            return True
+    return False
 
 
 def _result(outcome: Outcome) -> str:

@@ -83,6 +83,9 @@ class TrainingLoop:
                 hardware=hardware(t.group.device),
             )
         )
+        if self._callback_error is not None:
+            # The first exchange tells all ranks, and its step leaves no trace.
+            t.step.fault = self._callback_error
         if t.clock is not None and progress.step == 0:
             progress.predicted_s = t.clock.startup_s
         if t.folder.resume_from is not None and t.saved_step < 0:
@@ -102,8 +105,26 @@ class TrainingLoop:
         t.write_trace()
         # A callback that failed is reported here, after the save, so that no step is lost.
         t.group.agree("end", t.step.fault or self._callback_error)
+        self._note_not_finite()
         t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
+
+    def _note_not_finite(self) -> None:
+        """The last line of a run whose numbers are of no use."""
+        progress = self._t.progress
+        evaluated = progress.evaluated_step == progress.step and progress.val_loss is not None
+        what = "" if progress.loss_finite else "training"
+        if evaluated and not math.isfinite(progress.val_loss or 0.0):
+            what = "validation"
+        if not what:
+            return
+        best = f"; the best checkpoint is of step {progress.best_step}"
+        self._t.emit(
+            NoteEvent(
+                f"the run ended with a {what} loss that is not finite: lower --lr or lengthen "
+                f"--warmup-epochs{best if progress.best_step > 0 else ''}"
+            )
+        )
 
     def _save_before(self, error: PacelineError) -> None:
         """What the user's model or data raise in a step costs no completed step: all ranks have learned

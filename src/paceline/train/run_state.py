@@ -101,8 +101,16 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
     if before != now:
         raise CheckpointError(
             f"{path} has {name} = {before!r}, this run {now!r}",
-            "resume with the checkpoint's settings, or start a new run with --pretrained",
+            f"continue that run with {resume_command(path)}, or start a new one with --pretrained",
         )
+
+
+def resume_command(path: Path) -> str:
+    """The command that continues the run of a checkpoint with its own settings."""
+    folder = path.parent.parent
+    if (folder / "config.toml").is_file():
+        return f"paceline train {folder / 'config.toml'} --output {folder} --resume auto"
+    return "the recipe and flags that it was started with"
 
 
 @dataclass(frozen=True, kw_only=True)

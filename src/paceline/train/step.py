@@ -22,10 +22,11 @@ from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, RunError
 from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
+from paceline.models.factories import describe
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.machine import explain_out_of_memory, seed_micro_batch
+from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
@@ -103,6 +104,8 @@ class TrainStep:
     mixing: Mixing | None = None
     # Whether the model is a user's: what it raises is then reported in one line.
     foreign: bool = False
+    # Whether user's code could replace the model's parameters during the run.
+    checks_parameters: bool = False
     # An error between steps waits here for the next exchange, which reports it to all ranks.
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
@@ -112,6 +115,9 @@ class TrainStep:
     _given_up: bool = False
     _unfinished: bool = False
     _launches: int = 0
+    # The model's parameters at the first step, and which of them are trained.
+    _parameters: dict[str, tuple[nn.Parameter, int]] = field(default_factory=dict)
+    _trained: set[str] = field(default_factory=set)
 
     @property
     def lag(self) -> int:
@@ -142,6 +148,8 @@ class TrainStep:
         try:
             if self.fault is not None:
                 raise self.fault
+            if self.checks_parameters:
+                self._check_parameters()
             for share in self._shares(step):
                 if self._given_up or self._asked_to_stop():
                     abandoned = self._given_up = True
@@ -180,7 +188,7 @@ class TrainStep:
         with self.spans.span("exposed exchange"):
             self._reduce(signals)
         with self.spans.span("update"):
-            self._update(rate)
+            self._update(step, rate)
         self._unfinished = False
         row, ready = self._send_row()
         self._under_way.append(
@@ -220,6 +228,27 @@ class TrainStep:
                 last=turn == len(stretches) - 1,
             )
 
+    def _check_parameters(self) -> None:
+        """The optimizer and the exchange hold the parameters that the model had at first: others would
+        stay as they are, unnoticed. A user's code can replace them in forward or in a callback."""
+        found = {name: (p, p.data_ptr()) for name, p in self.model.named_parameters()}
+        if not self._parameters:
+            self._parameters = found
+            self._trained = {name for name, (p, _) in found.items() if p.requires_grad}
+            return
+        for name in (*found, *self._parameters):
+            now, before = found.get(name), self._parameters.get(name)
+            same = now and before and now[0] is before[0] and now[1] == before[1]
+            thawed = now and now[0].requires_grad and name not in self._trained
+            if same and not thawed:
+                continue
+            change = "unfrozen" if same else "replaced" if now and before else "added"
+            raise RunError(
+                f"the model's parameter {name} was {change if now else 'removed'} after the start, so "
+                "that it would not be trained",
+                "make and freeze all layers before the run, and change weights in place",
+            )
+
     def _agree_on_graphs(self) -> None:
         """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all
         go on without. All ranks launch the same steps, so that each comes here at the same one."""
@@ -242,10 +271,20 @@ class TrainStep:
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
-    def _update(self, rate: float) -> None:
+    def _update(self, step: int, rate: float) -> None:
         remedy = "use a smaller --batch-size, or run.average_epochs=0"
         with explain_out_of_memory("in the update", remedy):
-            self.update.run(rate)
+            try:
+                self.update.run(rate)
+            except Exception as error:  # a defect of the program is raised again
+                # torch's own optimizers and the user's raise what they like, in any step.
+                own = isinstance(error, PacelineError | torch.AcceleratorError | MemoryError)
+                if own or self.update.optimizer.path != "torch" or out_of_memory(error, "", ""):
+                    raise
+                raise RunError(
+                    f"the optimizer failed in step {step + 1}: {describe(error)}",
+                    "fix it, or choose another --opt; continue with --resume auto",
+                ) from error
 
     def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The outcome's copy to host memory, queued behind the update."""

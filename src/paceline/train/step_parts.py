@@ -233,6 +233,7 @@ def create_step(
         seed=run.seed,
         mixing=mixing,
         foreign=not is_own(parts.model),
+        checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
