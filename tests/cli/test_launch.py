@@ -164,7 +164,9 @@ def test_nohup_is_respected() -> None:
 
 
 def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
-    ready = "import signal, sys; signal.signal(10, lambda *_: sys.exit(print('asked', flush=True))); "
+    ready = (
+        "import signal, sys; signal.signal(10, lambda *_: sys.exit(print('asked', flush=True))); "
+    )
     waits = "print('up', flush=True); signal.pause()"
     starting = "import time; print('up', flush=True); time.sleep(60)"
     children = [
