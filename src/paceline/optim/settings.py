@@ -15,6 +15,7 @@ OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
 PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all")
+SHARES = ("auto", "on", "off")
 SCHEDULES = ("constant", "cosine", "poly", "step")
 
 
@@ -86,6 +87,9 @@ class OptimSettings:
     orthogonal: str = "filters"
     """Muon: layers with orthogonalized momentum, `filters` (convolutions) or `all` (linear layers
     too)."""
+    share_products: str = "auto"
+    """Muon: ranks share the matrix products out, each computes its part and all get the results: `on`,
+    `off`, or `auto` (on with several ranks, unless they share a GPU or use Gloo on GPUs)."""
     trust_log_interval: int = 0
     """Steps between two records of the trust ratios in `metrics.jsonl`; 0 records none."""
     in_half: bool = False
@@ -206,7 +210,17 @@ class OptimSettings:
                 "optim.orthogonal", self.orthogonal, "unknown",
                 nearest(self.orthogonal, ORTHOGONALS),
             )  # fmt: skip
+        if self.share_products not in SHARES:
+            raise ConfigError(
+                "optim.share_products", self.share_products, "unknown",
+                nearest(self.share_products, SHARES),
+            )  # fmt: skip
         if self.name != "muon":
+            if self.share_products == "on":
+                raise ConfigError(
+                    "optim.share_products", "on", f"{self.name} has no products to share",
+                    "use optim.name = 'muon', or leave it out",
+                )  # fmt: skip
             if self.orthogonal != "filters":
                 raise ConfigError(
                     "optim.orthogonal", self.orthogonal, f"{self.name} makes nothing orthogonal",

@@ -30,6 +30,8 @@ from paceline.models.registry import is_own, parameter_groups
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
 from paceline.optim.layers import describe_layers, with_layer_decay
+from paceline.optim.muon import Muon
+from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
@@ -147,6 +149,7 @@ def create_parts(
     if one_output:
         fast = replace(fast, forward=with_one_output(fast.forward))
     dry = replace(dry, forward=fast.forward)
+    group.agree_on("shared products", lambda: share_products(config, optimizer, group, fast.graphs))
     planned = plan_exchange(config.comm, model, group, dry, pinned)
     exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
@@ -169,6 +172,29 @@ def create_parts(
         loss=loss,
         clip_norm=settings.clip_norm,
     )
+
+
+def share_products(
+    config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
+) -> bool:
+    """Lets the ranks share Muon's products out, where `optim.share_products` says so; whether they do.
+    Shared or not, the results have the same bits on CPUs."""
+    wanted = config.optim.share_products
+    if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
+        return False
+    cuda = group.device.type == "cuda"
+    if cuda and group.backend != "nccl" and graphs:
+        if wanted == "on":
+            raise ConfigError(
+                "optim.share_products", "on",
+                f"{group.backend} cannot be captured in the CUDA graph of the update",
+                "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
+            )  # fmt: skip
+        return False
+    if wanted == "auto" and cuda and (group.backend != "nccl" or config.comm.share_gpus):
+        return False  # ranks of one GPU have nothing to share
+    optimizer.shared = SharedProducts(group.rank, group.world_size, group.gather_rows)
+    return True
 
 
 def _computes(device: torch.device) -> str:
