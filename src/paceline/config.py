@@ -103,6 +103,9 @@ class RunSettings:
     `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
     `run.trace`, else `off`, but every rank writes its latest 1,000 events after an error or a signal to
     save. Notes and corrupt samples are always written."""
+    noise_scale: bool = False
+    """Estimate the gradient noise scale from the gradients of ranks and micro-batches; needs at least two
+    micro-batches per step."""
     trace: bool = False
     """Write `trace.json` into the run folder, for Perfetto."""
     trace_steps: tuple[int, int] = (10, 30)

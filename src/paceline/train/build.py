@@ -227,7 +227,7 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
-        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule),
+        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
         **_given_objects(components),
     }
     training = Training(
@@ -374,6 +374,7 @@ def _optional_notes(
     parts: StepParts,
     pretrained: list[str],
     schedule: LrSchedule,
+    plan: BatchPlan,
 ) -> dict[str, str]:
     salvaged = ""
     if checkpoint is not None and checkpoint.salvaged_by is not None:
@@ -383,9 +384,21 @@ def _optional_notes(
         )
     notes = {
         "warm-up": schedule.describe_cut(),
+        "noise scale": _describe_noise_scale(config, plan),
         "average": parts.average.describe(schedule.steps_per_epoch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": "; ".join(filter(None, (folder.note, salvaged))),
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
     }
     return {name: note for name, note in notes.items() if note}
+
+
+def _describe_noise_scale(config: RunConfig, plan: BatchPlan) -> str:
+    if not config.run.noise_scale:
+        return ""
+    parts = -(-plan.global_batch // plan.micro_batch)
+    if parts < 2:
+        return (
+            "not available: a step is one micro-batch; use several ranks or a smaller --batch-size"
+        )
+    return f"estimated from {parts} micro-batches of {plan.micro_batch} per step"

@@ -151,7 +151,9 @@ def create_parts(
     dry = replace(dry, forward=fast.forward)
     group.agree_on("shared products", lambda: share_products(config, optimizer, group, fast.graphs))
     planned = plan_exchange(config.comm, model, group, dry, pinned)
-    exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
+    exchange = planned.create(
+        group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
+    )
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
@@ -303,8 +305,11 @@ class ExchangeParts:
         """Whether gradients are rounded to fp16 for the wire, with its small range."""
         return any(bucket.wire == "float16" for bucket in self.plan.buckets)
 
-    def create(self, group: Group, *, accumulate: bool, graphs: bool) -> GradientExchange:
-        """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs."""
+    def create(
+        self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False
+    ) -> GradientExchange:
+        """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs;
+        `squares`: for the noise scale."""
         transport = create_transport(group, self.settings, self.plan)
         wanted = self.settings.overlap
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
@@ -314,7 +319,7 @@ class ExchangeParts:
             with explain_out_of_memory(where, "free memory, or choose a smaller model"):
                 return GradientExchange(
                     self.trained.items(), group, self.plan, accumulate=accumulate,
-                    transport=transport, overlap=overlap,
+                    transport=transport, overlap=overlap, squares=squares,
                 )  # fmt: skip
 
         return group.agree_on("exchange", make)
