@@ -15,6 +15,7 @@ OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
 PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all")
+SCALINGS = ("off", "auto")
 SHARES = ("auto", "on", "off")
 SCHEDULES = ("constant", "cosine", "poly", "step")
 
@@ -36,6 +37,16 @@ class OptimSettings:
     `adamw` and 0.000625 with `lamb`."""
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
+    scaling: str = "off"
+    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group and averaging for the
+    global batch from a recipe that works at `known_good_batch`; `off` uses the settings as they are."""
+    known_good_batch: int | None = None
+    """Global batch at which the recipe is known to work, for `scaling`; unset, the recipe's own
+    `run.global_batch_size`."""
+    known_good_optimizer: str = ""
+    """Optimizer of the recipe at that batch; empty, `name`; filled in from the recipe."""
+    scaling_keeps: tuple[str, ...] = ()
+    """Settings that `scaling` leaves as they are; filled in with those given on the command line."""
     momentum: float = 0.9
     """Momentum."""
     nesterov: bool = False
@@ -155,6 +166,12 @@ class OptimSettings:
             raise ConfigError(
                 "optim.layer_decay", self.layer_decay, "must be in (0, 1]", "try 0.75, or 1 (off)"
             )
+        if self.scaling not in SCALINGS:
+            raise ConfigError(
+                "optim.scaling", self.scaling, "unknown", nearest(self.scaling, SCALINGS)
+            )
+        if self.known_good_batch is not None and self.known_good_batch < 1:
+            raise ConfigError("optim.known_good_batch", self.known_good_batch, "must be at least 1")
         self._check_lars()
         self._check_muon()
         self._check_others()
