@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from paceline.optim.muon import Muon
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
     from paceline.optim.settings import OptimSettings
+    from paceline.optim.soap import SOAP
     from paceline.optim.wrapped import WrappedOptimizer
 
 __all__ = [
     "LAMB",
     "LARS",
     "SGD",
+    "SOAP",
     "AdamW",
     "LrSchedule",
     "MasterOptimizer",
@@ -39,6 +41,7 @@ __getattr__, __dir__ = lazy_exports(
         "LAMB": "adam",
         "LARS": "lars",
         "SGD": "lars",
+        "SOAP": "soap",
         "AdamW": "adam",
         "LrSchedule": "build",
         "MasterOptimizer": "base",

@@ -155,7 +155,7 @@ class Muon(LARS):
                 found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
                 wanted += found
                 still += none
-        found = orthogonalize(wanted, still, self.shared)
+        found = self._directed(chosen, wanted, still, gates)
         if gates.grad_scale is not None:
             # The kernels divide by the scale, a power of two, as they do with every gradient.
             torch._foreach_mul_(found, gates.grad_scale.reshape(()))
@@ -166,6 +166,12 @@ class Muon(LARS):
             # The update ignores momentum here; it gets memory that is finite whenever it runs.
             directed[row.index] = replace(row, gradient=direction, momentum=direction)
         return [directed.get(row.index, row) for row in rows]
+
+    def _directed(
+        self, rows: Sequence[Row], averages: list[Tensor], still: Sequence[Tensor], gates: Gates
+    ) -> list[Tensor]:
+        """The directions of rows with such averages; zero where `still` is set."""
+        return orthogonalize(averages, still, self.shared)
 
     def _averaged(
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
@@ -191,17 +197,21 @@ class Muon(LARS):
 
     def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
+        flags = self._allowed(rows, gates, outcome)
+        for row in rows:
+            if not self.param_groups[row.group]["orthogonal"]:
+                continue
+            momentum = self.state[row.parameter][MOMENTUM]
+            torch.where(flags[row.index], self._next[row.index], momentum, out=momentum)
+
+    def _allowed(self, rows: list[Row], gates: Gates, outcome: Outcome) -> dict[int, Tensor]:
+        """Whether each row was updated, on the device."""
         go = outcome.overflow == 0
         for gate in (gates.found_inf, gates.hold):
             if gate is not None:
                 go = go & (gate.reshape(()) == 0)
         owns = None if gates.active is None else go & (gates.active != 0)
-        for row in rows:
-            if not self.param_groups[row.group]["orthogonal"]:
-                continue
-            own = go if owns is None else owns[row.index]
-            momentum = self.state[row.parameter][MOMENTUM]
-            torch.where(own, self._next[row.index], momentum, out=momentum)
+        return {row.index: go if owns is None else owns[row.index] for row in rows}
 
     def _kept(self, store: dict[int, Tensor], row: Row) -> Tensor:
         """Memory at a constant address, which captured graphs hold."""

@@ -111,7 +111,7 @@ def orthogonalize(
             flags = torch.stack([still[i] for i in batch.places])
             found = torch.where(flags[:, None, None], 0.0, found)
         for i, matrix in zip(batch.places, found.contiguous().unbind(), strict=True):
-            made[i] = _like(matrix, tensors[i])
+            made[i] = like_tensor(matrix, tensors[i])
 
     if shared is None or shared.ranks == 1:
         # One after the other: temporary memory of one batch only.
@@ -133,7 +133,7 @@ def _batch(
     tensors: Sequence[Tensor], places: list[int], owners: Sequence[int], rank: int, ranks: int
 ) -> _Batch:
     # Tensors of one shape are batched: the cost of small ones is the kernel launch.
-    stacked = torch.stack([_matrix(tensors[i]) for i in places])
+    stacked = torch.stack([as_matrix(tensors[i]) for i in places])
     norms = _norms(stacked)
     counts = [sum(owners[i] == r for i in places) for r in range(ranks)]
     first = sum(counts[:rank])
@@ -179,15 +179,15 @@ def _iterated(wide: Tensor) -> Tensor:
     return x
 
 
-def _matrix(tensor: Tensor) -> Tensor:
+def as_matrix(tensor: Tensor) -> Tensor:
     """One row per output, in fp32. Columns are in memory order, which does not affect the result."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     return tensor.flatten(1).float()
 
 
-def _like(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """The inverse of `_matrix`."""
+def like_tensor(matrix: Tensor, tensor: Tensor) -> Tensor:
+    """The inverse of `as_matrix`."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         outputs, inputs, *window = tensor.shape
         return matrix.view(outputs, *window, inputs).permute(0, 3, 1, 2)

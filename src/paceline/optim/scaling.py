@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.optim.settings import OPTIMIZERS, OptimSettings
+from paceline.optim.settings import OptimSettings
 
+KNOWN = ("adamw", "lamb", "lars", "muon", "sgd")
 # What the rule may set; a setting that the user gives is kept.
 SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.momentum", "optim.nesterov",
@@ -122,10 +123,10 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
 
 def _check(recipe: Recipe, target: Target) -> None:
     for name in (recipe.optimizer, recipe.optim.name):
-        if name not in OPTIMIZERS:
+        if name not in KNOWN:
             raise ConfigError(
                 "optim.scaling", "auto", f"the rule does not know the optimizer {name!r}",
-                f"{nearest(name, OPTIMIZERS)}; or use optim.scaling = 'off' and give the rate",
+                f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and give the rate",
             )  # fmt: skip
     of_adam = [name in ("adamw", "lamb") for name in (recipe.optimizer, recipe.optim.name)]
     if of_adam[0] != of_adam[1]:

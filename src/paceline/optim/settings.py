@@ -9,7 +9,9 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.imports import check_module, split_name
 from paceline.core.untrusted import ParseError, parse_toml
 
-OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd")
+OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd", "soap")
+ORTHOGONAL_OPTIMIZERS = ("muon", "soap")
+SOAP_BETA2 = 0.95
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
@@ -25,8 +27,8 @@ class OptimSettings:
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
-    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, or a class of torch.optim or of another module, as in
-    `torch.optim:RAdam`."""
+    """`sgd`, `lars`, `muon`, `soap`, `adamw`, `lamb`, or a class of torch.optim or of another module, as
+    in `torch.optim:RAdam`."""
     arguments: str = ""
     """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
     `{betas = [0.9, 0.95]}`."""
@@ -54,7 +56,8 @@ class OptimSettings:
     beta1: float = 0.9
     """AdamW and LAMB: decay of the average of gradients."""
     beta2: float = 0.999
-    """AdamW and LAMB: decay of the average of squared gradients."""
+    """AdamW, LAMB and SOAP: decay of the average of squared gradients; the default stands for 0.95 with
+    `soap`."""
     adam_eps: float = 1e-8
     """AdamW and LAMB: added to the root of the average of squares."""
     clip_norm: float = 0.0
@@ -98,9 +101,11 @@ class OptimSettings:
     orthogonal: str = "filters"
     """Muon: layers with orthogonalized momentum, `filters` (convolutions) or `all` (linear layers
     too)."""
+    soap_interval: int = 10
+    """SOAP: steps between two updates of the basis."""
     share_products: str = "auto"
-    """Muon: ranks share the matrix products out, each computes its part and all get the results: `on`,
-    `off`, or `auto` (on with several ranks, unless they share a GPU or use Gloo on GPUs)."""
+    """Muon and SOAP: ranks share the matrix products out, each computes its part and all get the
+    results: `on`, `off`, or `auto` (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
     trust_log_interval: int = 0
     """Steps between two records of the trust ratios in `metrics.jsonl`; 0 records none."""
     in_half: bool = False
@@ -232,7 +237,9 @@ class OptimSettings:
                 "optim.share_products", self.share_products, "unknown",
                 nearest(self.share_products, SHARES),
             )  # fmt: skip
-        if self.name != "muon":
+        if self.soap_interval < 1:
+            raise ConfigError("optim.soap_interval", self.soap_interval, "must be at least 1")
+        if self.name not in ORTHOGONAL_OPTIMIZERS:
             if self.share_products == "on":
                 raise ConfigError(
                     "optim.share_products", "on", f"{self.name} has no products to share",
@@ -247,12 +254,12 @@ class OptimSettings:
         for name, wanted in (("clip", False), ("lr_in_momentum", True), ("in_half", False)):
             if getattr(self, name) != wanted:
                 raise ConfigError(
-                    f"optim.{name}", getattr(self, name), "muon has no such form",
+                    f"optim.{name}", getattr(self, name), f"{self.name} has no such form",
                     "leave it out, or use optim.name = 'lars'",
                 )  # fmt: skip
 
     def _check_lars(self) -> None:
-        if self.trust_log_interval and self.name not in ("lamb", "lars", "muon"):
+        if self.trust_log_interval and self.name not in ("lamb", "lars", "muon", "soap"):
             raise ConfigError(
                 "optim.trust_log_interval", self.trust_log_interval,
                 f"{self.name} has no trust ratios", "use optim.name = 'lars', or 0",

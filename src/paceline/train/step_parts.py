@@ -110,8 +110,9 @@ def create_parts(
         lambda: create_master_optimizer(settings, model, policy, rate, components.optimizer),
     )
     loss = group.agree_on("loss", lambda: create_loss(config.run, components.loss, classes))
-    if settings.name == "muon" or optimizer.path == "torch":
-        name = type(optimizer).__name__.lower() if settings.name == "muon" else "this optimizer"
+    if isinstance(optimizer, Muon) or optimizer.path == "torch":
+        own = isinstance(optimizer, Muon)
+        name = type(optimizer).__name__.lower() if own else "this optimizer"
         remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
         group.agree("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
     batch_norm = BatchNormState(model)
