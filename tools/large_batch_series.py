@@ -179,16 +179,18 @@ def cell_config(
     if cell.model.startswith("resnet") and cell.model != "resnet_tiny":
         values["model.stem"] = "small"
     if cell.batch == "small":
-        if cell.optimizer in PACE:
+        if cell.optimizer in (*PACE, "soap"):
             steps, rate = images.samples / images.small, BASE["optim.lr_base"]
-            eta = PACE[cell.optimizer] / math.sqrt(steps) * (1 - 0.9) / rate
+            eta = PACE.get(cell.optimizer, PACE["muon"]) / math.sqrt(steps) * (1 - 0.9) / rate
             values |= {"optim.lr": rate, "optim.trust_coefficient": eta}
         values["optim.name"] = cell.optimizer
     else:
         values["optim.scaling"] = "auto"
-        if cell.optimizer != "rule":
+        if cell.optimizer not in ("rule", "soap"):
             values |= {"optim.name": cell.optimizer, "optim.scaling_keeps": ["optim.name"]}
     config, chosen = apply_scaling(RunConfig().with_values(values | more), images.samples, 1)
+    if cell.optimizer == "soap" and cell.batch != "small":
+        config = config.with_values({"optim.name": "soap"})  # at the pace that the rule gives Muon
     return config.with_values(INGREDIENTS[cell.ingredient](config, cell) | more), chosen
 
 
@@ -221,11 +223,19 @@ def phase_cells(phase: str) -> list[Cell]:
         tuned += _grid(sets, "resnet18", EXPLORED, [("small", "muon")], ingredients=paces[:2])
         tuned += _grid(sets, "resnet18", EXPLORED, small, ingredients=("average", "no-cutmix"))
         rest = ("average", "no-average", "no-warm-up", "norm-group-1000", "decay-all", "no-cutmix")
+        second = _grid(
+            sets[:2], "resnet18", EXPLORED, [("20", "soap"), ("5", "soap")],
+            ingredients=("rule", "pace-half", "pace-double"),
+        )  # fmt: skip
         others = _grid(
             sets[:2], "resnet18", EXPLORED, [("20", "lars"), ("5", "lars"), ("20", "sgd")]
         )
         return (
-            first + tuned + others + _grid(sets[:2], "resnet18", EXPLORED, large, ingredients=rest)
+            first
+            + tuned
+            + second
+            + others
+            + _grid(sets[:2], "resnet18", EXPLORED, large, ingredients=rest)
         )
     if phase == "main":
         return _grid(
