@@ -21,7 +21,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.job import RankHosts, format_ranks
-from paceline.comm.process_groups import abort_process_groups, backend_reason, prepare_nccl
+from paceline.comm.process_groups import (
+    abort_process_groups,
+    all_gather_flat,
+    backend_reason,
+    prepare_nccl,
+)
 from paceline.comm.progress import BucketInfo, ProgressBoard
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
@@ -156,7 +161,7 @@ class Group:
             return
         if self.backend == "nccl":
             own = rows[self.rank]
-            self.watched("all-gather", lambda: dist.all_gather_into_tensor(rows.view(-1), own))
+            self.watched("all-gather", lambda: all_gather_flat(rows.view(-1), own))
             return
 
         def send() -> None:
