@@ -77,6 +77,9 @@ class OptimSettings:
     the recipe if larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
     """Decay after warm-up: `constant`, `cosine`, `poly` or `step`."""
+    schedule_free: float = 0.0
+    """Schedule-free training: share of the average in the weights at which gradients are taken; 0 is off,
+    0.9 common; needs `schedule = "constant"`."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Epochs at which `step` multiplies the rate by `decay_rate`."""
     decay_rate: float = 0.1
@@ -171,6 +174,16 @@ class OptimSettings:
             raise ConfigError(
                 "optim.layer_decay", self.layer_decay, "must be in (0, 1]", "try 0.75, or 1 (off)"
             )
+        if not 0 <= self.schedule_free < 1:
+            raise ConfigError(
+                "optim.schedule_free", self.schedule_free, "must be in [0, 1)", "try 0.9"
+            )
+        if self.schedule_free and (self.schedule != "constant" or self.in_half):
+            name = "in_half" if self.in_half else "schedule"
+            raise ConfigError(
+                f"optim.{name}", getattr(self, name), "does not go with optim.schedule_free",
+                "use optim.schedule = 'constant' and master weights",
+            )  # fmt: skip
         if self.scaling not in SCALINGS:
             raise ConfigError(
                 "optim.scaling", self.scaling, "unknown", nearest(self.scaling, SCALINGS)

@@ -158,8 +158,9 @@ def create_parts(
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
-        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm
-    )
+        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
+        settings.schedule_free,
+    )  # fmt: skip
     return StepParts(
         model=model,
         policy=policy,

@@ -67,6 +67,8 @@ class Update:
     def run(self, rate: float) -> None:
         """One update at the learning rate `rate`."""
         set_rate(self.optimizer, rate)
+        if self.average is not None:
+            self.average.set_rate(rate)
         self.optimizer.upload()
         if self._waits:
             self._exchange.group.watched("the update", self._captured)
