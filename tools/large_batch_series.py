@@ -137,6 +137,15 @@ def _group(config: RunConfig, cell: Cell) -> dict[str, Any]:
     return {"run.batch_size": max(d for d in range(1, min(1000, batch) + 1) if batch % d == 0)}
 
 
+def _schedule_free(config: RunConfig, cell: Cell) -> dict[str, Any]:
+    """The interpolation takes the place of momentum; the pace stays."""
+    eta = config.optim.trust_coefficient / (1 - config.optim.momentum)
+    return {
+        "optim.schedule_free": 0.9, "optim.schedule": "constant", "optim.momentum": 0.0,
+        "optim.nesterov": False, "optim.trust_coefficient": eta, "run.average_epochs": 0.0,
+    }  # fmt: skip
+
+
 # What each changes in the settings that the rule chose.
 INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "rule": lambda config, cell: {},
@@ -148,6 +157,7 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "pace-half": _paced(0.5),
     "pace-double": _paced(2.0),
     "pace-linear": _linear_pace,
+    "schedule-free": _schedule_free,
     "no-cutmix": lambda config, cell: {"run.cutmix": 0.0},
 }
 
@@ -222,7 +232,15 @@ def phase_cells(phase: str) -> list[Cell]:
         # As many tries for the small batch.
         tuned += _grid(sets, "resnet18", EXPLORED, [("small", "muon")], ingredients=paces[:2])
         tuned += _grid(sets, "resnet18", EXPLORED, small, ingredients=("average", "no-cutmix"))
-        rest = ("average", "no-average", "no-warm-up", "norm-group-1000", "decay-all", "no-cutmix")
+        rest = (
+            "schedule-free",
+            "average",
+            "no-average",
+            "no-warm-up",
+            "norm-group-1000",
+            "decay-all",
+            "no-cutmix",
+        )
         second = _grid(
             sets[:2], "resnet18", EXPLORED, [("20", "soap"), ("5", "soap")],
             ingredients=("rule", "pace-half", "pace-double"),
