@@ -102,10 +102,11 @@ class RehearsedExchange(GradientExchange):
         groups: Groups,
         *,
         accumulate: bool = False,
+        squares: bool = False,
     ) -> None:
         super().__init__(
             parameters, group, plan, accumulate=accumulate, transport=DirectTransport(group),
-            overlap=False,
+            overlap=False, squares=squares,
         )  # fmt: skip
         self.order = rank_order(len(groups.order), plan)
         self._come = 0

@@ -63,6 +63,8 @@ class Progress:
     best_step: int = -1
     time_to_target_s: float | None = None
     resumes: list[int] = field(default_factory=list)
+    # The running averages of `NoiseScale`: signal, variance, weight.
+    noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     # Of a rehearsal: the cluster's time by the planner's clock, and when it reached the target.
     predicted_s: float = 0.0
     predicted_s_to_target: float | None = None
