@@ -195,3 +195,26 @@ def test_statistics_of_virtual_ranks_are_apart() -> None:
     state.discard_if(torch.ones(()))
     assert torch.isfinite(state.kept).all()
     assert torch.equal(state.average(None), pool(state.kept))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["native", "hierarchical"])
+def test_a_rehearsal_on_a_gpu_is_captured_and_close_to_that_on_the_cpu(
+    tmp_path: Path, algorithm: str
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values = {**rehearsed(4), "run__epochs": 1, "comm__algorithm": algorithm}
+    fp32: dict[str, Any] = {"precision__amp_dtype": "fp32"}
+    found, events = watched(
+        tmp_path / "gpu", run__device="cuda", run__cuda_graphs="on", **values, **fp32
+    )
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert "CUDA graphs on" in start.chosen["speed"]
+    expected = run_small(tmp_path / "cpu", **values, **fp32).summary
+    assert found.summary["val_loss"] == pytest.approx(expected["val_loss"], rel=0.02)
+    again, _ = watched(
+        tmp_path / "eager", run__device="cuda", run__cuda_graphs="off", **values, **fp32
+    )
+    assert again.summary["val_loss"] == pytest.approx(found.summary["val_loss"], rel=0.01)
