@@ -103,7 +103,7 @@ def train(
         return dry_run(config, nproc_per_node)
     with without_save_requests(config.checkpoint):
         if nproc_per_node > 1 or max_restarts > 0:
-            return _launch(config, nproc_per_node, master_port, max_restarts)
+            return launch_ranks(config, nproc_per_node, master_port, max_restarts)
         with interrupted_at_once():
             return _train_here(config)
 
@@ -139,15 +139,18 @@ def is_run_config(recipe: str) -> bool:
     return path.name == "config.toml" and any(part.exists() for part in parts)
 
 
-def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
+def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
     """Checks what can be checked once, before the ranks start."""
     _refuse_to_nest(processes)
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
-    from paceline.train.inputs import resolve_batch_sizes
+    from paceline.train.inputs import batch_stages, resolve_batch_sizes
 
-    resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, processes)
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    sizes = resolve_batch_sizes(first, config.run.batch_size, processes)
+    if first is not None or config.run.batch_size is not None:
+        batch_stages(config.optim, sizes, processes)
     return launch(
         processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
         max_restarts=max_restarts,

@@ -70,6 +70,10 @@ class StepEvent(Event):
     core_wait_share: float | None = None
     # The norm of all gradients before clipping; None without `optim.clip_norm`.
     grad_norm: float | None = None
+    # Samples of this step over all ranks; None where `optim.batch_schedule` is empty.
+    batch_size: int | None = None
+    # None where the schedule leaves `optim.momentum` as it is.
+    momentum: float | None = None
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from paceline.core import lazy_exports
 if TYPE_CHECKING:
     from paceline.optim.adam import LAMB, AdamW
     from paceline.optim.base import MasterOptimizer
-    from paceline.optim.build import LrSchedule, create_optimizer, set_rate
+    from paceline.optim.batch_growth import BatchGrowth
+    from paceline.optim.build import create_optimizer
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon, is_matrix, orthogonalize
+    from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
     from paceline.optim.wrapped import WrappedOptimizer
 
@@ -20,6 +22,7 @@ __all__ = [
     "LARS",
     "SGD",
     "AdamW",
+    "BatchGrowth",
     "LrSchedule",
     "MasterOptimizer",
     "Muon",
@@ -37,7 +40,8 @@ __getattr__, __dir__ = lazy_exports(
         "LARS": "lars",
         "SGD": "lars",
         "AdamW": "adam",
-        "LrSchedule": "build",
+        "BatchGrowth": "batch_growth",
+        "LrSchedule": "schedule",
         "MasterOptimizer": "base",
         "Muon": "muon",
         "OptimSettings": "settings",
@@ -45,6 +49,6 @@ __getattr__, __dir__ = lazy_exports(
         "create_optimizer": "build",
         "is_matrix": "muon",
         "orthogonalize": "muon",
-        "set_rate": "build",
+        "set_rate": "schedule",
     },
 )

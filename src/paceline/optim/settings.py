@@ -8,6 +8,7 @@ from typing import Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.imports import check_module, split_name
 from paceline.core.untrusted import ParseError, parse_toml
+from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 
 OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd")
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
@@ -15,7 +16,8 @@ OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
 PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all")
-SCHEDULES = ("constant", "cosine", "poly", "step")
+CYCLES = ("one_cycle", "triangular")
+SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,46 @@ class OptimSettings:
     """Largest share of the run that warm-up may take; the command line sets 0.2, or the share in
     the recipe if larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
-    """Decay after warm-up: `constant`, `cosine`, `poly` or `step`."""
+    """Decay after warm-up: `constant`, `cosine`, `poly`, `step` or `piecewise`; `one_cycle` and
+    `triangular` rise by themselves and have no warm-up; `range` is that of `paceline lr-find`."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Epochs at which `step` multiplies the rate by `decay_rate`."""
+    """Epochs at which `step` multiplies the rate by `decay_rate`, and `piecewise` takes the next of
+    `decay_factors`."""
+    decay_factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
+    """`piecewise`: shares of the peak rate, before the first of `decay_epochs` and from each of
+    them on."""
+    cycle_floor: float = 0.1
+    """`one_cycle` and `triangular`: lowest rate of a cycle, as a share of the peak rate."""
+    cycle_momentum: tuple[float, ...] = (0.85, 0.95)
+    """`one_cycle` and `triangular`: momentum (β₁ of AdamW and LAMB) at the highest and at the lowest
+    rate of a cycle; an empty list keeps `momentum`."""
+    cycle_tail: float = 0.1
+    """`one_cycle`: share of the run after the cycle, in which the rate falls on to `lr_end`."""
+    cycle_epochs: float = 8.0
+    """`triangular`: epochs of one cycle, up and down."""
+    cycle_decay: float = 1.0
+    """`triangular`: factor of a cycle's height to the next one's; 0.5 is Smith's `triangular2`."""
+    range_lr: tuple[float, float] = (1e-5, 10.0)
+    """`range`: first and last rate; it grows by the same factor with every step."""
+    range_steps: int = 100
+    """`range`: steps from the first rate to the last."""
     decay_rate: float = 0.1
     """Factor of each decay of `step`."""
     poly_power: float = 2.0
     """Exponent of `poly`."""
     lr_end: float = 0.0
-    """Final learning rate of `cosine` and `poly`."""
+    """Final learning rate of `cosine`, `poly` and `one_cycle`."""
     decay_over_epochs: float | None = None
     """Epoch at which `cosine` and `poly` reach `lr_end`, warm-up included; unset, the end of the
     run."""
+    batch_schedule: str = ""
+    """Global batches by epoch, as in `0:256,8:1024,12:4096`, or `x4`: four times the batch at each of
+    `decay_epochs`; empty keeps the batch."""
+    batch_limit: int | None = None
+    """Largest global batch that a rule such as `x4` reaches; from then on the rate decays alone."""
+    batch_rate: str = "auto"
+    """How the rate follows the batch of `batch_schedule`: `constant` (not at all), `linear` (times batch
+    / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
     trust_coefficient: float = 0.001
     """Trust coefficient η of LARS and Muon; LAMB has none."""
     eps: float = 0.0
@@ -151,6 +181,8 @@ class OptimSettings:
             raise ConfigError(
                 "optim.layer_decay", self.layer_decay, "must be in (0, 1]", "try 0.75, or 1 (off)"
             )
+        self._check_schedule()
+        self._check_batches()
         self._check_lars()
         self._check_muon()
         self._check_others()
@@ -176,6 +208,70 @@ class OptimSettings:
                 "optim.arguments", self.arguments, "is not a table", "write it as {name = value}"
             )
         return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+
+    def _check_schedule(self) -> None:
+        factors = len(self.decay_factors)
+        if self.schedule == "piecewise" and factors != len(self.decay_epochs) + 1:
+            raise ConfigError(
+                "optim.decay_factors", list(self.decay_factors),
+                f"{factors} factors for {len(self.decay_epochs)} optim.decay_epochs",
+                f"give {len(self.decay_epochs) + 1}: one before the first epoch, one from each on",
+            )  # fmt: skip
+        if any(not 0 <= factor < float("inf") for factor in self.decay_factors):
+            raise ConfigError("optim.decay_factors", list(self.decay_factors), "must be 0 or more")
+        if not 0 <= self.cycle_floor <= 1:
+            raise ConfigError("optim.cycle_floor", self.cycle_floor, "must be in [0, 1]", "try 0.1")
+        if not 0 <= self.cycle_tail < 1:
+            raise ConfigError("optim.cycle_tail", self.cycle_tail, "must be in [0, 1)", "try 0.1")
+        if not 0 < self.cycle_decay <= 1:
+            raise ConfigError("optim.cycle_decay", self.cycle_decay, "must be in (0, 1]", "try 0.5")
+        if not 0 < self.cycle_epochs < float("inf"):
+            raise ConfigError("optim.cycle_epochs", self.cycle_epochs, "must be above 0", "try 8")
+        momenta = self.cycle_momentum
+        if momenta and not (len(momenta) == 2 and 0 <= momenta[0] <= momenta[1] < 1):
+            raise ConfigError(
+                "optim.cycle_momentum", list(momenta), "must be a lower and a higher value in [0, 1)",
+                "try [0.85, 0.95], or [] to keep optim.momentum",
+            )  # fmt: skip
+        if self.schedule in CYCLES and momenta and self.is_class:
+            raise ConfigError(
+                "optim.cycle_momentum", list(momenta), f"{self.name} keeps its own momentum",
+                "set it to []",
+            )  # fmt: skip
+        low, high = self.range_lr
+        if not 0 < low < high < float("inf"):
+            raise ConfigError(
+                "optim.range_lr", [low, high], "must be a lower and a higher rate above 0",
+                "try [1e-5, 10.0]",
+            )  # fmt: skip
+        if self.range_steps < 2:
+            raise ConfigError("optim.range_steps", self.range_steps, "must be at least 2")
+
+    def _check_batches(self) -> None:
+        if self.batch_rate not in BATCH_RATES:
+            raise ConfigError(
+                "optim.batch_rate",
+                self.batch_rate,
+                "unknown",
+                nearest(self.batch_rate, BATCH_RATES),
+            )
+        growth = self.batch_growth
+        if self.batch_limit is not None and (growth.factor == 1 or self.batch_limit < 1):
+            raise ConfigError(
+                "optim.batch_limit", self.batch_limit, "is the limit of a rule such as 'x4'",
+                "leave it out, or set optim.batch_schedule = 'x4'",
+            )  # fmt: skip
+        if growth.factor > 1 and self.schedule != "step":
+            raise ConfigError(
+                "optim.batch_schedule", self.batch_schedule,
+                f"grows the batch at optim.decay_epochs, which {self.schedule!r} does not have",
+                "use optim.schedule = 'step', or a list as in '0:256,8:1024'",
+            )  # fmt: skip
+
+    @property
+    def batch_growth(self) -> BatchGrowth:
+        """`batch_schedule`, read."""
+        return BatchGrowth.parse(self.batch_schedule)
 
     def _check_others(self) -> None:
         if self.arguments_table() and not self.is_class:

@@ -23,7 +23,9 @@ from paceline.models.freeze import count_frozen
 from paceline.models.names import MODEL_NAMES
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
-from paceline.optim.build import LrSchedule
+from paceline.optim.batch_growth import describe_stages
+from paceline.optim.schedule import LrSchedule
+from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import PlanFile
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
@@ -32,6 +34,7 @@ from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
     agree_on_inputs,
+    batch_stages,
     read_checkpoint,
     resolve_batch_sizes,
 )
@@ -139,7 +142,8 @@ def build(
     """Builds the run on this rank, together with all others."""
     components = components or Components()
     # What is wrong whatever the data is reported before the data is opened.
-    asked = (config.run.global_batch_size, config.run.batch_size, group.world_size)
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    asked = (first, config.run.batch_size, group.world_size)
     resolve_batch_sizes(*asked)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
@@ -170,9 +174,10 @@ def _assemble(
         global_batch=sizes.global_batch,
         micro_batch=sizes.micro_batch,
         world_size=group.world_size,
+        growth=batch_stages(config.optim, sizes, group.world_size),
     )
     peak = config.optim.peak_lr(sizes.global_batch)
-    schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
+    schedule = create_schedule(config.optim, peak, plan)
     model, pretrained = group.agree_on(
         "model", lambda: _create_model(config, source, group, components)
     )
@@ -180,9 +185,9 @@ def _assemble(
     graphs_config = _graphs_for(config, model_notes, group)
     parts = create_parts(
         graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
-        accumulate=sizes.accumulation > 1,
+        accumulate=plan.accumulation > 1,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
-        steps_per_epoch=schedule.steps_per_epoch, components=components,
+        steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
     start = {"initial weights": fingerprint(model)}
@@ -227,7 +232,7 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
-        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule),
+        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
         **_given_objects(components),
     }
     training = Training(
@@ -244,6 +249,14 @@ def _assemble(
         if checkpoint is not None:
             training.callbacks.restore(checkpoint.callbacks)
     return training
+
+
+def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
+    """The schedule in time units of the plan's first batch."""
+    per_epoch = plan.samples / plan.global_batch
+    if not plan.growth:
+        return LrSchedule(settings, peak, plan.total_steps, per_epoch)
+    return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
 
 
 def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
@@ -374,6 +387,7 @@ def _optional_notes(
     parts: StepParts,
     pretrained: list[str],
     schedule: LrSchedule,
+    plan: BatchPlan,
 ) -> dict[str, str]:
     salvaged = ""
     if checkpoint is not None and checkpoint.salvaged_by is not None:
@@ -383,7 +397,8 @@ def _optional_notes(
         )
     notes = {
         "warm-up": schedule.describe_cut(),
-        "average": parts.average.describe(schedule.steps_per_epoch) if parts.average else "",
+        "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
+        "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": "; ".join(filter(None, (folder.note, salvaged))),
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",

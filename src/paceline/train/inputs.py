@@ -18,6 +18,8 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
 from paceline.data import Source, open_data
+from paceline.optim.batch_growth import Stages
+from paceline.optim.settings import OptimSettings
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -79,6 +81,13 @@ def resolve_batch_sizes(
             + _nearest_divisor(global_batch, world_size, micro_batch),
         )
     return BatchSizes(global_batch, micro_batch, global_batch // unit, False)
+
+
+def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
+    """The (epoch, global batch) that `optim.batch_schedule` adds to the first batch."""
+    unit = sizes.micro_batch * world_size
+    epochs, limit = settings.decay_epochs, settings.batch_limit
+    return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:

@@ -76,7 +76,7 @@ class TrainingLoop:
             StartEvent(
                 step=progress.step,
                 total_steps=t.plan.total_steps,
-                steps_per_epoch=t.schedule.steps_per_epoch,
+                steps_per_epoch=t.plan.steps_per_epoch,
                 world_size=t.group.world_size,
                 global_batch_size=t.plan.global_batch,
                 resumed_from=str(t.folder.resume_from) if t.folder.resume_from else None,
@@ -120,7 +120,7 @@ class TrainingLoop:
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
         for number in range(progress.step, t.plan.total_steps):
-            t.step.launch(number, t.schedule.rate(number))
+            t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
             if stop is None and self._save_owed and not pause:
@@ -205,6 +205,8 @@ class TrainingLoop:
             input_stall_causes=outcome.stall,
             core_wait_share=self._core_wait_share(),
             grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
+            batch_size=last - first if t.plan.growth else None,
+            momentum=t.schedule.others(number).get("momentum"),
         )
         t.emit(event)
         if self._rank_times is not None:

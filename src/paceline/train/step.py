@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -116,8 +116,9 @@ class TrainStep:
         self.launch(step, rate)
         return self.collect()
 
-    def launch(self, step: int, rate: float) -> None:
-        """Queues global batch number `step`: gradients, exchange, update."""
+    def launch(self, step: int, rate: float, others: Mapping[str, float] | None = None) -> None:
+        """Queues global batch number `step`: gradients, exchange, update at `rate` and with `others` of
+        the schedule's values."""
         started = time.perf_counter()
         corrupt: list[CorruptSample] = []
         failed, abandoned, computing, data_s = False, False, False, 0.0
@@ -128,7 +129,7 @@ class TrainStep:
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
         self._unfinished = True
-        self.micro.begin(last - first, self.plan.global_batch)
+        self.micro.begin(last - first, self.plan.batch_at(step))
         try:
             if self.fault is not None:
                 raise self.fault
@@ -171,7 +172,7 @@ class TrainStep:
         with self.spans.span("exposed exchange"):
             self._reduce(signals)
         with self.spans.span("update"):
-            self._update(rate)
+            self._update(rate, others)
         self._unfinished = False
         row, ready = self._send_row()
         self._under_way.append(
@@ -210,10 +211,10 @@ class TrainStep:
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
-    def _update(self, rate: float) -> None:
+    def _update(self, rate: float, others: Mapping[str, float] | None) -> None:
         remedy = "use a smaller --batch-size, or run.average_epochs=0"
         with explain_out_of_memory("in the update", remedy):
-            self.update.run(rate)
+            self.update.run(rate, others)
 
     def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The outcome's copy to host memory, queued behind the update."""
