@@ -30,6 +30,7 @@ from paceline.plan.plan_file import PlanFile
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.components import Components
+from paceline.train.fast_path import describe_norms, eager_norms, share_norms
 from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
@@ -182,7 +183,8 @@ def _assemble(
         "model", lambda: _create_model(config, source, group, components)
     )
     model_notes = _check_model(config, model, source, sizes, group, components)
-    graphs_config = _graphs_for(config, model_notes, group)
+    norm_group = share_norms(config, model, group)
+    graphs_config = _graphs_for(eager_norms(config, norm_group), model_notes, group)
     parts = create_parts(
         graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=plan.accumulation > 1,
@@ -214,7 +216,7 @@ def _assemble(
             first_step=progress.step, device=group.device, augment=components.augment,
         ),
     )  # fmt: skip
-    step = create_step(config, parts, loader, plan, group, stop, components)
+    step = create_step(config, parts, loader, plan, group, stop, components, norm_group)
     buffers = parts.exchange.bucket_info()
     group.name_buckets(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
@@ -232,6 +234,7 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
+        **describe_norms(config, group, norm_group),
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
         **_given_objects(components),
     }

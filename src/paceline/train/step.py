@@ -22,6 +22,7 @@ from paceline.comm.group import Group
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError
 from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
+from paceline.models.synced_norm import NormGroup
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.machine import explain_out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
@@ -96,6 +97,8 @@ class TrainStep:
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
     faulted: bool = False
+    # Ranks that share batch-norm statistics; None where each has its own.
+    norm_group: NormGroup | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     _given_up: bool = False
@@ -130,11 +133,14 @@ class TrainStep:
         self.batch_norm.remember()
         self._unfinished = True
         self.micro.begin(last - first, self.plan.batch_at(step))
+        synchronized = self._synchronize_norms(step, full=last - first == self.plan.batch_at(step))
         try:
             if self.fault is not None:
                 raise self.fault
             for turn, (start, stop) in enumerate(micro_batches):
-                if self._given_up or self._asked_to_stop():
+                # With shared statistics ranks wait for one another in every pass: they stop between
+                # steps only.
+                if self._given_up or (not synchronized and self._asked_to_stop()):
                     abandoned = self._given_up = True
                     break
                 waiting = time.perf_counter()
@@ -161,6 +167,8 @@ class TrainStep:
                 fault.__cause__ = error
             self.fault, failed = fault, True
             self.group.post_fault(fault)
+        if self.norm_group is not None:
+            self.norm_group.active = False
         signals = Signals(
             corrupt=float(len(corrupt)),
             fault=float(failed),
@@ -188,6 +196,16 @@ class TrainStep:
                 stall=wait.stall,
             )
         )
+
+    def _synchronize_norms(self, step: int, *, full: bool) -> bool:
+        """Whether ranks share batch-norm statistics in this step: not in a short last one in which they
+        have different numbers of micro-batches, where some would wait for the others forever."""
+        if self.norm_group is None:
+            return False
+        ranks = range(self.group.world_size)
+        even = full or len({len(self.plan.micro_batches(step, rank)) for rank in ranks}) == 1
+        self.norm_group.active = even
+        return even
 
     def _agree_on_graphs(self) -> None:
         """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all

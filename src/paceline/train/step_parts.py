@@ -27,6 +27,7 @@ from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import is_own, parameter_groups
+from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
 from paceline.optim.layers import describe_layers, with_layer_decay
@@ -194,7 +195,7 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
-    stop: StopSignals, components: Components | None = None,
+    stop: StopSignals, components: Components | None = None, norm_group: NormGroup | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     augment = None
@@ -229,6 +230,7 @@ def create_step(
         seed=run.seed,
         mixing=mixing,
         foreign=not is_own(parts.model),
+        norm_group=norm_group,
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
