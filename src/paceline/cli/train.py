@@ -42,7 +42,7 @@ def train(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
-    opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb, or torch.optim:CLASS."),
+    opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb …, or torch.optim:CLASS."),
     lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),

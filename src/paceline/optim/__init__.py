@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.optim.build import create_optimizer
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon, is_matrix, orthogonalize
+    from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
     from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
     from paceline.optim.wrapped import WrappedOptimizer
@@ -27,11 +28,13 @@ __all__ = [
     "MasterOptimizer",
     "Muon",
     "OptimSettings",
+    "RMSpropWarmup",
     "WrappedOptimizer",
     "create_optimizer",
     "is_matrix",
     "orthogonalize",
     "set_rate",
+    "sgd_share",
 ]
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -45,10 +48,12 @@ __getattr__, __dir__ = lazy_exports(
         "MasterOptimizer": "base",
         "Muon": "muon",
         "OptimSettings": "settings",
+        "RMSpropWarmup": "rms_warmup",
         "WrappedOptimizer": "wrapped",
         "create_optimizer": "build",
         "is_matrix": "muon",
         "orthogonalize": "muon",
         "set_rate": "schedule",
+        "sgd_share": "rms_warmup",
     },
 )

@@ -12,6 +12,7 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD
 from paceline.optim.muon import Muon, split_matrices
+from paceline.optim.rms_warmup import RMSpropWarmup
 from paceline.optim.settings import OptimSettings
 from paceline.optim.wrapped import wrap
 
@@ -33,6 +34,11 @@ def create_optimizer(
     for device in devices if fused else ():
         if problem := triton_unavailable(device):
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
+    if settings.name == "rmsprop_warmup":
+        return RMSpropWarmup(
+            groups, lr, settings.momentum, beta2=settings.rms_beta, eps=settings.adam_eps,
+            rms_rate=settings.rms_rate,
+        )  # fmt: skip
     if settings.name in ("adamw", "lamb"):
         return _create_adam(settings, groups, lr, fused)
     common: dict[str, Any] = {

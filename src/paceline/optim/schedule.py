@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.optim.rms_warmup import SGD_SHARE, sgd_share
 from paceline.optim.settings import CYCLES, OptimSettings
 
 
@@ -91,6 +92,10 @@ class LrSchedule:
         if self.settings.schedule in CYCLES and self.settings.cycle_momentum:
             low, high = self.settings.cycle_momentum
             found["momentum"] = high - (high - low) * self._height(self.time(step))
+        if self.settings.name == "rmsprop_warmup":
+            epoch = self.time(step) / self.steps_per_epoch
+            center, width = self.settings.rms_center_epochs, self.settings.rms_width_epochs
+            found[SGD_SHARE] = sgd_share(epoch, center, width)
         return found
 
     def _rate(self, step: int) -> float:

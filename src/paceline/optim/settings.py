@@ -10,7 +10,9 @@ from paceline.core.imports import check_module, split_name
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 
-OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd")
+OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd")
+# Those without Triton kernels; LARS and SGD alone have a form in half precision.
+WITHOUT_KERNELS = ("rmsprop_warmup",)
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
@@ -25,8 +27,8 @@ class OptimSettings:
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
-    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, or a class of torch.optim or of another module, as in
-    `torch.optim:RAdam`."""
+    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, `rmsprop_warmup`, or a class of torch.optim or of another
+    module, as in `torch.optim:RAdam`."""
     arguments: str = ""
     """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
     `{betas = [0.9, 0.95]}`."""
@@ -46,7 +48,16 @@ class OptimSettings:
     beta2: float = 0.999
     """AdamW and LAMB: decay of the average of squared gradients."""
     adam_eps: float = 1e-8
-    """AdamW and LAMB: added to the root of the average of squares."""
+    """AdamW, LAMB and `rmsprop_warmup`: added to the root of the average of squares."""
+    rms_rate: float = 3e-4
+    """`rmsprop_warmup`: learning rate of its RMSprop part."""
+    rms_beta: float = 0.99
+    """`rmsprop_warmup`: decay of the average of squared gradients."""
+    rms_center_epochs: float = 10.0
+    """`rmsprop_warmup`: epoch at which SGD and RMSprop have equal shares."""
+    rms_width_epochs: float = 5.0
+    """`rmsprop_warmup`: width of the transition in epochs; it is over half of it after
+    `rms_center_epochs`."""
     clip_norm: float = 0.0
     """Largest norm of all gradients together; larger ones are scaled down to it; 0 clips nothing."""
     layer_decay: float = 1.0
@@ -154,6 +165,8 @@ class OptimSettings:
             "trust_log_interval",
             "clip_norm",
             "adam_eps",
+            "rms_rate",
+            "rms_center_epochs",
         ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -174,7 +187,11 @@ class OptimSettings:
                 f"must lie behind the warm-up of {self.warmup_epochs:g} epochs",
                 "leave it unset to decay over the whole run",
             )
-        for name in ("beta1", "beta2"):
+        if not 0 < self.rms_width_epochs < float("inf"):
+            raise ConfigError(
+                "optim.rms_width_epochs", self.rms_width_epochs, "must be above 0", "try 5"
+            )
+        for name in ("beta1", "beta2", "rms_beta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)")
         if not 0 < self.layer_decay <= 1:
@@ -279,6 +296,14 @@ class OptimSettings:
                 "optim.arguments", self.arguments, f"{self.name} takes none",
                 "it is for optim.name = 'module:Class'",
             )  # fmt: skip
+        if self.name in WITHOUT_KERNELS and self.fused == "triton":
+            raise ConfigError(
+                "optim.fused", self.fused, f"there are no kernels for {self.name}", "use 'auto'"
+            )
+        if self.in_half and self.name in WITHOUT_KERNELS:
+            raise ConfigError(
+                "optim.in_half", True, f"{self.name} has no such form", "use optim.name = 'lars'"
+            )
         if self.name in OPTIMIZERS_OF_SGD:
             return
         if self.in_half:
