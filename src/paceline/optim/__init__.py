@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
     from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
+    from paceline.optim.svrg import SVRG, quantize
     from paceline.optim.wrapped import WrappedOptimizer
 
 __all__ = [
     "LAMB",
     "LARS",
     "SGD",
+    "SVRG",
     "AdamW",
     "BatchGrowth",
     "LrSchedule",
@@ -33,6 +35,7 @@ __all__ = [
     "create_optimizer",
     "is_matrix",
     "orthogonalize",
+    "quantize",
     "set_rate",
     "sgd_share",
 ]
@@ -42,6 +45,7 @@ __getattr__, __dir__ = lazy_exports(
         "LAMB": "adam",
         "LARS": "lars",
         "SGD": "lars",
+        "SVRG": "svrg",
         "AdamW": "adam",
         "BatchGrowth": "batch_growth",
         "LrSchedule": "schedule",
@@ -53,6 +57,7 @@ __getattr__, __dir__ = lazy_exports(
         "create_optimizer": "build",
         "is_matrix": "muon",
         "orthogonalize": "muon",
+        "quantize": "svrg",
         "set_rate": "schedule",
         "sgd_share": "rms_warmup",
     },

@@ -13,7 +13,8 @@ from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD
 from paceline.optim.muon import Muon, split_matrices
 from paceline.optim.rms_warmup import RMSpropWarmup
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap
 
 
@@ -22,9 +23,10 @@ def create_optimizer(
     groups: Sequence[dict[str, Any]],
     lr: float,
     factory: Callable[..., Any] | None = None,
+    seed: int = 0,
 ) -> MasterOptimizer:
     """The optimizer that the settings name, or the one that `factory` makes of groups. Groups of role
-    `bias_norm` are not adapted unless the settings say so."""
+    `bias_norm` are not adapted unless the settings say so. `seed` is that of stochastic rounding."""
     if factory is not None:
         return wrap("optimizer", getattr(factory, "__name__", "given"), factory, groups)
     if settings.is_class:
@@ -34,6 +36,11 @@ def create_optimizer(
     for device in devices if fused else ():
         if problem := triton_unavailable(device):
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
+    if settings.name in OPTIMIZERS_OF_SVRG:
+        return SVRG(
+            groups, lr, form=settings.name, bits=settings.bits, mu=settings.halp_mu,
+            span=settings.lp_span, seed=seed,
+        )  # fmt: skip
     if settings.name == "rmsprop_warmup":
         return RMSpropWarmup(
             groups, lr, settings.momentum, beta2=settings.rms_beta, eps=settings.adam_eps,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.optim.rms_warmup import SGD_SHARE, sgd_share
-from paceline.optim.settings import CYCLES, OptimSettings
+from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.optim.svrg import DRAW
 
 
 def set_rate(
@@ -96,6 +97,8 @@ class LrSchedule:
             epoch = self.time(step) / self.steps_per_epoch
             center, width = self.settings.rms_center_epochs, self.settings.rms_width_epochs
             found[SGD_SHARE] = sgd_share(epoch, center, width)
+        if self.settings.name in OPTIMIZERS_OF_SVRG:
+            found[DRAW] = step
         return found
 
     def _rate(self, step: int) -> float:

@@ -10,9 +10,12 @@ from paceline.core.imports import check_module, split_name
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 
-OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd")
+# SVRG and its relatives in low precision; the first three need gradients at an anchor.
+ANCHORED = ("halp", "lp_svrg", "svrg")
+OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
+OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", *OPTIMIZERS_OF_SVRG)
 # Those without Triton kernels; LARS and SGD alone have a form in half precision.
-WITHOUT_KERNELS = ("rmsprop_warmup",)
+WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
@@ -27,8 +30,8 @@ class OptimSettings:
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
-    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, `rmsprop_warmup`, or a class of torch.optim or of another
-    module, as in `torch.optim:RAdam`."""
+    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, `rmsprop_warmup`, `svrg`, `halp`, `lp_svrg`, `lp_sgd`, or a
+    class of torch.optim or of another module, as in `torch.optim:RAdam`."""
     arguments: str = ""
     """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
     `{betas = [0.9, 0.95]}`."""
@@ -49,6 +52,16 @@ class OptimSettings:
     """AdamW and LAMB: decay of the average of squared gradients."""
     adam_eps: float = 1e-8
     """AdamW, LAMB and `rmsprop_warmup`: added to the root of the average of squares."""
+    bits: int = 8
+    """`halp`, `lp_svrg` and `lp_sgd`: bits of the integers that hold the offset or the weights, 8 or
+    16."""
+    halp_mu: float = 0.1
+    """`halp`: assumed strong convexity μ; the offset reaches ‖full gradient‖ / μ."""
+    lp_span: float = 0.0
+    """`lp_svrg` and `lp_sgd`: largest weight that the integers hold; 0 takes twice the largest initial
+    weight of each tensor."""
+    center_epochs: float = 1.0
+    """`svrg`, `halp` and `lp_svrg`: epochs from one full gradient to the next."""
     rms_rate: float = 3e-4
     """`rmsprop_warmup`: learning rate of its RMSprop part."""
     rms_beta: float = 0.99
@@ -167,6 +180,7 @@ class OptimSettings:
             "adam_eps",
             "rms_rate",
             "rms_center_epochs",
+            "lp_span",
         ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -200,6 +214,7 @@ class OptimSettings:
             )
         self._check_schedule()
         self._check_batches()
+        self._check_svrg()
         self._check_lars()
         self._check_muon()
         self._check_others()
@@ -263,6 +278,28 @@ class OptimSettings:
             )  # fmt: skip
         if self.range_steps < 2:
             raise ConfigError("optim.range_steps", self.range_steps, "must be at least 2")
+
+    def _check_svrg(self) -> None:
+        if self.bits not in (8, 16):
+            raise ConfigError("optim.bits", self.bits, "must be 8 or 16", "try 8")
+        for name in ("halp_mu", "center_epochs"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"optim.{name}", getattr(self, name), "must be above 0")
+        if self.name not in OPTIMIZERS_OF_SVRG:
+            return
+        for name, wanted in (
+            ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
+        ):  # fmt: skip
+            if getattr(self, name) != wanted:
+                raise ConfigError(
+                    f"optim.{name}", getattr(self, name), f"{self.name} is not defined with it",
+                    f"set optim.{name} = {wanted!r}",
+                )  # fmt: skip
+        if self.schedule in CYCLES and self.cycle_momentum:
+            raise ConfigError(
+                "optim.cycle_momentum", list(self.cycle_momentum),
+                f"{self.name} is not defined with momentum", "set it to []",
+            )  # fmt: skip
 
     def _check_batches(self) -> None:
         if self.batch_rate not in BATCH_RATES:

@@ -42,6 +42,8 @@ class Outcome:
     resumes: int
     read_retries: int
     damaged_cache_entries: int
+    state_bytes_per_parameter: float | None = None
+    exchange_bytes_per_step: float | None = None
 
     @classmethod
     def of(cls, run: RunFiles) -> Outcome:
@@ -80,6 +82,8 @@ class Outcome:
             resumes=len(run.resumes),
             read_retries=integer(counters, "read_retries") or 0,
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
+            state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
+            exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
         )
 
 

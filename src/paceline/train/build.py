@@ -18,14 +18,15 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import Event, NoteEvent, Observer
-from paceline.data import BatchPlan, Source, create_train_loader, describe_channels
+from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader, describe_channels
 from paceline.models.freeze import count_frozen
 from paceline.models.names import MODEL_NAMES
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.optim.batch_growth import describe_stages
 from paceline.optim.schedule import LrSchedule
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import ANCHORED, OptimSettings
+from paceline.optim.svrg import SVRG
 from paceline.plan.plan_file import PlanFile
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
@@ -37,6 +38,7 @@ from paceline.train.inputs import (
     agree_on_inputs,
     batch_stages,
     read_checkpoint,
+    refuse_with_svrg,
     resolve_batch_sizes,
 )
 from paceline.train.loss import LOSSES
@@ -52,7 +54,7 @@ from paceline.train.model_checks import (
 from paceline.train.observers import RunTrace
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
-from paceline.train.step import TrainStep
+from paceline.train.step import Anchors, TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
 from paceline.train.weights import fingerprint
@@ -146,6 +148,7 @@ def build(
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     asked = (first, config.run.batch_size, group.world_size)
     resolve_batch_sizes(*asked)
+    refuse_with_svrg(config, components, group.device.type)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         sizes = resolve_batch_sizes(*asked, samples=len(inputs.source))
@@ -187,7 +190,7 @@ def _assemble(
     graphs_config = _graphs_for(eager_norms(config, norm_group), model_notes, group)
     parts = create_parts(
         graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
-        accumulate=plan.accumulation > 1,
+        accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
         pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes),
@@ -216,7 +219,8 @@ def _assemble(
             first_step=progress.step, device=group.device, augment=components.augment,
         ),
     )  # fmt: skip
-    step = create_step(config, parts, loader, plan, group, stop, components, norm_group)
+    anchors = _anchors(config, source, plan, parts, group, components)
+    step = create_step(config, parts, loader, plan, group, stop, components, norm_group, anchors)
     buffers = parts.exchange.bucket_info()
     group.name_buckets(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
@@ -234,6 +238,7 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
+        **_describe_anchors(anchors),
         **describe_norms(config, group, norm_group),
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
         **_given_objects(components),
@@ -260,6 +265,35 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
     if not plan.growth:
         return LrSchedule(settings, peak, plan.total_steps, per_epoch)
     return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
+
+
+def _anchors(
+    config: RunConfig, source: Source, plan: BatchPlan, parts: StepParts, group: Group,
+    components: Components,
+) -> Anchors | None:  # fmt: skip
+    """The full-gradient passes of SVRG and its relatives; None for other optimizers."""
+    optimizer = parts.optimizer
+    if not isinstance(optimizer, SVRG) or not optimizer.anchored:
+        return None
+    # As many micro-batches to a step as there are ranks: only their sum counts.
+    whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
+
+    def loader() -> TrainBatches:
+        return create_train_loader(
+            source, whole, config.data, seed=config.run.seed, rank=group.rank, first_step=0,
+            device=group.device, augment=components.augment,
+        )  # fmt: skip
+
+    interval = max(1, round(config.optim.center_epochs * plan.steps_per_epoch))
+    return Anchors(optimizer, interval, whole, loader)
+
+
+def _describe_anchors(anchors: Anchors | None) -> dict[str, str]:
+    if anchors is None:
+        return {}
+    return {
+        "full gradient": f"every {anchors.interval:,} steps, over {anchors.plan.samples:,} images"
+    }
 
 
 def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:

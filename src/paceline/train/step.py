@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.exchange import GradientExchange, Signals
+from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
 from paceline.comm.group import Group
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError
-from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
+from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.models.synced_norm import NormGroup
+from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.machine import explain_out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
@@ -73,6 +74,17 @@ class _Launched:
     stall: Callable[[], dict[str, float]]
 
 
+@dataclass(frozen=True)
+class Anchors:
+    """What SVRG and its relatives need beside a batch: every `interval` steps a pass over all samples,
+    in the micro-batches of `plan`, which `loader` makes."""
+
+    optimizer: SVRG
+    interval: int
+    plan: BatchPlan
+    loader: Callable[[], TrainBatches]
+
+
 @dataclass(kw_only=True)
 class TrainStep:
     """Everything one step uses."""
@@ -99,6 +111,7 @@ class TrainStep:
     faulted: bool = False
     # Ranks that share batch-norm statistics; None where each has its own.
     norm_group: NormGroup | None = None
+    anchors: Anchors | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     _given_up: bool = False
@@ -128,6 +141,9 @@ class TrainStep:
         first, last = self.plan.step_range(step)
         micro_batches = self.plan.micro_batches(step, self.group.rank)
         self._agree_on_graphs()
+        if self.anchors is not None and step % self.anchors.interval == 0:
+            with self.spans.span("full gradient"):
+                self._center(step, self.anchors)
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
@@ -156,6 +172,9 @@ class TrainStep:
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, number, len(batch.labels))
                     computing = True
+                    if self.anchors is not None:
+                        self._subtract_anchor(self.anchors, batch, usual=usual)
+                        seed_micro_batch(self.seed, step, number)
                     self.micro.run(batch.images, batch.labels, usual=usual, last=final, mix=mix)
                     computing = False
         except Exception as error:  # a defect of the program is raised again
@@ -196,6 +215,39 @@ class TrainStep:
                 stall=wait.stall,
             )
         )
+
+    def _subtract_anchor(self, anchors: Anchors, batch: Batch, *, usual: bool) -> None:
+        """Subtracts the gradients of a micro-batch at the anchor, without a trace in batch norm."""
+        flat, tracked = self.batch_norm.flat.clone(), self.batch_norm.tracked.clone()
+        with anchors.optimizer.at_anchor():
+            self.micro.run(batch.images, batch.labels, usual=usual, subtract=True)
+        self.batch_norm.flat.copy_(flat)
+        self.batch_norm.tracked.copy_(tracked)
+
+    def _center(self, step: int, anchors: Anchors) -> None:
+        """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
+        on one rank is raised again in the step that follows, and reported there."""
+        self.exchange.begin(step)
+        self.batch_norm.remember()
+        self.micro.begin(anchors.plan.samples, anchors.plan.samples)
+        failed = self.fault is not None
+        try:
+            if not failed:
+                with anchors.loader() as batches:
+                    for number, batch in enumerate(batches):
+                        seed_micro_batch(self.seed, step, number)
+                        usual = len(batch.labels) == self.plan.micro_batch
+                        self.micro.run(batch.images, batch.labels, usual=usual)
+        except Exception as error:  # a defect of the program is raised again
+            fault = step_error(error, step, self.plan.micro_batch, foreign=self.foreign)
+            if fault is None:
+                raise
+            self.fault, failed = fault, True
+        self.batch_norm.roll_back()
+        self._reduce(Signals(fault=float(failed)))
+        # Read on the host: a full pass is rare, and long.
+        if not float(self.exchange.tail[SIGNALS.index("fault")]):
+            anchors.optimizer.center()
 
     def _synchronize_norms(self, step: int, *, full: bool) -> bool:
         """Whether ranks share batch-norm statistics in this step: not in a short last one in which they
@@ -278,6 +330,18 @@ class TrainStep:
             stall=launched.stall(),
             grad_norm=row["grad_norm"],
         )
+
+    def state_bytes_per_parameter(self) -> float:
+        """Bytes of optimizer state, masters included, for each trained parameter."""
+        optimizer = self.update.optimizer
+        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        return float(optimizer.state_bytes() / max(trained, 1))
+
+    def exchange_bytes(self) -> float:
+        """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the
+        steps that use them."""
+        once = sum(bucket.bytes for bucket in self.exchange.bucket_info())
+        return once * (1 if self.anchors is None else 1 + 1 / self.anchors.interval)
 
     def release(self) -> None:
         """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not
