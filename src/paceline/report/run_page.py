@@ -69,6 +69,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
         axis.chart(
             "Learning rate", [axis.line("rate", run.points("step", "lr"), 1)], from_zero=True
         ),
+        *_scheduled(run, axis),
         axis.chart(
             "Throughput (images/s)",
             axis.smoothed("images/s", speeds),
@@ -90,6 +91,17 @@ def run_charts(run: RunFiles) -> list[Chart]:
             )
         )
     return charts
+
+
+def _scheduled(run: RunFiles, axis: _XAxis) -> list[Chart]:
+    """Charts of batch and momentum, where a schedule changes them."""
+    found = []
+    if batches := run.points("step", "batch_size"):
+        line = axis.line("samples a step", batches, 1)
+        found.append(axis.chart("Global batch", [line], from_zero=True, show_value=rate))
+    if momenta := run.points("step", "momentum"):
+        found.append(axis.chart("Momentum", [axis.line("momentum", momenta, 1)]))
+    return found
 
 
 class _XAxis:

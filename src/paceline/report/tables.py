@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from paceline.core.units import UNKNOWN, format_duration, format_percent
+from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
 from paceline.plan.noise import describe_noise
 from paceline.report.bottleneck import (
     ExposedWaits,
@@ -84,6 +84,10 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
     if noise > 0 and batch > 0:
         described = describe_noise(noise, batch)
         rows.append(("gradient noise scale", described))
+    if outcome.state_bytes_per_parameter is not None:
+        rows.append(("optimizer state", f"{outcome.state_bytes_per_parameter:.3g} bytes/parameter"))
+    if outcome.exchange_bytes_per_step is not None:
+        rows.append(("exchanged in a step", format_bytes(outcome.exchange_bytes_per_step)))
     if waits.exposed_s is not None:
         rows.append(("exposed communication", waits.describe()))
     if straggler := waits.straggler():

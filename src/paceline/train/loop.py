@@ -78,7 +78,7 @@ class TrainingLoop:
             StartEvent(
                 step=progress.step,
                 total_steps=t.plan.total_steps,
-                steps_per_epoch=t.schedule.steps_per_epoch,
+                steps_per_epoch=t.plan.steps_per_epoch,
                 world_size=t.group.world_size,
                 global_batch_size=t.plan.global_batch,
                 resumed_from=str(t.folder.resume_from) if t.folder.resume_from else None,
@@ -122,7 +122,7 @@ class TrainingLoop:
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
         for number in range(progress.step, t.plan.total_steps):
-            t.step.launch(number, t.schedule.rate(number))
+            t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
             if stop is None and self._save_owed and not pause:
@@ -211,6 +211,8 @@ class TrainingLoop:
             grad_signal=None if estimate is None else estimate.signal,
             grad_variance=None if estimate is None else estimate.variance,
             noise_scale=None if estimate is None else self._noise.value,
+            batch_size=last - first if t.plan.growth else None,
+            momentum=t.schedule.others(number).get("momentum"),
         )
         t.emit(event)
         if self._rank_times is not None:

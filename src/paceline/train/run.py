@@ -302,6 +302,8 @@ def _summary(
         "global_batch_size": training.sizes.global_batch,
         "batch_size": training.sizes.micro_batch,
         "accumulation": training.sizes.accumulation,
+        "state_bytes_per_parameter": training.step.state_bytes_per_parameter(),
+        "exchange_bytes_per_step": training.step.exchange_bytes(),
         "train_s": progress.train_s,
         "target_top1": config.run.target_top1,
         "time_to_target_s": progress.time_to_target_s,

@@ -176,7 +176,16 @@ class RunState:
              len(self.batch_norm.names)),
         ):  # fmt: skip
             _compare(path, name, before, now)
-        if sampler["position"] < min(checkpoint.step * batches.global_batch, batches.total_samples):
+        expected = min(batches.position(checkpoint.step), batches.total_samples)
+        there = flatten(checkpoint.config).get("optim.batch_schedule", "")
+        grows = bool(there) or bool(batches.growth)
+        if grows and sampler["position"] != expected:
+            raise CheckpointError(
+                f"{path} is at sample {sampler['position']:,}, which optim.batch_schedule = "
+                f"{self.config.optim.batch_schedule!r} passes after {expected:,} samples or never",
+                f"resume with {there!r}; only later stages may change",
+            )
+        if sampler["position"] < expected:
             # The last batch of a shorter run was not full; continuing would skip samples.
             raise CheckpointError(
                 f"{path} is the end of a shorter run, whose last batch was not full",
@@ -249,7 +258,7 @@ class RunState:
             optimizer=_without_masters(self.optimizer.state_dict()),
             precision=self.scale.state(),
             sampler={
-                "position": min(progress.step * batches.global_batch, batches.total_samples),
+                "position": min(batches.position(progress.step), batches.total_samples),
                 "samples": batches.samples,
                 "labels": self.labels,
                 "global_batch": batches.global_batch,

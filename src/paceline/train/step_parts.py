@@ -27,6 +27,7 @@ from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import is_own, parameter_groups
+from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
 from paceline.optim.layers import describe_layers, with_layer_decay
@@ -49,7 +50,7 @@ from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
 from paceline.train.model_checks import restored_buffers, with_one_output
 from paceline.train.run_state import PinnedPlan
-from paceline.train.step import TrainStep
+from paceline.train.step import Anchors, TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
 from paceline.train.weights import BatchNormState, WeightAverage, create_average
@@ -107,7 +108,9 @@ def create_parts(
         settings = replace(settings, fused="foreach")
     optimizer = group.agree_on(
         "optimizer",
-        lambda: create_master_optimizer(settings, model, policy, rate, components.optimizer),
+        lambda: create_master_optimizer(
+            settings, model, policy, rate, components.optimizer, config.run.seed
+        ),
     )
     loss = group.agree_on("loss", lambda: create_loss(config.run, components.loss, classes))
     if isinstance(optimizer, Muon) or optimizer.path == "torch":
@@ -224,7 +227,8 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
-    stop: StopSignals, components: Components | None = None,
+    stop: StopSignals, components: Components | None = None, norm_group: NormGroup | None = None,
+    anchors: Anchors | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     augment = None
@@ -233,7 +237,7 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment,
+        loss=parts.loss, augment=augment, signed=anchors is not None,
     )  # fmt: skip
     update = Update(
         parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
@@ -259,6 +263,8 @@ def create_step(
         seed=run.seed,
         mixing=mixing,
         foreign=not is_own(parts.model),
+        norm_group=norm_group,
+        anchors=anchors,
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
@@ -267,7 +273,7 @@ def create_step(
 
 def create_master_optimizer(
     settings: OptimSettings, model: nn.Module, policy: Policy, rate: float,
-    factory: Callable[..., Any] | None = None,
+    factory: Callable[..., Any] | None = None, seed: int = 0,
 ) -> MasterOptimizer:  # fmt: skip
     """Rounds the model's weights to the policy's format; the masters keep them as they were drawn."""
     groups = parameter_groups(model, settings.weight_decay)
@@ -276,7 +282,7 @@ def create_master_optimizer(
     groups = with_layer_decay(groups, model, settings.layer_decay)
     drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
-    optimizer = create_optimizer(settings, groups, rate, factory)
+    optimizer = create_optimizer(settings, groups, rate, factory, seed)
     # The optimizer's own order: it may have groups of its own.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(parameters) != len(drawn):
@@ -285,7 +291,8 @@ def create_master_optimizer(
             "give it all groups; freeze parameters by requires_grad_(False)",
         )  # fmt: skip
     for master, parameter in zip(optimizer.masters(), parameters, strict=True):
-        master.detach().copy_(drawn[parameter])
+        if master is not parameter:
+            master.detach().copy_(drawn[parameter])
     return optimizer
 
 

@@ -7,13 +7,15 @@ the step reads it later, so that nothing waits here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.build import set_rate
 from paceline.optim.lars_foreach import accurate_norms
+from paceline.optim.schedule import set_rate
 from paceline.precision.policy import LossScale
 from paceline.train.micro_step import Captured
 from paceline.train.weights import BatchNormState, WeightAverage
@@ -64,9 +66,9 @@ class Update:
             self._run, enabled=graphs and optimizer.path == "triton" and optimizer.capturable
         )
 
-    def run(self, rate: float) -> None:
-        """One update at the learning rate `rate`."""
-        set_rate(self.optimizer, rate)
+    def run(self, rate: float, others: Mapping[str, float] | None = None) -> None:
+        """One update at the learning rate `rate`, with `others` of the schedule's values."""
+        set_rate(self.optimizer, rate, others)
         if self.average is not None:
             self.average.set_rate(rate)
         self.optimizer.upload()
