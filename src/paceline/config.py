@@ -218,6 +218,15 @@ class RunConfig:
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
+    def __post_init__(self) -> None:
+        """Settings of two sections that exclude one another."""
+        if self.run.average_epochs and self.comm.hook == "post_local_sgd":
+            raise ConfigError(
+                "run.average_epochs", self.run.average_epochs,
+                "but comm.hook = 'post_local_sgd' gives each rank weights of its own",
+                "use 0 (off)",
+            )  # fmt: skip
+
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
         """Builds the configuration; a section or key that does not exist fails by name."""

@@ -400,3 +400,8 @@ def _either(new: str, old: str) -> Callable[..., Any]:
 
 _reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
 _all_gather = _either("all_gather_single", "all_gather_into_tensor")
+
+
+def all_gather_single(into: Tensor, out: Tensor, group: ProcessGroup | None) -> None:
+    """Every rank's `out`, one behind the other, in `into`."""
+    _all_gather(into, out, group=group)

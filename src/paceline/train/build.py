@@ -193,7 +193,7 @@ def _assemble(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
-        average=parts.average, group=group,
+        average=parts.average, group=group, memory=parts.exchange.memory,
         callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
@@ -228,6 +228,7 @@ def _assemble(
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule),
+        **({"exchange state": "; ".join(state.notes)} if state.notes else {}),
         **_given_objects(components),
     }
     training = Training(

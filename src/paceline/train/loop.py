@@ -31,6 +31,7 @@ from paceline.train.evaluate import evaluate
 from paceline.train.machine import hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
+from paceline.train.run_state import shared_weights
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
 
@@ -271,7 +272,8 @@ class TrainingLoop:
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
-        with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
+        shared = shared_weights(t.state.memory)
+        with shared, applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
                 t.config.model.num_classes or len(t.source.classes),

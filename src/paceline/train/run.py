@@ -236,6 +236,8 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
     average, optimizer = training.state.average, training.step.update.optimizer
+    if training.state.memory is not None:
+        training.state.memory.conclude()
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
@@ -328,7 +330,8 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
     ends.
     """
-    if not training.config.checkpoint.salvage:
+    memory = training.state.memory
+    if not training.config.checkpoint.salvage or (memory is not None and memory.ranks_differ):
         return
     training.group.leaving(error)
     with contextlib.suppress(Exception):

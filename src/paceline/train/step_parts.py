@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
+from paceline.comm.memory import Weights
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
@@ -150,6 +151,9 @@ def create_parts(
     planned = plan_exchange(config.comm, model, group, dry, pinned)
     exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
+    if (memory := exchange.memory) is not None:
+        memory.scale = scale.step_value
+        memory.bind(Weights(optimizer))
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm

@@ -48,6 +48,8 @@ class Update:
         place = {name: i for i, name in enumerate(exchange.names)}
         self._order = torch.tensor([place[name] for name in self.names], device=device)
         self._halted = torch.zeros((), device=device)
+        # Whether this step leaves no trace.
+        self._discard = torch.zeros((), device=device)
         self.row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(self.names), device=device)
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(self.names), device=device)
@@ -68,6 +70,8 @@ class Update:
             self._exchange.group.watched("the update", self._captured)
         else:
             self._captured()
+        if (memory := self._exchange.memory) is not None:
+            memory.settle(self._discard)
 
     def release(self) -> None:
         """Destroys the CUDA graph."""
@@ -83,7 +87,7 @@ class Update:
             self._clip()
         self.optimizer.step()
         overflow = self.optimizer.overflow
-        discard = torch.maximum(overflow, self._halted)
+        discard = self._discard.copy_(torch.maximum(overflow, self._halted))
         self._batch_norm.discard_if(discard)
         if self.average is not None:
             self.average.add(discard)
