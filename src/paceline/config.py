@@ -220,6 +220,17 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Settings of two sections that exclude one another."""
+        if self.comm.mode == "asynchronous":
+            for name, value in (
+                ("run.average_epochs", self.run.average_epochs),
+                ("optim.clip_norm", self.optim.clip_norm),
+                ("optim.trust_log_interval", self.optim.trust_log_interval),
+            ):
+                if value:
+                    raise ConfigError(
+                        name, value, "but with comm.mode = 'asynchronous' no rank has a whole update",
+                        "use 0 (off)",
+                    )  # fmt: skip
         if self.run.average_epochs and self.comm.hook == "post_local_sgd":
             raise ConfigError(
                 "run.average_epochs", self.run.average_epochs,

@@ -10,6 +10,7 @@ from paceline.plan.schedules import algorithm_names
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
+MODES = ("synchronous", "asynchronous")
 HOOKS = ("none", "powersgd", "post_local_sgd")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
@@ -43,6 +44,13 @@ class CommSettings:
     `float8_e4m3` and `float8_e5m2`, or `auto` (the gradients' own)."""
     error_feedback: bool = True
     """For 8-bit wire formats: add what rounding cut off to the gradients of the next step."""
+    mode: str = "synchronous"
+    """`synchronous`, or `asynchronous`: ranks push gradients to parameter servers and pull weights,
+    without waiting for one another."""
+    staleness: int = 4
+    """Asynchronous mode: steps by which ranks may drift apart."""
+    servers: int = 0
+    """Asynchronous mode: the first ranks that serve a shard of the weights; 0 means all ranks."""
     hook: str = "none"
     """A communication hook of torch in place of the all-reduce: `powersgd`, `post_local_sgd`, or
     `none`."""
@@ -74,6 +82,7 @@ class CommSettings:
             ("wire", WIRES),
             ("overlap", OVERLAPS),
             ("hook", HOOKS),
+            ("mode", MODES),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -92,12 +101,33 @@ class CommSettings:
             raise ConfigError("comm.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
         for name, least in (
             ("powersgd_rank", 1), ("powersgd_start_step", 2), ("local_steps", 2),
-            ("local_start_step", 0), ("local_group_size", 1),
+            ("local_start_step", 0), ("local_group_size", 1), ("staleness", 0), ("servers", 0),
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"comm.{name}", getattr(self, name), f"must be {least} or more")
+        self._check_mode()
         self._check_hook()
         self._check_together()
+
+    def _check_mode(self) -> None:
+        """Asynchronous ranks have no all-reduce."""
+        if self.mode == "synchronous":
+            return
+        for name, usual in (
+            ("algorithm", "auto"), ("wire", "auto"), ("plan", ""), ("hook", "none"), ("group_size", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value != usual:
+                raise ConfigError(
+                    f"comm.{name}", value,
+                    "but comm.mode = 'asynchronous' has no all-reduce: gradients go to parameter servers",
+                    "leave one of the two out",
+                )  # fmt: skip
+        if self.overlap == "on":
+            raise ConfigError(
+                "comm.overlap", "on", "comm.mode = 'asynchronous' pushes whole gradients, after backward",
+                "use 'auto' or 'off'",
+            )  # fmt: skip
 
     def _check_hook(self) -> None:
         """A hook decides itself how gradients travel."""

@@ -200,6 +200,23 @@ class ThreadTransport:
             self.planned.close()
 
 
+class LocalTransport:
+    """Sends nothing: every rank keeps its own gradients and signals, as asynchronous training wants."""
+
+    overlaps = False
+    capturable = False
+    signals_apart = False
+    memory = None
+
+    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
+        begun()
+        ended()
+        return lambda: None
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
 class HookTransport:
     """A hook of torch (`paceline.comm.torch_hooks`), in the caller's thread."""
 
@@ -227,6 +244,8 @@ class HookTransport:
 
 def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> Transport:
     """The transport that a plan needs; where it makes process groups, all ranks make them at once."""
+    if settings.mode == "asynchronous":
+        return LocalTransport()
     if settings.hook != "none" and group.world_size > 1:
         hook = group.watched("the creation of process groups", lambda: create_hook(settings, group))
         return HookTransport(HookReducer(group, hook))

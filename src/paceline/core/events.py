@@ -70,6 +70,9 @@ class StepEvent(Event):
     core_wait_share: float | None = None
     # The norm of all gradients before clipping; None without `optim.clip_norm`.
     grad_norm: float | None = None
+    # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
+    # other ranks between a pull and the push); None elsewhere.
+    staleness: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

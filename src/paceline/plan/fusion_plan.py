@@ -31,8 +31,8 @@ WIRE_BLOCK = 256
 _WIDTHS: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(
     EIGHT_BIT, 1 + 4 / WIRE_BLOCK
 )
-# What quantizing an element takes, in casts from 32 to 16 bits and back: int8's on a CPU, where fp8's takes
-# two to five times that (records/2026-11-17_eight-bit-wires_2-core-cpu).
+# What quantizing an element takes, in casts from 32 to 16 bits and back: int8's on a CPU, where fp8's
+# takes two to five times that (records/2026-11-17_eight-bit-wires_2-core-cpu).
 _QUANTIZING_CASTS = 8
 # Beside the gradients travel, in fp32, six numbers of the step and one for each tensor.
 _SIGNALS = 11

@@ -111,7 +111,9 @@ class TrainingLoop:
         of it in the same exchange, and save the state before it together."""
         t = self._t
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
-        if t.step.faulted and fresh and self._is_sound and "out of memory" not in str(error):
+        # Of asynchronous ranks each has its own steps under way, and no weights of one step.
+        exact = t.step.faulted and not t.step.update.asynchronous
+        if exact and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
 
     @property
@@ -206,6 +208,7 @@ class TrainingLoop:
             input_stall_causes=outcome.stall,
             core_wait_share=self._core_wait_share(),
             grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
+            staleness=outcome.staleness,
         )
         t.emit(event)
         if self._rank_times is not None:
@@ -263,6 +266,7 @@ class TrainingLoop:
     def _evaluate(self) -> RunResult | None:
         """Evaluates, and saves if due or best. Returns a result if the run ends here."""
         t, progress = self._t, self._t.progress
+        t.step.update.settle()
         loader = create_eval_loader(
             t.validation,
             t.config.data,
@@ -346,6 +350,7 @@ class TrainingLoop:
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
+        t.step.update.settle()
         checkpoint = t.state.capture(progress)
         t.saved_step = progress.step
         # Serves all requests so far: a signal reaches ranks at slightly different times.

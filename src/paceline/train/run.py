@@ -238,6 +238,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     average, optimizer = training.state.average, training.step.update.optimizer
     if training.state.memory is not None:
         training.state.memory.conclude()
+    training.step.update.conclude()
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
@@ -331,7 +332,8 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     ends.
     """
     memory = training.state.memory
-    if not training.config.checkpoint.salvage or (memory is not None and memory.ranks_differ):
+    differ = training.step.update.asynchronous or (memory is not None and memory.ranks_differ)
+    if differ or not training.config.checkpoint.salvage:
         return
     training.group.leaving(error)
     with contextlib.suppress(Exception):

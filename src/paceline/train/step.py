@@ -23,6 +23,7 @@ from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError
 from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.precision.policy import LossScale, Policy
+from paceline.train.asynchronous import AsynchronousUpdate, Outcome
 from paceline.train.machine import explain_out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
@@ -57,6 +58,8 @@ class StepOutcome:
     stall: dict[str, float]
     # Norm of all gradients before clipping; 0 where nothing is clipped.
     grad_norm: float = 0.0
+    # Of asynchronous training: how many pushes of all ranks had each staleness.
+    staleness: dict[str, int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -64,7 +67,7 @@ class _Launched:
     number: int
     rate: float
     row: Tensor
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event | Outcome | None
     corrupt: tuple[CorruptSample, ...]
     started: float
     data_s: float
@@ -78,7 +81,7 @@ class TrainStep:
 
     model: nn.Module
     micro: MicroStep
-    update: Update
+    update: Update | AsynchronousUpdate
     exchange: GradientExchange
     batch_norm: BatchNormState
     loader: TrainBatches
@@ -105,6 +108,8 @@ class TrainStep:
     @property
     def lag(self) -> int:
         """Steps that may be under way while the next is prepared; a CPU gains nothing from one."""
+        if self.update.lag is not None:
+            return self.update.lag
         return 1 if self.policy.device.type == "cuda" else 0
 
     @property
@@ -124,6 +129,7 @@ class TrainStep:
         first, last = self.plan.step_range(step)
         micro_batches = self.plan.micro_batches(step, self.group.rank)
         self._agree_on_graphs()
+        self.update.begin(step)
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
@@ -133,7 +139,7 @@ class TrainStep:
             if self.fault is not None:
                 raise self.fault
             for turn, (start, stop) in enumerate(micro_batches):
-                if self._given_up or self._asked_to_stop():
+                if not self.update.asynchronous and (self._given_up or self._asked_to_stop()):
                     abandoned = self._given_up = True
                     break
                 waiting = time.perf_counter()
@@ -183,7 +189,9 @@ class TrainStep:
                 corrupt=tuple(corrupt),
                 started=started,
                 data_s=data_s,
-                exposed=self.exchange.exposed,
+                exposed=self.update.exposed
+                if isinstance(self.update, AsynchronousUpdate)
+                else self.exchange.exposed,
                 stall=wait.stall,
             )
         )
@@ -215,8 +223,11 @@ class TrainStep:
         with explain_out_of_memory("in the update", remedy):
             self.update.run(rate)
 
-    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | Outcome | None]:
         """The outcome's copy to host memory, queued behind the update."""
+        if isinstance(self.update, AsynchronousUpdate):
+            outcome = self.update.outcome()
+            return outcome.row, outcome
         if self.policy.device.type != "cuda":
             return self.update.row.clone(), None
         row = torch.empty(self.update.row.shape, pin_memory=True)
@@ -258,6 +269,7 @@ class TrainStep:
             exposed_comm_s=launched.exposed(),
             stall=launched.stall(),
             grad_norm=row["grad_norm"],
+            staleness=launched.ready.staleness if isinstance(launched.ready, Outcome) else None,
         )
 
     def release(self) -> None:

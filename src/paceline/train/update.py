@@ -25,6 +25,10 @@ EXTRAS = ("overflow", "halted", "scale", "grad_norm")
 class Update:
     """A rank's fault, or a stop in mid-step, halts the weights for good: the run then ends."""
 
+    asynchronous = False
+    # Steps that may be under way while the next is prepared; None: as the device wants it.
+    lag: int | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -40,7 +44,7 @@ class Update:
         """`clip_norm`: largest norm of all gradients together, after their mean over ranks; 0: any."""
         self.optimizer = optimizer
         self.average = average
-        self.names = _names(model, optimizer)
+        self.names = parameter_names(model, optimizer)
         self._exchange = exchange
         self._batch_norm = batch_norm
         self._scale = scale
@@ -61,6 +65,15 @@ class Update:
         # A wrapped optimizer reads flags on the host, and waits for the exchange there.
         self._waits = optimizer.path == "torch" and device.type == "cuda"
         self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
+
+    def begin(self, step: int) -> None:
+        """Before the first micro-batch of a step."""
+
+    def settle(self) -> None:
+        """Before an evaluation and a checkpoint, when no step is under way."""
+
+    def conclude(self) -> None:
+        """At the end of the run."""
 
     def run(self, rate: float) -> None:
         """One update at the learning rate `rate`."""
@@ -122,7 +135,7 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     return norms
 
 
-def _names(model: nn.Module, optimizer: MasterOptimizer) -> list[str]:
+def parameter_names(model: nn.Module, optimizer: MasterOptimizer) -> list[str]:
     """The parameters' names in the optimizer's order."""
     names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
