@@ -33,6 +33,7 @@ LOSSES = ("cross_entropy", "bce")
 MIXES = (0.01, 100.0)
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.
 WARMUP_MAX_SHARE = 0.2
+EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
 SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 # More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
@@ -54,6 +55,11 @@ class RunSettings:
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""
+    shares: str = "equal"
+    """Parts of the global batch for ranks of different speed: `equal`, `probe` (measured before the
+    first step), or a number for each rank, as in `3:3:1`."""
+    rebalance: bool = False
+    """Decide the shares again at every checkpoint, from the times of the steps."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
     targets, as in `my_package.losses:focal`."""
@@ -120,6 +126,7 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"run.{name}", value, "must be at least 1")
+        self._check_shares()
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:
@@ -168,6 +175,26 @@ class RunSettings:
             raise ConfigError(
                 "run.fused_norm", "on", f"cannot be compiled by run.compile = {self.compile!r}",
                 "choose one of the two",
+            )  # fmt: skip
+
+    def _check_shares(self) -> None:
+        if self.shares in (EQUAL_SHARES, PROBED_SHARES):
+            if self.rebalance and self.shares == EQUAL_SHARES:
+                raise ConfigError(
+                    "run.rebalance",
+                    True,
+                    "but run.shares = 'equal' fixes them",
+                    "use run.shares='probe'",
+                )
+            return
+        try:
+            parts = [float(part) for part in self.shares.split(":")]
+        except ValueError:
+            parts = []
+        if len(parts) < 2 or not all(0 < part < 1e9 for part in parts):
+            raise ConfigError(
+                "run.shares", self.shares, "must be 'equal', 'probe', or a number for each rank",
+                "try 'probe', or 3:3:1 for three ranks",
             )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from paceline.train.machine import hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
 from paceline.train.run_state import shared_weights
+from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
 
@@ -67,6 +68,7 @@ class TrainingLoop:
         self._rank_times: RankTimes | None = None
         if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
             self._rank_times = RankTimes(group, training.emit)
+        self._rebalance = Rebalance(group) if settings.rebalance else None
         self._save_owed = False
         self._load, self._overload_noted = HostLoad(), False
 
@@ -211,6 +213,8 @@ class TrainingLoop:
             staleness=outcome.staleness,
         )
         t.emit(event)
+        if self._rebalance is not None:
+            self._rebalance.note(outcome.step_s, outcome.exposed_comm_s)
         if self._rank_times is not None:
             self._rank_times.note(event)
         if outcome.save:
@@ -345,12 +349,24 @@ class TrainingLoop:
         if self._is_sound:
             self._save(best=False)
 
+    def _divide_again(self) -> None:
+        t = self._t
+        if self._rebalance is None or t.progress.step >= t.plan.total_steps:
+            return
+        plan = self._rebalance.decide(t.plan)
+        if plan is not t.plan:
+            t.divide_again(plan)
+            shares = ":".join(map(str, plan.shares))
+            t.emit(NoteEvent(f"samples of each rank from step {t.progress.step} on: {shares}"))
+
     def _save(self, *, best: bool) -> None:
         """All ranks send their statistics, and rank 0 writes. A write error fails the run at the next
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
         t.step.update.settle()
+        # Before the checkpoint, which has the shares of the steps that follow it.
+        self._divide_again()
         checkpoint = t.state.capture(progress)
         t.saved_step = progress.step
         # Serves all requests so far: a signal reaches ranks at slightly different times.

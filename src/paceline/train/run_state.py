@@ -307,6 +307,7 @@ class RunState:
                 "labels": self.labels,
                 "global_batch": batches.global_batch,
                 "seed": self.config.run.seed,
+                **({"shares": list(batches.shares)} if batches.shares else {}),
             },
             schedule={"peak_lr": self.peak_lr, "total_steps": batches.total_steps},
             rng={"seed": self.config.run.seed, "derived_from": "(seed, step, micro-batch)"},

@@ -150,7 +150,7 @@ class TrainStep:
                 corrupt += batch.corrupt
                 number = self.group.rank + turn * self.group.world_size
                 seed_micro_batch(self.seed, step, number)
-                usual = stop - start == self.plan.micro_batch
+                usual = stop - start == self.plan.usual_micro_batch(self.group.rank)
                 final = turn == len(micro_batches) - 1
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, number, len(batch.labels))

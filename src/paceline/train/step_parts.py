@@ -70,8 +70,15 @@ class StepParts:
     plan_file: PlanFile
     exchange_summary: str
     loss: TrainingLoss
+    # A micro-batch of zeros, forward and backward, without a trace.
+    dry: DryBackward
     clip_norm: float = 0.0
     average: WeightAverage | None = None
+
+    def probe(self) -> None:
+        """Computes as a micro-batch of an equal share does."""
+        self.dry()
+        self.model.zero_grad(set_to_none=True)
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for display and record."""
@@ -179,6 +186,7 @@ def create_parts(
         or describe_exchange(exchange, planned, _when(exchange, fast)),
         average=average,
         loss=loss,
+        dry=dry,
         clip_norm=settings.clip_norm,
     )
 
