@@ -12,15 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from comm.exchanges import joined
 from paceline.comm.parameter_server import Clock, ParameterServer, cut_shards
 from paceline.comm.settings import CommSettings
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import read_events
+from paceline.train import run_training
+from paceline.train.components import Components
 from ranks import run_ranks
-from small_runs import run_small
+from small_runs import Silent, run_small, small_config
+from train.runs import StopAt, last
 
 SIZES = (5, 300, 20, 70)
 ROUNDS, RATE, MOMENTUM = 12, 0.1, 0.5
@@ -156,6 +160,56 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     assert other["steps"] == 7
     summary = json.loads((tmp_path / "a/summary.json").read_text())
     assert summary["top1"] is not None
+
+
+def _stopped(rank: int, output: str) -> str:
+    config = small_config(output, run__epochs=4, **ASYNC)
+    return run_training(config, lambda: StopAt(3)).result.stopped_by
+
+
+def test_a_stop_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
+    """The signal of one rank is known to all a bound later; steps under way are completed and saved."""
+    assert run_ranks(2, _stopped, str(tmp_path / "a")) == ["SIGTERM"] * 2
+    saved = last(tmp_path / "a")
+    assert 4 <= saved.step <= 6
+    rest = run_ranks(
+        2, _run, str(tmp_path / "a"), ASYNC | {"run__epochs": 4, "run__resume": "auto"}
+    )
+    assert rest[0]["steps"] == 14
+    assert rest[0]["weights_sha256"] == rest[1]["weights_sha256"]
+
+
+class Broken(nn.Module):
+    """A model that fails in a step on one rank."""
+
+    def __init__(self, rank: int, num_classes: int) -> None:
+        super().__init__()
+        self._rank, self._calls = rank, 0
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, num_classes))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled() and images.abs().sum() > 0:
+            self._calls += 1
+        if self._calls > 8 and self._rank == 1:
+            raise ValueError("a broken layer")
+        found: torch.Tensor = self.net(images)
+        return found
+
+
+def _broken(rank: int, output: str) -> str:
+    config = small_config(output, run__epochs=20, **ASYNC)
+    made = Components(model=lambda num_classes: Broken(rank, num_classes))
+    try:
+        run_training(config, Silent, components=made)
+    except PacelineError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_of_one_rank_ends_all_with_its_line(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _broken, str(tmp_path))
+    assert "a broken layer" in first
+    assert "a broken layer" in second
 
 
 def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Path) -> None:
