@@ -141,6 +141,7 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     first, second = run_ranks(2, _run, str(tmp_path / "a"), own)
     assert first["weights_sha256"] == second["weights_sha256"]
     assert first["steps"] == 7
+    assert first["exchange_state_bytes"] > 0
     assert "asynchronous" in first["chosen"]["exchange"]
     events = list(read_events(tmp_path / "a/metrics.jsonl"))
     steps = [event for event in events if event["event"] == "step"]

@@ -53,6 +53,8 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, name: str) -> None:
     again = run_ranks(2, _run, str(tmp_path / "b"), values | {"run__resume": str(saved)})
     assert {summary["weights_sha256"] for summary in again} == {whole["weights_sha256"]}
     assert "exchange state" not in again[0]["chosen"]
+    assert (whole["exchange_state_bytes"] > 0) == (name != "post-local SGD")
+    assert plain["exchange_state_bytes"] == 0
 
     # Elsewhere: one rank exchanges nothing.
     alone = run_small(tmp_path / "c", run__resume=str(saved), **values).summary

@@ -43,6 +43,11 @@ class Memory:
     def conclude(self) -> None:
         """After the last step of the run, on all ranks: they end with equal weights."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the device's memory, on this rank."""
+        return 0
+
     def state(self) -> dict[str, Any]:
         """This rank's, for a checkpoint: tensors, numbers and texts."""
         return {}

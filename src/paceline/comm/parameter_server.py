@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from paceline.core.errors import CommError
 Apply = Callable[[Tensor, float], bool]
 _HEADER, _BODY, _REPLY, _ACK = range(1, 5)
 _PULL, _PUSH, _BYE = range(3)
-_END_WAIT_S = 5.0
+_END_WAIT_S, _LEAVE_WAIT_S = 5.0, 1.0
 # Staleness above this is counted together.
 MOST_STALENESS = 64
 
@@ -79,6 +80,8 @@ class ParameterServer:
         self._apply: Apply | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        # Messages whose memory must outlive this object's last call.
+        self._goodbyes: list[Any] = []
         # Of the last pull, for each shard.
         self._pulled = [0] * len(shards)
 
@@ -140,10 +143,17 @@ class ParameterServer:
         if self._thread is not None:
             self._thread.join(_END_WAIT_S)
 
-    @property
-    def lock(self) -> threading.Lock:
-        """Held while the shard changes."""
-        return self._lock
+    def leave(self) -> None:
+        """After an error: lets the other ranks' servers end, without waiting for ranks that may be
+        gone."""
+        for shard in self.shards:
+            if shard is not self._own:
+                with suppress(RuntimeError, ValueError):  # that rank is gone
+                    goodbye = torch.tensor([_BYE, 0, 0], dtype=torch.float64)
+                    work = dist.isend(goodbye, group=self._world, group_dst=shard.rank, tag=_HEADER)
+                    self._goodbyes.append((goodbye, work))
+        if self._thread is not None:
+            self._thread.join(_LEAVE_WAIT_S)
 
     @property
     def process_group(self) -> Any:

@@ -116,6 +116,12 @@ class PowerSgd(Memory):
             self._load(self._before)
         self._before = None
 
+    @property
+    def state_bytes(self) -> int:
+        state = self._state
+        kept = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
+        return sum(value.nbytes for table in kept for value in table.values())
+
     def _copy(self) -> dict[str, Any]:
         state = self._state
         return {

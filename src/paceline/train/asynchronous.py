@@ -153,6 +153,13 @@ class AsynchronousUpdate:
         waited = self._exposed_s
         return lambda: waited
 
+    @property
+    def state_bytes(self) -> int:
+        """Of host memory: pulled weights, pushed gradient, and the server's weights and momenta."""
+        mirror = self._mirror.state_of(tuple(range(len(self._parameters))))
+        held = sum(tensor.nbytes for tensor in mirror)
+        return held + 2 * self._flat.nbytes + self._gradient.nbytes
+
     def settle(self) -> None:
         """At a pause, when all ranks have done the same steps: the model and its optimizer get the
         weights and the state of the servers, equal on all ranks. A collective."""
@@ -170,7 +177,10 @@ class AsynchronousUpdate:
             self._group.watched("the end of the servers", self._server.close)
 
     def release(self) -> None:
-        """Holds no CUDA graph."""
+        """Lets the servers end, also after an error. Holds no CUDA graph."""
+        if self._started and not self._closed:
+            self._closed = True
+            self._server.leave()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [

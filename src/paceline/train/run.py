@@ -314,6 +314,7 @@ def _summary(
         "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
+        "exchange_state_bytes": training.step.update.state_bytes,
         "seed": config.run.seed,
         "chosen": training.chosen,
         "versions": versions(),

@@ -69,6 +69,12 @@ class Update:
     def begin(self, step: int) -> None:
         """Before the first micro-batch of a step."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Of what the exchange remembers on this rank."""
+        memory = self._exchange.memory
+        return 0 if memory is None else memory.state_bytes
+
     def settle(self) -> None:
         """Before an evaluation and a checkpoint, when no step is under way."""
 
