@@ -79,6 +79,9 @@ class StepEvent(Event):
     batch_size: int | None = None
     # None where the schedule leaves `optim.momentum` as it is.
     momentum: float | None = None
+    # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
+    # other ranks between a pull and the push); None elsewhere.
+    staleness: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

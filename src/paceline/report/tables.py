@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
+from paceline.core.untrusted import is_count
 from paceline.plan.noise import describe_noise
 from paceline.report.bottleneck import (
     ExposedWaits,
@@ -138,6 +139,22 @@ def stall_table(run: RunFiles) -> Table:
             rows.append((str(rank), cause, format_duration(seconds / stall.steps), share))
     columns = ("rank", "cause", "a step", "of the steps' time")
     return Table.of("Waiting for the input", columns, rows, {1})
+
+
+def staleness_table(run: RunFiles) -> Table:
+    """Of an asynchronous run: how many pushes, of all ranks, had each staleness."""
+    counts: dict[int, int] = {}
+    for record in run.of_kind("step"):
+        found = record.get("staleness")
+        for stale, pushes in found.items() if isinstance(found, dict) else ():
+            if stale.isdecimal() and is_count(pushes):
+                counts[int(stale)] = counts.get(int(stale), 0) + pushes
+    total = sum(counts.values())
+    rows = [
+        (count(stale), count(pushes), format_percent(100 * pushes / total, 1))
+        for stale, pushes in sorted(counts.items())
+    ]
+    return Table.of("Staleness", ("updates by other ranks", "pushes", "share"), rows, set())
 
 
 def epoch_table(run: RunFiles) -> Table:

@@ -7,6 +7,7 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,6 +57,7 @@ from paceline.train.model_checks import (
 from paceline.train.observers import RunTrace
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
+from paceline.train.shares import with_shares
 from paceline.train.step import Anchors, TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
@@ -85,6 +87,7 @@ class Training:
     plan_file: PlanFile
     trace: RunTrace
     chosen: dict[str, str]
+    make_loader: Callable[[BatchPlan, int], TrainBatches]
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
     # For a module that the user gave: the state that is evaluated and exported, once the run has ended.
@@ -106,6 +109,15 @@ class Training:
                     f"cannot write the run's records in {self.folder.path}: {error.strerror}",
                     "free space or choose another --output, then --resume auto",
                 )
+
+    def divide_again(self, plan: BatchPlan) -> None:
+        """Goes on with other shares of the global batch. Between steps, on all ranks."""
+        self.step.loader.close()
+        self.step.loader = self.group.agree_on(
+            "loader", lambda: self.make_loader(plan, self.progress.step)
+        )
+        self.plan = self.step.plan = plan
+        self.state = replace(self.state, batches=plan)
 
     def check_folder(self) -> None:
         """Before rank 0 writes: raises if the folder is gone or another process has taken it over."""
@@ -204,6 +216,7 @@ def _assemble(
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
+    plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
     start = {"initial weights": fingerprint(model)}
     group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
 
@@ -212,7 +225,7 @@ def _assemble(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
-        average=parts.average, group=group,
+        average=parts.average, group=group, memory=parts.exchange.memory,
         callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
@@ -221,13 +234,14 @@ def _assemble(
         progress = group.agree_on(
             "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
         )
-    loader = group.agree_on(
-        "loader",
-        lambda: create_train_loader(
-            source, plan, config.data, seed=config.run.seed, rank=group.rank,
-            first_step=progress.step, device=group.device, augment=components.augment,
-        ),
-    )  # fmt: skip
+
+    def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
+        return create_train_loader(
+            source, batches, config.data, seed=config.run.seed, rank=group.rank,
+            first_step=first_step, device=group.device, augment=components.augment,
+        )  # fmt: skip
+
+    loader = group.agree_on("loader", lambda: make_loader(plan, progress.step))
     anchors = _anchors(config, source, plan, parts, group, components)
     step = create_step(config, parts, loader, plan, group, stop, components, norm_group, anchors)
     buffers = parts.exchange.bucket_info()
@@ -246,18 +260,20 @@ def _assemble(
         **_data_notes(config, inputs, components, loader.describe()),
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
+        **({"shares": shares} if shares else {}),
         "peak_lr": f"{peak:g}",
         **({"scaling": scaling} if scaling else {}),
         **_describe_anchors(anchors),
         **describe_norms(config, group, norm_group),
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
+        **({"exchange state": "; ".join(state.notes)} if state.notes else {}),
         **_given_objects(components),
     }
     training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
-        trace=trace, chosen=chosen,
+        trace=trace, chosen=chosen, make_loader=make_loader,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)

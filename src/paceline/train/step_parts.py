@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
+from paceline.comm.memory import Weights
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
@@ -37,6 +38,7 @@ from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
+from paceline.train.asynchronous import AsynchronousUpdate
 from paceline.train.components import Components
 from paceline.train.fast_path import (
     FastPath,
@@ -71,8 +73,15 @@ class StepParts:
     plan_file: PlanFile
     exchange_summary: str
     loss: TrainingLoss
+    # A micro-batch of zeros, forward and backward, without a trace.
+    dry: DryBackward
     clip_norm: float = 0.0
     average: WeightAverage | None = None
+
+    def probe(self) -> None:
+        """Computes as a micro-batch of an equal share does."""
+        self.dry()
+        self.model.zero_grad(set_to_none=True)
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for display and record."""
@@ -102,6 +111,12 @@ def create_parts(
     facts = {"Triton": problem or "usable"}
     group.agree("kernels", facts=facts, remedy="use the same image on all nodes")
     policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
+    if config.comm.mode == "asynchronous" and policy.scales_loss:
+        raise ConfigError(
+            "precision.amp_dtype", policy.name,
+            "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do not",
+            "use --amp-dtype bf16 or fp32",
+        )  # fmt: skip
     allow_tf32(config.precision)
     settings = config.optim
     if problem and settings.fused == "auto":
@@ -159,6 +174,9 @@ def create_parts(
         group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
     )
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
+    if (memory := exchange.memory) is not None:
+        memory.scale = scale.step_value
+        memory.bind(Weights(optimizer))
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
@@ -174,9 +192,11 @@ def create_parts(
         fast=fast,
         normalize=normalize,
         plan_file=planned.file,
-        exchange_summary=describe_exchange(exchange, planned, _when(exchange, fast)),
+        exchange_summary=_describe_option(config.comm, group.world_size)
+        or describe_exchange(exchange, planned, _when(exchange, fast)),
         average=average,
         loss=loss,
+        dry=dry,
         clip_norm=settings.clip_norm,
     )
 
@@ -202,6 +222,28 @@ def share_products(
         return False  # ranks of one GPU have nothing to share
     optimizer.shared = SharedProducts(group.rank, group.world_size, group.gather_rows)
     return True
+
+
+def _describe_option(settings: CommSettings, ranks: int) -> str:
+    """Of an exchange that is no all-reduce of buckets; empty for others."""
+    if ranks == 1:
+        return ""
+    if settings.mode == "asynchronous":
+        servers = min(settings.servers or ranks, ranks)
+        return (
+            f"asynchronous, {servers} parameter server(s), staleness of {settings.staleness} steps"
+        )
+    if settings.hook == "powersgd":
+        return (
+            f"torch's PowerSGD of rank {settings.powersgd_rank}, from step "
+            f"{settings.powersgd_start_step} on, after backward"
+        )
+    if settings.hook == "post_local_sgd":
+        return (
+            f"torch's post-local SGD, weights averaged every {settings.local_steps} steps, from step "
+            f"{settings.local_start_step} on"
+        )
+    return ""
 
 
 def _computes(device: torch.device) -> str:
@@ -239,10 +281,7 @@ def create_step(
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
         loss=parts.loss, augment=augment, signed=anchors is not None,
     )  # fmt: skip
-    update = Update(
-        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
-        average=parts.average, clip_norm=parts.clip_norm,
-    )  # fmt: skip
+    update = _create_update(config, parts, group, components or Components())
     run = config.run
     mixing = None
     if run.mixup or run.cutmix:
@@ -269,6 +308,22 @@ def create_step(
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
     return step
+
+
+def _create_update(
+    config: RunConfig, parts: StepParts, group: Group, components: Components
+) -> Update | AsynchronousUpdate:
+    if config.comm.mode == "asynchronous" and group.world_size > 1:
+        full = replace(parts.policy, dtype=torch.float32)
+        settings = replace(config.optim, fused="auto")
+        return AsynchronousUpdate(
+            parts.model, parts.optimizer, parts.exchange, parts.batch_norm, group, config.comm,
+            lambda model: create_master_optimizer(settings, model, full, 0.1, components.optimizer),
+        )  # fmt: skip
+    return Update(
+        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
+        graphs=parts.fast.graphs, average=parts.average, clip_norm=parts.clip_norm,
+    )  # fmt: skip
 
 
 def create_master_optimizer(
