@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,6 +22,7 @@ from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
+from paceline.optim.scaling import SCALED
 from paceline.optim.settings import OPTIMIZERS_OF_SGD, OptimSettings
 from paceline.precision.settings import PrecisionSettings
 
@@ -109,6 +110,9 @@ class RunSettings:
     `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
     `run.trace`, else `off`, but every rank writes its latest 1,000 events after an error or a signal to
     save. Notes and corrupt samples are always written."""
+    noise_scale: bool = False
+    """Estimate the gradient noise scale from the gradients of ranks and micro-batches; needs at least two
+    micro-batches per step."""
     trace: bool = False
     """Write `trace.json` into the run folder, for Perfetto."""
     trace_steps: tuple[int, int] = (10, 30)
@@ -247,23 +251,26 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Settings of two sections that exclude one another."""
+        whole = (
+            ("run.average_epochs", self.run.average_epochs),
+            ("run.noise_scale", self.run.noise_scale),
+            ("optim.schedule_free", self.optim.schedule_free),
+            ("optim.share_products", self.optim.share_products == "on"),
+        )
         if self.comm.mode == "asynchronous":
-            for name, value in (
-                ("run.average_epochs", self.run.average_epochs),
+            more = (
                 ("optim.clip_norm", self.optim.clip_norm),
                 ("optim.trust_log_interval", self.optim.trust_log_interval),
-            ):
-                if value:
-                    raise ConfigError(
-                        name, value, "but with comm.mode = 'asynchronous' no rank has a whole update",
-                        "use 0 (off)",
-                    )  # fmt: skip
-        if self.run.average_epochs and self.comm.hook == "post_local_sgd":
-            raise ConfigError(
-                "run.average_epochs", self.run.average_epochs,
-                "but comm.hook = 'post_local_sgd' gives each rank weights of its own",
-                "use 0 (off)",
-            )  # fmt: skip
+            )
+            why = "but with comm.mode = 'asynchronous' no rank has a whole update"
+            _refuse((*whole, *more), why)
+        if self.comm.hook == "post_local_sgd":
+            _refuse(whole, "but comm.hook = 'post_local_sgd' gives each rank weights of its own")
+        if self.run.shares != EQUAL_SHARES:
+            _refuse(
+                (("run.noise_scale", self.run.noise_scale),),
+                f"compares equal shares, and run.shares = {self.run.shares!r}",
+            )
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
@@ -301,6 +308,12 @@ SECTIONS: dict[str, type] = {
     "comm": CommSettings,
     "checkpoint": CheckpointSettings,
 }
+
+
+def _refuse(settings: Sequence[tuple[str, object]], why: str) -> None:
+    for name, value in settings:
+        if value:
+            raise ConfigError(name, value, why, "leave one of the two out")
 
 
 def _nearest_key(name: str) -> str:
@@ -344,10 +357,23 @@ def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
     tables = read_recipe(recipe) if recipe else {}
     RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
     merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
+    if merged.get("optim", {}).get("scaling") == "auto":
+        _add_scaling_facts(tables, overrides, merged["optim"])
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
     return RunConfig.from_tables(merged)
+
+
+def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict[str, Any]) -> None:
+    """What the rule of `optim.scaling` needs to know of where a value came from."""
+    batch = recipe.get("run", {}).get("global_batch_size")
+    if batch is not None:
+        optim.setdefault("known_good_batch", batch)
+    if recipe:
+        name = recipe.get("optim", {}).get("name", OptimSettings.name)
+        optim.setdefault("known_good_optimizer", name)
+    optim.setdefault("scaling_keeps", [name for name in SCALED if name in overrides])
 
 
 def _without_rates(recipe: Tables, optimizer: object) -> Tables:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.executor import Staging, all_gather_single
+from paceline.comm.executor import Staging
 from paceline.comm.memory import Memory
-from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.process_groups import ProcessGroups, all_gather_flat
 from paceline.core.errors import CheckpointError
 from paceline.plan.fusion_plan import WIRE_BLOCK
 
@@ -178,7 +178,7 @@ class QuantizedAllReduce:
         if fresh is not None:
             form.decode(own[:size], decoded[:chunk])
             self._keep_residual(total, decoded[:chunk], fresh[ranks * chunk :])
-        self._exchange(all_gather_single, theirs, own[:size])
+        self._exchange(_all_gather, theirs, own[:size])
         for rank in range(ranks):
             form.decode(
                 theirs[rank * size : (rank + 1) * size], decoded[rank * chunk : (rank + 1) * chunk]
@@ -218,3 +218,7 @@ class QuantizedAllReduce:
 
 def _all_to_all(into: Tensor, out: Tensor, group: Any) -> None:
     dist.all_to_all_single(into, out, group=group)
+
+
+def _all_gather(into: Tensor, out: Tensor, group: Any) -> None:
+    all_gather_flat(into, out, group=group)

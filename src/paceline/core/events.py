@@ -73,6 +73,11 @@ class StepEvent(Event):
     # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
     # other ranks between a pull and the push); None elsewhere.
     staleness: dict[str, int] | None = None
+    # With `run.noise_scale`: this step's estimates of the squared gradient and of the variance of one
+    # sample's, and the noise scale from their running averages, in samples.
+    grad_signal: float | None = None
+    grad_variance: float | None = None
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)

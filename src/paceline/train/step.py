@@ -60,6 +60,9 @@ class StepOutcome:
     grad_norm: float = 0.0
     # Of asynchronous training: how many pushes of all ranks had each staleness.
     staleness: dict[str, int] | None = None
+    # Squared norms of the whole gradient and, summed, of its micro-steps'; 0 where unmeasured.
+    whole_squared: float = 0.0
+    parts_squared: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -270,6 +273,8 @@ class TrainStep:
             stall=launched.stall(),
             grad_norm=row["grad_norm"],
             staleness=launched.ready.staleness if isinstance(launched.ready, Outcome) else None,
+            whole_squared=row["whole_squared"],
+            parts_squared=row["parts_squared"],
         )
 
     def release(self) -> None:
