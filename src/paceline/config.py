@@ -239,7 +239,8 @@ class CheckpointSettings:
 
 # Settings that need the update of all ranks' mean gradient on every rank, and the value that is off.
 _OF_WHOLE_UPDATES = (
-    ("run.noise_scale", False), ("optim.schedule_free", 0.0), ("model.norm_group", 1),
+    ("run.average_epochs", 0.0), ("run.noise_scale", False), ("optim.schedule_free", 0.0),
+    ("model.norm_group", 1),
 )  # fmt: skip
 
 
@@ -259,7 +260,7 @@ class RunConfig:
         """Settings of two sections that exclude one another."""
         if self.comm.mode == "asynchronous":
             self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
-                *_OF_WHOLE_UPDATES, ("run.average_epochs", 0.0), ("optim.clip_norm", 0.0),
+                *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
                 ("optim.trust_log_interval", 0), ("optim.batch_schedule", ""),
                 ("run.shares", EQUAL_SHARES),
             ))  # fmt: skip
@@ -269,9 +270,9 @@ class RunConfig:
                     "but with comm.mode = 'asynchronous' the servers' momentum is constant", "use []",
                 )  # fmt: skip
         if self.comm.hook == "post_local_sgd":
-            self._exclude("comm.hook = 'post_local_sgd' gives each rank weights of its own", (
-                *_OF_WHOLE_UPDATES, ("run.average_epochs", 0.0),
-            ))  # fmt: skip
+            self._exclude(
+                "comm.hook = 'post_local_sgd' gives each rank weights of its own", _OF_WHOLE_UPDATES
+            )
         if self.comm.hook != "none":
             self._exclude(f"comm.hook = {self.comm.hook!r} does not sum gradients exactly", (
                 ("run.noise_scale", False),
@@ -280,6 +281,11 @@ class RunConfig:
             self._exclude("run.shares divides a constant batch among ranks of their own", (
                 ("optim.batch_schedule", ""), ("model.norm_group", 1), ("run.noise_scale", False),
             ))  # fmt: skip
+        alone = self.comm.mode == "asynchronous" or self.comm.hook == "post_local_sgd"
+        if alone and self.optim.share_products == "on":
+            raise ConfigError(
+                "optim.share_products", "on", "but ranks have gradients of their own", "use 'auto'"
+            )
         anchored = self.optim.name in OPTIMIZERS_OF_SVRG
         if anchored and (self.comm.mode == "asynchronous" or self.comm.hook != "none"):
             field = "comm.hook" if self.comm.hook != "none" else "comm.mode"

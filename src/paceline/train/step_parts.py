@@ -201,29 +201,6 @@ def create_parts(
     )
 
 
-def share_products(
-    config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
-) -> bool:
-    """Lets the ranks share Muon's products out, where `optim.share_products` says so; whether they do.
-    Shared or not, the results have the same bits on CPUs."""
-    wanted = config.optim.share_products
-    if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
-        return False
-    cuda = group.device.type == "cuda"
-    if cuda and group.backend != "nccl" and graphs:
-        if wanted == "on":
-            raise ConfigError(
-                "optim.share_products", "on",
-                f"{group.backend} cannot be captured in the CUDA graph of the update",
-                "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
-            )  # fmt: skip
-        return False
-    if wanted == "auto" and cuda and (group.backend != "nccl" or config.comm.share_gpus):
-        return False  # ranks of one GPU have nothing to share
-    optimizer.shared = SharedProducts(group.rank, group.world_size, group.gather_rows)
-    return True
-
-
 def _describe_option(settings: CommSettings, ranks: int) -> str:
     """Of an exchange that is no all-reduce of buckets; empty for others."""
     if ranks == 1:
@@ -244,6 +221,31 @@ def _describe_option(settings: CommSettings, ranks: int) -> str:
             f"{settings.local_start_step} on"
         )
     return ""
+
+
+def share_products(
+    config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
+) -> bool:
+    """Lets the ranks share Muon's products out, where `optim.share_products` says so; whether they do.
+    Shared or not, the results have the same bits on CPUs."""
+    wanted = config.optim.share_products
+    if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
+        return False
+    if config.comm.mode == "asynchronous" or config.comm.hook == "post_local_sgd":
+        return False  # ranks have gradients and momenta of their own
+    cuda = group.device.type == "cuda"
+    if cuda and group.backend != "nccl" and graphs:
+        if wanted == "on":
+            raise ConfigError(
+                "optim.share_products", "on",
+                f"{group.backend} cannot be captured in the CUDA graph of the update",
+                "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
+            )  # fmt: skip
+        return False
+    if wanted == "auto" and cuda and (group.backend != "nccl" or config.comm.share_gpus):
+        return False  # ranks of one GPU have nothing to share
+    optimizer.shared = SharedProducts(group.rank, group.world_size, group.gather_rows)
+    return True
 
 
 def _computes(device: torch.device) -> str:
