@@ -120,7 +120,12 @@ def apply_scaling(
     )  # fmt: skip
     scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
-    return config.with_values({**values, "optim.scaling": "off"}), scaling.describe()
+    # The result is a recipe of its own, known for its own batch.
+    applied: dict[str, object] = {
+        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
+        "optim.scaling_keeps": [],
+    }  # fmt: skip
+    return config.with_values(values | applied), scaling.describe()
 
 
 def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
