@@ -62,23 +62,30 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
     from paceline.comm.group import Group
     from paceline.data import BatchPlan
-    from paceline.train.inputs import batch_stages, resolve_batch_sizes
+    from paceline.train.inputs import (
+        apply_scaling,
+        batch_stages,
+        requested_batch,
+        resolve_batch_sizes,
+    )
     from paceline.train.machine import choose_device, choose_threads
 
-    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
-    asked = (first, config.run.batch_size, ranks)
-    resolve_batch_sizes(*asked)
+    resolve_batch_sizes(*requested_batch(config, ranks))
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
     typer.echo(tomli_w.dumps(_changed(config)).strip())
     samples, classes, about = _data(config)
     _show("data", about)
+    config, scaling = apply_scaling(config, samples, ranks)
+    if scaling:
+        _show("scaling", scaling)
+    asked = (config.run.global_batch_size, config.run.batch_size, ranks)
     sizes = resolve_batch_sizes(*asked, samples=samples)
     device = choose_device(config, Topology())
     import torch
 
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // ranks))
     with Group(Topology(), config.comm, device) as group:
-        step_s = _measure(config, group, sizes, classes)
+        step_s = _measure(config, group, sizes, classes, samples / sizes.global_batch)
     stages = batch_stages(config.optim, sizes, ranks)
     plan = BatchPlan(
         samples, config.run.epochs, sizes.global_batch, sizes.micro_batch, ranks, stages
@@ -149,7 +156,9 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
         typer.echo(f"note: this host has {format_bytes(host)}; try --batch-size {fits}")
 
 
-def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -> float:
+def _measure(
+    config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float
+) -> float:
     """Seconds of one step of one rank; prints what was chosen and the memory."""
     import torch
 
@@ -170,6 +179,7 @@ def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -
     micro = sizes.micro_batch if device.type == "cuda" else min(sizes.micro_batch, _CPU_IMAGES)
     parts = create_parts(
         config, model, group, rate=1e-6, micro_batch=micro, accumulate=False, classes=classes,
+        steps_per_epoch=steps_per_epoch,
     )  # fmt: skip
     weights = sum(parameter.numel() for parameter in model.parameters())
     _show("model", f"{config.model.name}, {weights:,} parameters")

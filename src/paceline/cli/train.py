@@ -145,11 +145,11 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
-    from paceline.train.inputs import batch_stages, resolve_batch_sizes
+    from paceline.train.inputs import batch_stages, requested_batch, resolve_batch_sizes
 
-    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
-    sizes = resolve_batch_sizes(first, config.run.batch_size, processes)
-    if first is not None or config.run.batch_size is not None:
+    asked = requested_batch(config, processes)
+    sizes = resolve_batch_sizes(*asked)
+    if asked[:2] != (None, None):
         batch_stages(config.optim, sizes, processes)
     return launch(
         processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,

@@ -74,6 +74,11 @@ class StepEvent(Event):
     batch_size: int | None = None
     # None where the schedule leaves `optim.momentum` as it is.
     momentum: float | None = None
+    # With `run.noise_scale`: this step's estimates of the squared gradient and of the variance of one
+    # sample's, and the noise scale from their running averages, in samples.
+    grad_signal: float | None = None
+    grad_variance: float | None = None
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)

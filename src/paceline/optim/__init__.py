@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from paceline.optim.batch_growth import BatchGrowth
     from paceline.optim.build import create_optimizer
     from paceline.optim.lars import LARS, SGD
-    from paceline.optim.muon import Muon, is_matrix, orthogonalize
+    from paceline.optim.muon import Muon
+    from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
     from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
     from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
+    from paceline.optim.soap import SOAP
     from paceline.optim.svrg import SVRG, quantize
     from paceline.optim.wrapped import WrappedOptimizer
 
@@ -23,6 +25,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "SGD",
+    "SOAP",
     "SVRG",
     "AdamW",
     "BatchGrowth",
@@ -31,6 +34,7 @@ __all__ = [
     "Muon",
     "OptimSettings",
     "RMSpropWarmup",
+    "SharedProducts",
     "WrappedOptimizer",
     "create_optimizer",
     "is_matrix",
@@ -38,6 +42,7 @@ __all__ = [
     "quantize",
     "set_rate",
     "sgd_share",
+    "share_out",
 ]
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -45,6 +50,7 @@ __getattr__, __dir__ = lazy_exports(
         "LAMB": "adam",
         "LARS": "lars",
         "SGD": "lars",
+        "SOAP": "soap",
         "SVRG": "svrg",
         "AdamW": "adam",
         "BatchGrowth": "batch_growth",
@@ -53,12 +59,14 @@ __getattr__, __dir__ = lazy_exports(
         "Muon": "muon",
         "OptimSettings": "settings",
         "RMSpropWarmup": "rms_warmup",
+        "SharedProducts": "orthogonal",
         "WrappedOptimizer": "wrapped",
         "create_optimizer": "build",
-        "is_matrix": "muon",
-        "orthogonalize": "muon",
+        "is_matrix": "orthogonal",
+        "orthogonalize": "orthogonal",
         "quantize": "svrg",
         "set_rate": "schedule",
         "sgd_share": "rms_warmup",
+        "share_out": "orthogonal",
     },
 )

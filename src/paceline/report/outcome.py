@@ -44,12 +44,13 @@ class Outcome:
     damaged_cache_entries: int
     state_bytes_per_parameter: float | None = None
     exchange_bytes_per_step: float | None = None
+    noise_scale: float | None = None
 
     @classmethod
     def of(cls, run: RunFiles) -> Outcome:
         summary, start, steps = run.summary or {}, run.start, run.of_kind("step")
         top1, top5 = run.points("eval", "top1"), run.points("eval", "top5")
-        speeds = run.values("step", "images_per_s")
+        speeds, noise = run.values("step", "images_per_s"), run.values("step", "noise_scale")
         stopped_by = _stopped_by(run)
         counters = summary.get("input_counters")
         counters = counters if isinstance(counters, dict) else {}
@@ -84,6 +85,7 @@ class Outcome:
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
             state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
             exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
+            noise_scale=first("noise_scale", noise[-1] if noise else None),
         )
 
 

@@ -36,9 +36,11 @@ from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
     agree_on_inputs,
+    apply_scaling,
     batch_stages,
     read_checkpoint,
     refuse_with_svrg,
+    requested_batch,
     resolve_batch_sizes,
 )
 from paceline.train.loss import LOSSES
@@ -145,20 +147,26 @@ def build(
     """Builds the run on this rank, together with all others."""
     components = components or Components()
     # What is wrong whatever the data is reported before the data is opened.
-    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
-    asked = (first, config.run.batch_size, group.world_size)
-    resolve_batch_sizes(*asked)
+    resolve_batch_sizes(*requested_batch(config, group.world_size))
     refuse_with_svrg(config, components, group.device.type)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
-        sizes = resolve_batch_sizes(*asked, samples=len(inputs.source))
+        given, samples = components.optimizer is not None, len(inputs.source)
+        asked_for = config
+        config, scaling = group.agree_on(
+            "scaling",
+            lambda: apply_scaling(asked_for, samples, group.world_size, own_optimizer=given),
+        )
+        asked = requested_batch(config, group.world_size)
+        sizes = resolve_batch_sizes(*asked, samples=samples)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
             # The checkpoint is older than this setting, and continues with its own schedule.
             config = config.with_values({"optim.warmup_max_share": 1.0})
         return _assemble(
-            config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components
-        )
+            config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components,
+            scaling,
+        )  # fmt: skip
 
 
 def _assemble(
@@ -169,6 +177,7 @@ def _assemble(
     inputs: RunInputs,
     checkpoint: Checkpoint | None,
     components: Components,
+    scaling: str,
 ) -> Training:
     source, folder = inputs.source, inputs.folder
     threads = _set_threads(config, group, checkpoint)
@@ -238,6 +247,7 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
+        **({"scaling": scaling} if scaling else {}),
         **_describe_anchors(anchors),
         **describe_norms(config, group, norm_group),
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
@@ -435,9 +445,21 @@ def _optional_notes(
     notes = {
         "warm-up": schedule.describe_cut(),
         "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
+        "noise scale": _describe_noise_scale(config, plan),
         "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": "; ".join(filter(None, (folder.note, salvaged))),
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
     }
     return {name: note for name, note in notes.items() if note}
+
+
+def _describe_noise_scale(config: RunConfig, plan: BatchPlan) -> str:
+    if not config.run.noise_scale:
+        return ""
+    parts = -(-plan.global_batch // plan.micro_batch)
+    if parts < 2:
+        return (
+            "not available: a step is one micro-batch; use several ranks or a smaller --batch-size"
+        )
+    return f"estimated from {parts} micro-batches of {plan.micro_batch} per step"

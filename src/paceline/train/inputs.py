@@ -19,6 +19,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
 from paceline.data import Source, open_data
 from paceline.optim.batch_growth import Stages
+from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.train.checkpoint import (
     Checkpoint,
@@ -112,6 +113,8 @@ def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> 
         ("data.color_jitter", data.color_jitter, (0.0, 0.0, 0.0, 0.0)),
         ("run.mixup", config.run.mixup, 0.0),
         ("run.cutmix", config.run.cutmix, 0.0),
+        # It would measure the noise of differences.
+        ("run.noise_scale", config.run.noise_scale, False),
     ):
         if value != fixed:
             shown = str(fixed).lower() if isinstance(fixed, bool) else fixed
@@ -128,6 +131,45 @@ def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> 
             "model.norm_group", config.model.norm_group, f"{name} has passes that ranks do not make "
             "together", "use 1",
         )  # fmt: skip
+
+
+def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | None, int]:
+    """What `resolve_batch_sizes` checks before the data is open: `optim.scaling` chooses the micro-batch
+    unless the user gave it, and `optim.batch_schedule` may name the first batch."""
+    chosen = config.optim.scaling == "auto" and "run.batch_size" not in config.optim.scaling_keeps
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    return first, None if chosen else config.run.batch_size, ranks
+
+
+def apply_scaling(
+    config: RunConfig, samples: int, ranks: int, *, own_optimizer: bool = False
+) -> tuple[RunConfig, str]:
+    """The configuration with the choices of `optim.scaling`, which is then off so that `config.toml`
+    repeats the run, and their description; unchanged where it is off. `own_optimizer`: an object of the
+    program replaces the one that the settings name."""
+    optim = config.optim
+    if optim.scaling == "off":
+        return config, ""
+    if own_optimizer:
+        raise ConfigError(
+            "optim.scaling", "auto", "the rule does not know an optimizer given in Python",
+            "name one of lars, muon, sgd, adamw and lamb, or use 'off'",
+        )  # fmt: skip
+    known = optim.known_good_batch
+    if known is None:
+        raise ConfigError(
+            "optim.known_good_batch", None,
+            "is not known: optim.scaling = 'auto' needs the batch at which the recipe works",
+            "set it, or run.global_batch_size in the recipe",
+        )  # fmt: skip
+    sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
+    recipe = Recipe(
+        optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
+        config.run.average_epochs, frozenset(optim.scaling_keeps),
+    )  # fmt: skip
+    scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
+    values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
+    return config.with_values({**values, "optim.scaling": "off"}), scaling.describe()
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:
