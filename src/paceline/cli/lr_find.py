@@ -88,7 +88,8 @@ def range_config(
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
         "run.average_epochs": 0.0, "run.target_top1": None, "run.rank_records": "off",
         "optim.schedule": "range", "optim.range_lr": [low, high], "optim.range_steps": steps,
-        "optim.batch_schedule": "", "optim.batch_limit": None,
+        "optim.batch_schedule": "", "optim.batch_limit": None, "optim.schedule_free": 0.0,
+        "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
     })  # fmt: skip
 

@@ -149,7 +149,7 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
 
     asked = requested_batch(config, processes)
     sizes = resolve_batch_sizes(*asked)
-    if asked[0] is not None or asked[1] is not None:
+    if asked[:2] != (None, None):
         batch_stages(config.optim, sizes, processes)
     return launch(
         processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,

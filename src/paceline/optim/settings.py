@@ -14,10 +14,10 @@ from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 ANCHORED = ("halp", "lp_svrg", "svrg")
 OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
 OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", "soap", *OPTIMIZERS_OF_SVRG)
-# Those without Triton kernels; LARS and SGD alone have a form in half precision.
-WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
 ORTHOGONAL_OPTIMIZERS = ("muon", "soap")
 SOAP_BETA2 = 0.95
+# Those without Triton kernels and without a form in half precision.
+WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
@@ -334,6 +334,7 @@ class OptimSettings:
             return
         for name, wanted in (
             ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
+            ("schedule_free", 0.0), ("scaling", "off"),
         ):  # fmt: skip
             if getattr(self, name) != wanted:
                 raise ConfigError(
@@ -355,6 +356,11 @@ class OptimSettings:
                 nearest(self.batch_rate, BATCH_RATES),
             )
         growth = self.batch_growth
+        if growth and self.scaling == "auto":
+            raise ConfigError(
+                "optim.scaling", "auto", "derives settings for one batch, but optim.batch_schedule "
+                "has several", "use 'off'",
+            )  # fmt: skip
         if self.batch_limit is not None and (growth.factor == 1 or self.batch_limit < 1):
             raise ConfigError(
                 "optim.batch_limit", self.batch_limit, "is the limit of a rule such as 'x4'",

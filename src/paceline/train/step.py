@@ -259,7 +259,8 @@ class TrainStep:
         self.batch_norm.roll_back()
         self._reduce(Signals(fault=float(failed)))
         # Read on the host: a full pass is rare, and long.
-        if not float(self.exchange.tail[SIGNALS.index("fault")]):
+        flag = self.exchange.tail[SIGNALS.index("fault")]
+        if not self.group.watched("the full gradient", lambda: float(flag)):
             anchors.optimizer.center()
 
     def _synchronize_norms(self, step: int, *, full: bool) -> bool:
