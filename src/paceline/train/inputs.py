@@ -5,14 +5,32 @@ Each is agreed before the next, so that what is missing on one node ends all ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
+from paceline.data import Source, open_data
 from paceline.optim.batch_growth import Stages
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.train.checkpoint import (
+    Checkpoint,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    read_file,
+)
 from paceline.train.components import Components
+from paceline.train.machine import versions
+from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock, claim_run_folder
+from paceline.train.run_state import check_pinned
 
 # Without `--batch-size`, the largest micro-batch of a process.
 LARGEST_AUTOMATIC_MICRO_BATCH = 256
@@ -157,3 +175,192 @@ def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> 
             "model.norm_group", config.model.norm_group, f"{name} has passes that ranks do not make "
             "together", "use 1",
         )  # fmt: skip
+
+
+def _automatic(global_batch: int, world_size: int) -> BatchSizes:
+    """As few micro-steps as the largest automatic micro-batch allows."""
+    if global_batch % world_size:
+        raise ConfigError(
+            "run.global_batch_size",
+            global_batch,
+            f"cannot be divided among {world_size} ranks",
+            f"use {_multiples(global_batch, world_size)}",
+        )
+    share = global_batch // world_size
+    accumulation = -(-share // LARGEST_AUTOMATIC_MICRO_BATCH)
+    while share % accumulation:
+        accumulation += 1
+    return BatchSizes(global_batch, share // accumulation, accumulation, True)
+
+
+def _multiples(value: int, unit: int) -> str:
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def _nearest_divisor(global_batch: int, world_size: int, wanted: int) -> str:
+    """The valid micro-batches closest to the wanted one."""
+    if global_batch % world_size:
+        return f"with a number of ranks that divides {global_batch}"
+    share = global_batch // world_size
+    divisors = [d for d in range(1, share + 1) if share % d == 0]
+    near = sorted(divisors, key=lambda d: (abs(d - wanted), d))[:2]
+    return " or ".join(str(d) for d in sorted(near))
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """`labels` is a digest of the training labels, and of the shard sizes where the sample order
+    depends on them, by which a resumed run recognizes its data. Only rank 0 holds a `lock`."""
+
+    source: Source
+    validation: Source
+    labels: str
+    folder: RunFolder
+    lock: RunLock | None
+
+    @contextlib.contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """An error inside the context releases the lock and removes an empty folder."""
+        with self.folder.discarded_on_error(), _released_on_error(self.lock):
+            yield
+
+
+def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> RunInputs:
+    """Opens the data and the run folder on this rank, together with all others."""
+    facts = common_settings(config)
+    facts |= {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
+    group.agree("configuration", facts=facts)
+    source, validation = group.agree_on("data", lambda: _open_data(config, components))
+    labels = _digest(source.labels)
+    if config.data.shuffle == "shards":
+        sizes = np.array(source.shard_sizes or (), dtype=np.int64)
+        labels += f", shards {_digest(sizes)}"
+    facts = {
+        "training images": len(source),
+        "training labels (digest)": labels,
+        "validation images": len(validation),
+        "validation labels (digest)": _digest(validation.labels),
+    }
+    group.agree("data set", facts=facts, remedy="use the same data")
+    return RunInputs(source, validation, labels, *_agree_on_folder(config, group))
+
+
+def _digest(values: npt.NDArray[np.int64]) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()[:12]
+
+
+def common_settings(config: RunConfig) -> dict[str, object]:
+    """Settings that must be equal on all ranks: all but a node's own paths and worker counts."""
+    # Tracing uses collectives: a resumed run may change it, but ranks may not differ.
+    own = (LOCAL_SETTINGS - {"run.trace", "run.trace_steps"}) | {"data.dir"}
+    return {name: value for name, value in config.flat().items() if name not in own}
+
+
+def _open_data(config: RunConfig, components: Components) -> tuple[Source, Source]:
+    source, validation = open_data(config.data, components.train_data, components.val_data)
+    if list(source.classes) != list(validation.classes):
+        raise DataError(
+            f"training has {len(source.classes)} classes, validation {len(validation.classes)}, "
+            "or their names differ",
+            "give both splits the same class folders, or one classes.json",
+        )
+    declared = config.model.num_classes
+    if declared is not None and declared < len(source.classes):
+        raise ConfigError(
+            "model.num_classes", declared, f"but the data has {len(source.classes)} classes",
+            "raise it, or leave it out to take the data's",
+        )  # fmt: skip
+    return source, validation
+
+
+def _agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLock | None]:
+    """Rank 0 chooses and locks the folder, and broadcasts it."""
+    folder: RunFolder | None = None
+    lock: RunLock | None = None
+    error: PacelineError | None = None
+    if group.rank == 0:
+        try:
+            folder, lock = claim_run_folder(config, restarted=group.restarted)
+        except PacelineError as caught:
+            error = caught
+    with _released_on_error(lock):
+        group.agree("run folder", error)
+        chosen = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
+        path, _, resume = group.broadcast_bytes(chosen).decode().partition("\n")
+    if folder is not None:
+        return folder, lock
+    return RunFolder(Path(path), Path(resume) if resume else None), None
+
+
+def _released_on_error(lock: RunLock | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if lock is None else lock.released_on_error()
+
+
+def read_checkpoint(
+    config: RunConfig, folder: RunFolder, group: Group
+) -> tuple[Checkpoint | None, RunFolder]:
+    """The checkpoint to start from, and the folder with the file that was used.
+
+    Rank 0 reads the file and broadcasts its bytes, so that only its node needs it. `--resume auto`
+    skips damaged checkpoints and uses the newest intact one.
+    """
+    if folder.resume_from is None:
+        return None, folder
+    content, error = None, None
+    if group.rank == 0:
+        try:
+            folder, content = _newest_intact(folder)
+        except PacelineError as caught:
+            error = caught
+    group.agree("checkpoint", error)
+    chosen = group.broadcast_bytes(
+        str(folder.resume_from).encode() if content is not None else None
+    )
+    sent, path = group.broadcast_bytes(content), Path(chosen.decode())
+
+    def parse() -> Checkpoint:
+        found = Checkpoint.from_bytes(sent, path)
+        check_pinned(found, config, path)
+        if found.salvaged_by is not None and not config.checkpoint.accept_salvaged:
+            raise CheckpointError(
+                f"{path} was salvaged by rank {found.salvaged_by} and is not bit-exact",
+                "resume from a regular one, or use checkpoint.accept_salvaged=true",
+            )
+        return found
+
+    checkpoint = group.agree_on("checkpoint content", parse)
+    return checkpoint, replace(folder, resume_from=path)
+
+
+def _newest_intact(folder: RunFolder) -> tuple[RunFolder, bytes]:
+    """The bytes of the first intact file of `resume_from` and `older`, and the folder with a note on
+    damaged ones. Nothing is renamed yet: a resume that is refused later must leave the run
+    unchanged."""
+    assert folder.resume_from is not None
+    damaged: list[Path] = []
+    first: CheckpointError | None = None
+    for path in (folder.resume_from, *folder.older):
+        try:
+            content = read_file(path)
+            if folder.older:
+                Checkpoint.from_bytes(content, path)
+        except (DamagedCheckpointError, ForeignCheckpointError) as error:
+            # A foreign file under the name of this run's checkpoint counts as damaged.
+            first = first or error
+            damaged.append(path)
+            continue
+        if not damaged:
+            return folder, content
+        names = ", ".join(bad.name for bad in damaged)
+        skipped = f"{names} is damaged and renamed to *.damaged; resuming from {path.name}"
+        note = "; ".join(filter(None, (folder.note, skipped)))
+        return replace(folder, resume_from=path, note=note, damaged=tuple(damaged)), content
+    assert first is not None
+    if len(damaged) > 1:
+        names = ", ".join(bad.name for bad in damaged)
+        raise DamagedCheckpointError(
+            f"no intact checkpoint in {folder.checkpoints}: {names} are damaged",
+            "restore one, or start again with another --output",
+        )
+    raise first
