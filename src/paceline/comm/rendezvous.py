@@ -32,7 +32,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came
+from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came, peek
 from paceline.comm.attendance import Attendance
 from paceline.comm.job import JobIdentity, RankHost, format_ranks, post_hosts, rank_hosts_store
 from paceline.comm.store import forget_store, store_of_job
@@ -128,7 +128,7 @@ class _JoiningRank:
             self._check_job()
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
-        answer = json.loads(self._store.get(answer_key))
+        answer = json.loads(peek(self._store, answer_key))
         if "failed" in answer:
             raise PeerError.from_agreed(AgreedError(answer["failed"], CommError("").exit_code))
         if "refused" in answer:
@@ -143,9 +143,10 @@ class _JoiningRank:
 
     def _check_job(self) -> None:
         """Fails where the store is another job's, also one whose rank 0 answers no more."""
-        if not self._store.check([_JOB]):
+        text = peek(self._store, _JOB)
+        if not text:
             return
-        published = json.loads(self._store.get(_JOB))
+        published = json.loads(text)
         job = JobIdentity.from_table(published["job"])
         if published["agent"]:
             conflict = "their job ids differ" if job.same_id(self._job) is False else ""

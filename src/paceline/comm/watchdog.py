@@ -116,10 +116,9 @@ class Watchdog:
             self._thread.join()
 
     def silent_ranks(self) -> set[int]:
-        """Ranks whose heartbeat has stopped, for a collective that broke. Waits for two beats at
-        most, and not at all where a launcher has asked this rank to stop: the launcher knows which
-        rank ended."""
-        return self._channel.silent_ranks(self.asked_to_stop)
+        """Ranks whose process does not run any more, for a collective that broke. Waits for their
+        answers for some seconds."""
+        return self._channel.silent_ranks()
 
     @property
     def all_read(self) -> bool:

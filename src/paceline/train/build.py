@@ -51,7 +51,6 @@ from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.weights import fingerprint
 
 
 @dataclass(kw_only=True)
@@ -173,10 +172,11 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
-    model, pretrained = group.agree_on(
-        "model", lambda: _create_model(config, source, group, components)
-    )
-    model_notes = _check_model(config, model, source, sizes, group, components)
+    with group.phase("model"):
+        model, pretrained = _create_model(config, source, group, components)
+        model_notes = _check_model(config, model, source, sizes, group, components)
+    if isinstance(components.model, nn.Module):
+        model_notes += filter(None, [share_weights(model, group)])
     graphs_config = _graphs_for(config, model_notes, group)
     parts = create_parts(
         graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
@@ -185,8 +185,6 @@ def _assemble(
         steps_per_epoch=schedule.steps_per_epoch, components=components,
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
-    start = {"initial weights": fingerprint(model)}
-    group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
 
     runner: list[CallbackRunner] = []
     state = RunState(
@@ -197,18 +195,14 @@ def _assemble(
         callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
-    if checkpoint is not None and folder.resume_from is not None:
-        path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
-        progress = group.agree_on(
-            "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
-        )
-    loader = group.agree_on(
-        "loader",
-        lambda: create_train_loader(
+    with group.phase("loader"):
+        if checkpoint is not None and folder.resume_from is not None:
+            path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
+            progress = state.restore(checkpoint, path, elsewhere=elsewhere)
+        loader = create_train_loader(
             source, plan, config.data, seed=config.run.seed, rank=group.rank,
             first_step=progress.step, device=group.device, augment=components.augment,
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
     step = create_step(config, parts, loader, plan, group, stop, components)
     buffers = parts.exchange.bucket_info()
     group.name_buckets(buffers)
@@ -296,24 +290,17 @@ def _check_model(
     config: RunConfig, model: nn.Module, source: Source, sizes: BatchSizes, group: Group,
     components: Components,
 ) -> list[str]:  # fmt: skip
-    """Notes on a model that Paceline has not made; all ranks fail with one line where it cannot be
-    trained."""
+    """Notes on a model that Paceline has not made; raises where it cannot be trained."""
     if is_own(model) and components.model is None:
         return []
     pixels = config.data.image_size
-    notes = group.agree_on(
-        "model check",
-        lambda: check_model(
-            model, (sizes.micro_batch, config.data.channels, pixels, pixels),
-            config.model.num_classes or len(source.classes),
-            own_loss=components.loss is not None or config.run.loss not in LOSSES,
-            ranks=group.world_size,
-            nhwc=config.run.channels_last,
-        ),
+    return check_model(
+        model, (sizes.micro_batch, config.data.channels, pixels, pixels),
+        config.model.num_classes or len(source.classes),
+        own_loss=components.loss is not None or config.run.loss not in LOSSES,
+        ranks=group.world_size,
+        nhwc=config.run.channels_last,
     )  # fmt: skip
-    if isinstance(components.model, nn.Module):
-        notes = [*notes, *filter(None, [share_weights(model, group)])]
-    return notes
 
 
 def _given_objects(components: Components) -> dict[str, str]:

@@ -20,7 +20,6 @@ from paceline.core.events import (
     NoteEvent,
     StartEvent,
     StepEvent,
-    StopEvent,
     TrustEvent,
 )
 from paceline.core.host import HostLoad
@@ -100,9 +99,6 @@ class TrainingLoop:
         if t.saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
-        # A callback that failed is reported here, after the save, so that no step is lost.
-        t.group.agree("end", t.step.fault or self._callback_error)
-        t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
 
     def _save_before(self, error: PacelineError) -> None:
@@ -112,10 +108,6 @@ class TrainingLoop:
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
         if t.step.faulted and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
-
-    @property
-    def _callback_error(self) -> PacelineError | None:
-        return None if self._t.callbacks is None else self._t.callbacks.error
 
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
