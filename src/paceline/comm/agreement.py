@@ -416,6 +416,11 @@ class Agreement:
             if self._topology.is_main and self._topology.launcher != "torchrun":
                 self._store.wait([f"{_LEFT}/all"], timedelta(seconds=wait_s))
 
+    def left(self) -> set[int]:
+        """Ranks that have left."""
+        size = self._topology.world_size
+        return set(range(size)) - set(Attendance(self._store, _LEFT, size).missing())
+
     def have_left(self, ranks: Collection[int]) -> bool:
         left = Attendance(self._store, _LEFT, self._topology.world_size)
         return set(left.missing()).isdisjoint(ranks)

@@ -298,8 +298,9 @@ class Group:
         fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
         if fault:
             return PeerError.from_agreed(fault)
-        suspect = suspect or self._silent()
-        return PeerError(f"{error.cause}{suspect and ': '}{suspect}", error.remedy)
+        gone = suspect or self._silent()
+        found = PeerError(f"{error.cause}{gone and ': '}{gone}", error.remedy)
+        return self._lost(found, bool(gone) and not suspect)
 
     def announce_stop(self) -> None:
         """This rank was asked to stop. The next collective tells the others; this tells them already
@@ -417,11 +418,24 @@ class Group:
             fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if fault is not None:
                 raise PeerError.from_agreed(fault) from error
-            gone = suspect or self._silent() or "another rank is gone"
-            raise PeerError(
-                f"{what} broke on rank {self.rank}: {gone} ({backend_reason(error)})",
-                "the log of the first rank to fail has the cause; resume with --resume auto",
+            gone = suspect or self._silent()
+            raise self._lost(
+                PeerError(
+                    f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
+                    f"({backend_reason(error)})",
+                    "the log of the first rank to fail has the cause; resume with --resume auto",
+                ),
+                bool(gone) and not suspect,
             ) from error
+
+    def _lost(self, error: PeerError, is_certain: bool) -> PeerError:
+        """Where the lost ranks are known for certain, posts that, so that ranks whose own connections
+        still stand end with the same line, and without a search of their own."""
+        if not is_certain or self._agreement is None:
+            return error
+        self._agreement.post_fault(error)
+        first = self._agreement.read_fault()
+        return error if first is None else PeerError.from_agreed(first)
 
     def _suspect(self, error: str) -> str:
         """Who is gone, by the peer's address in the backend's error; empty where that is unknown."""

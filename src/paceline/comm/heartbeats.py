@@ -63,6 +63,7 @@ class HeartbeatChannel:
         self.verdict: AgreedError | None = None
         self.verdict_here: CommError | None = None  # the same, where this rank's proposal won
         self.heartbeats: dict[int, tuple[int, RankProgress]] = {}
+        self.left: set[int] = set()
         # What the thread reads with each beat. The watchdog asks for the others' progress once this rank
         # has waited for long, and for a posted error, which then is why it waits.
         self.reads_progress = False
@@ -156,6 +157,7 @@ class HeartbeatChannel:
         if self.reads and self.reads_progress:
             keys = [self._key(rank) for rank in range(self._size)]
             self.heartbeats = dict(enumerate(map(_parse, self._store.multi_get(keys))))
+            self.left = self._agreement.left()
         if self.reads_fault:
             self.fault = self._agreement.read_fault()
         if self._agreement.has_news():

@@ -230,11 +230,13 @@ class Watchdog:
         return stall_error(known, silent, self.buckets, waited_s, self._timeout_s, self._hosts)
 
     def _silent(self) -> set[int]:
-        """Ranks without a new heartbeat for three beats."""
+        """Ranks without a new heartbeat for three beats that have not left the job, as ranks do whose
+        connections broke with those of a lost one."""
         return {
             rank
             for rank, (_, seen_s) in self._last_beat.items()
             if rank != self._topology.rank
+            and rank not in self._channel.left
             and self._now_s - seen_s > min(self._silence_s, 3 * self._beat_s)
         }
 

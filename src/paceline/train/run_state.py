@@ -208,8 +208,9 @@ class RunState:
 
     def capture(self, progress: Progress) -> Checkpoint | None:
         """The current checkpoint, on rank 0. A collective: all ranks send their statistics."""
-        rows = self.batch_norm.rows(self.group)
-        average = self.average.capture(self.group) if self.average else {}
+        one = self.config.checkpoint.batch_norm == "average"
+        rows = self.batch_norm.rows(self.group, average=one)
+        average = self.average.capture(self.group, average=one) if self.average else {}
         return None if rows is None else self._checkpoint(progress, rows, average)
 
     def capture_alone(self, progress: Progress) -> Checkpoint:
