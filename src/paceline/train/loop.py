@@ -230,10 +230,13 @@ class TrainingLoop:
                 observer.write()
 
     def _core_wait_share(self) -> float | None:
-        """The latest reading; the first one of an overloaded host also emits a note."""
+        """The latest reading; the first one of an overloaded host also emits a note, on one of its
+        ranks where they are many."""
+        t = self._t
+        leads = t.group.rank == t.group.host_leader or self._rank_times is None
         if (reading := self._load.read()) is not None:
             text = reading.describe(torch.get_num_threads())
-            if text and not self._overload_noted:
+            if text and leads and not self._overload_noted:
                 self._overload_noted = True
                 self._t.emit(NoteEvent(text))
         return self._load.latest.waited if self._load.latest else None
