@@ -232,7 +232,7 @@ class _Rank:
             self._knows_s = self._since_s()
             raise
         finally:
-            agreement.leave(10.0)
+            agreement.leave(2.0 + self._scenario.ranks / 100)
 
     def _die_before(self, phase: int) -> None:
         scenario = self._scenario

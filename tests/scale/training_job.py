@@ -35,10 +35,11 @@ from paceline.comm.progress import ProgressBoard
 from paceline.comm.watchdog import Watchdog
 from paceline.core.errors import PacelineError
 from paceline.core.events import JsonlWriter
+from paceline.train import run_training
 from paceline.train.rank_records import RankTimes, RecentEvents
 from paceline.train.step import TrainStep
 from ranks import free_port
-from small_runs import run_small
+from small_runs import Silent, small_config
 
 BLOCK = 4
 # Before these nothing counts: the first steps allocate memory.
@@ -147,19 +148,24 @@ class Meter:
             self.files += 1
 
 
-def measure(ranks: int, steps: int) -> dict[str, Any]:
-    """A training of `ranks` forked processes; a step has one image for each."""
+def train(ranks: int, steps: int, killed: int | None = None) -> list[dict[str, Any]]:
+    """What each of `ranks` forked processes measured, or the line with which it ended. A step has one
+    image for each. Rank `killed` ends itself by SIGKILL in the first step, and is not among them."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         port, children = free_port(), list[int]()
         for rank in range(ranks):
             child = os.fork()
             if child == 0:
-                _train(rank, ranks, port, steps, Path(folder), results)
+                _train(rank, ranks, port, steps, rank == killed, Path(folder), results)
             children.append(child)
         for child in children:
             os.waitpid(child, 0)
-        found = [json.loads(line) for line in results.read_text().splitlines()]
+        return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def measure(ranks: int, steps: int) -> dict[str, Any]:
+    found = train(ranks, steps)
     failed = [row["line"] for row in found if row["line"]]
     if failed or len(found) < ranks:
         raise SystemExit(f"{len(found)} of {ranks} ranks, {Counter(failed).most_common(2)}")
@@ -198,33 +204,42 @@ def _blocks(begins: list[float]) -> tuple[list[float], list[float]]:
     return halves
 
 
-def _train(rank: int, ranks: int, port: int, steps: int, folder: Path, results: Path) -> None:
+def _train(
+    rank: int, ranks: int, port: int, steps: int, dies: bool, folder: Path, results: Path
+) -> None:
     """Does not return."""
-    line = ""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     meter = Meter(last_step=steps - 1)
     meter.install()
+    if dies:
+        TrainStep.launch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+
+    def report(line: str) -> None:
+        row = {
+            "rank": rank, "line": line, "behind_s": meter.behind_s, "cpu_s": meter.cpu_s,
+            "in_step_s": median(meter.in_step_s) if meter.in_step_s else 0.0,
+            "requests": sum(meter.requests.values()), "files": meter.files,
+            "step_begins": meter.step_begins if rank == 0 else [],
+        }  # fmt: skip
+        with results.open("a") as file:  # one write a line: they do not mix
+            file.write(json.dumps(row) + "\n")
+
+    config = small_config(
+        folder / "run", run__global_batch_size=ranks, run__batch_size=1, run__epochs=1,
+        data__synthetic_samples=ranks * steps, data__workers=1, checkpoint__interval_epochs=0,
+        comm__timeout_s=600.0, comm__rendezvous_timeout_s=300.0,
+    )  # fmt: skip
+    line = ""
     try:
-        run_small(
-            folder / "run", run__global_batch_size=ranks, run__batch_size=1, run__epochs=1,
-            data__synthetic_samples=ranks * steps, data__workers=1, run__rank_records="auto",
-            checkpoint__interval_epochs=0, comm__timeout_s=600.0, comm__rendezvous_timeout_s=300.0,
-        )  # fmt: skip
+        run_training(config, Silent, lambda error: report(str(error)))
     except PacelineError as error:
         line = str(error)
     except BaseException as error:  # a fork must not return to its caller
         line = f"unexpected: {error!r}"
-    row = {
-        "rank": rank, "line": line, "behind_s": meter.behind_s, "cpu_s": meter.cpu_s,
-        "in_step_s": median(meter.in_step_s) if meter.in_step_s else 0.0,
-        "requests": sum(meter.requests.values()), "files": meter.files,
-        "step_begins": meter.step_begins if rank == 0 else [],
-    }  # fmt: skip
-    with results.open("a") as file:  # one write a line: they do not mix
-        file.write(json.dumps(row) + "\n")
+    report(line)
     os._exit(0)
 
 

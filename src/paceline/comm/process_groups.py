@@ -153,13 +153,14 @@ class ProcessGroups:
         # Every rank goes through all of them, members or not: torch counts groups to name them.
         for row in self.layout.groups if "rows" in used else ():
             self.row = self._make(row) or self.row
+        masters = self.layout.masters
+        if "masters" in used or "columns" in used:
+            self.masters = self._make(masters)
         for number, column in enumerate(self.layout.columns if "columns" in used else ()):
-            # The first column is the masters', where nodes are alike.
-            made = self._make(column) if column != self.layout.masters else None
+            # The first column is that of the masters.
+            made = self._make(column) if column != masters else self.masters
             if made is not None:
                 self.columns[number] = made
-        if "masters" in used or "columns" in used:
-            self.masters = self._make(self.layout.masters)
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """The group, or None on ranks that are not in it."""
