@@ -3,7 +3,7 @@
 #:                 iproute2 too
 #: make cluster-test  the part of it that runs on hosts made of network namespaces
 #: make scale-test the control plane with 16 to 1,024 forked ranks on this machine (ARGS="--ranks 256
-#:                 --only healthy stall")
+#:                 --only healthy stall"), and its share of training steps with 4 and 64
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
 #: make docs-test  the commands and programs of README and docs, as they are written; half an hour
@@ -76,6 +76,7 @@ cluster-test: $(VENV)/.installed-test
 # No model and no GPU: rendezvous, agreement, faults and stalls (docs/launching.md). 64 ranks are in `unit`.
 scale-test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m scale $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m scale.training_job
 
 # One job after the other: ranks of two jobs on one MPS server can block each other.
 nccl-test: $(VENV)/.installed-test

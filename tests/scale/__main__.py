@@ -39,7 +39,7 @@ def main() -> int:
         for kind in options.only:
             for phase in options.phases if kind == "dies" else [0]:
                 place = options.per_node, options.timeout
-                scenario = Scenario(kind, ranks, *place, phase=phase % PHASES)
+                scenario = Scenario(kind, ranks, *place, phase=phase % PHASES, warm=options.warm)
                 record = measure(scenario)
                 broken |= bool(record["broken"])
                 sys.stdout.write(json.dumps(record) + "\n")
@@ -54,7 +54,7 @@ def measure(scenario: Scenario) -> dict[str, Any]:
     results = run(scenario)
     record: dict[str, Any] = {
         "kind": scenario.kind, "ranks": scenario.ranks, "per_node": scenario.per_node,
-        "phase": scenario.phase, "load": round(load, 1),
+        "phase": scenario.phase, "warm": scenario.warm, "load": round(load, 1),
         "with_forks_s": round(time.monotonic() - started, 2),
     }  # fmt: skip
     if scenario.kind == "healthy":
@@ -115,6 +115,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--warm", action="store_true")
     parser.add_argument("--phases", type=int, nargs="+", default=[0, -1])
     return parser.parse_args()
 
