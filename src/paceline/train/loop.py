@@ -66,7 +66,9 @@ class TrainingLoop:
         if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
             self._rank_times = RankTimes(group, training.emit)
         self._save_owed = False
-        self._load, self._overload_noted = HostLoad(), False
+        # Of many ranks, the first of a host notes that it is overloaded.
+        notes = self._rank_times is None or group.rank == group.host_leader
+        self._load, self._overload_noted = HostLoad(), not notes
 
     def run(self) -> RunResult:
         """Ends with a checkpoint of the last step, whatever the reason to stop."""
@@ -230,13 +232,10 @@ class TrainingLoop:
                 observer.write()
 
     def _core_wait_share(self) -> float | None:
-        """The latest reading; the first one of an overloaded host also emits a note, on one of its
-        ranks where they are many."""
-        t = self._t
-        leads = t.group.rank == t.group.host_leader or self._rank_times is None
+        """The latest reading; the first one of an overloaded host also emits a note."""
         if (reading := self._load.read()) is not None:
             text = reading.describe(torch.get_num_threads())
-            if text and leads and not self._overload_noted:
+            if text and not self._overload_noted:
                 self._overload_noted = True
                 self._t.emit(NoteEvent(text))
         return self._load.latest.waited if self._load.latest else None
