@@ -84,7 +84,7 @@ def _peer_gone(rank: int, posts: bool, found: Path) -> None:
 )
 def test_a_dead_peer_is_an_error_and_not_a_hang(posts: bool, message: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 died"):
-        run_ranks(2, _peer_gone, posts, tmp_path / "found")
+        run_ranks(2, _peer_gone, posts, tmp_path / "found", grace_s=50)
     assert message in (tmp_path / "found").read_text()
 
 
@@ -277,3 +277,18 @@ def test_of_six_ranks_only_the_killed_one_is_named_and_by_all_alike(tmp_path: Pa
     (line,) = {text for name, text in lines.items() if name != "4"}
     assert "rank 4 gives no sign of life" in line
     assert line.count("no sign of life") == 1
+
+
+def _gather_rows(rank: int) -> list[float]:
+    with Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu")) as group:
+        rows = torch.full((3, 4), -1.0)
+        rows[rank] = torch.arange(4.0) + 10 * rank
+        group.gather_rows(rows, [4, 0, 2])
+    return [float(value) for value in rows.flatten()]
+
+
+def test_rows_are_gathered_as_far_as_they_count() -> None:
+    for rank, found in enumerate(run_ranks(3, _gather_rows)):
+        second = [10.0, 11, 12, 13] if rank == 1 else [-1.0] * 4
+        third = [20.0, 21, 22, 23] if rank == 2 else [20.0, 21, -1, -1]
+        assert found == [0.0, 1, 2, 3, *second, *third]

@@ -114,7 +114,9 @@ def test_clipping_is_torchs(dtype: str) -> None:
     assert torch.equal(moves[2], moves[0]), "a norm below the limit changes no bit"
 
 
-@pytest.mark.parametrize("name", ["sgd", "lars", "muon", "adamw", "lamb", "torch.optim:RAdam"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "lars", "muon", "soap", "adamw", "lamb", "torch.optim:RAdam"]
+)
 def test_clipping_goes_with_a_skipped_step(name: str) -> None:
     step = clipped_step(0.05, name=name)
     net = step.model
@@ -190,7 +192,7 @@ def test_rates_of_adam_do_not_come_from_a_recipe_of_sgd() -> None:
     assert peak(name="adamw") == pytest.approx(5e-4)
     assert peak(name="lamb", lr=0.01) == 0.01
     assert peak(name="adamw", lr_base=1e-3) == pytest.approx(2e-3)
-    with pytest.raises(ConfigError, match=r"optim\.lr: is not set, and torch\.optim:RAdam"):
+    with pytest.raises(ConfigError, match=r"optim\.lr: .*torch\.optim:RAdam"):
         peak(name="torch.optim:RAdam")
 
 
