@@ -35,6 +35,7 @@ MIXES = (0.01, 100.0)
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.
 WARMUP_MAX_SHARE = 0.2
 EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
+BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 # More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
@@ -214,6 +215,10 @@ class CheckpointSettings:
     """Number of recent checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the best top-1 accuracy, as `best.pt`."""
+    batch_norm: str = "ranks"
+    """Batch-norm statistics in a checkpoint: of all `ranks`, one row each, or their `average`. With
+    `average` every rank also goes on with the average after a save, so that resuming stays
+    bit-identical; evaluations then depend on when the run saves."""
     on_sigusr1: str = "save"
     """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
     on_sigusr2: str = "stop"
@@ -229,6 +234,11 @@ class CheckpointSettings:
                 raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be 0 or more")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "must be at least 1")
+        if self.batch_norm not in BATCH_NORM_ROWS:
+            raise ConfigError(
+                "checkpoint.batch_norm", self.batch_norm, "unknown",
+                nearest(self.batch_norm, BATCH_NORM_ROWS),
+            )  # fmt: skip
         for name in ("on_sigusr1", "on_sigusr2"):
             value = getattr(self, name)
             if value not in SIGNAL_ACTIONS:

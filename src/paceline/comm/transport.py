@@ -261,6 +261,7 @@ def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> 
             timeout_s=settings.timeout_s,
             grace_s=BACKEND_GRACE_S,
             subgroups=False if only_world else None,
+            algorithms={a for b in plan.buckets for a in (b.algorithm, b.beside_algorithm)},
         )
         if only_world:
             return NativeTransport(group, groups)

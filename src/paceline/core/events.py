@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +26,7 @@ class Event:
     kind: ClassVar[str] = "event"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"event": self.kind, **asdict(self)}
+        return {"event": self.kind, **vars(self)}
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,11 @@ class JsonlWriter:
     def write(self, event: Event, moment: float) -> None:
         """An event of an earlier moment."""
         record = {**event.to_dict(), "time": round(moment, 6)}
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        try:
+            text = json.dumps(record, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(record), allow_nan=False)
+        self._file.write(text + "\n")
         self._file.flush()
 
     def close(self) -> None:

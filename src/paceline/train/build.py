@@ -61,7 +61,6 @@ from paceline.train.shares import with_shares
 from paceline.train.step import Anchors, TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.weights import fingerprint
 
 
 @dataclass(kw_only=True)
@@ -164,11 +163,8 @@ def build(
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)
-        asked_for = config
-        config, scaling = group.agree_on(
-            "scaling",
-            lambda: apply_scaling(asked_for, samples, group.world_size, own_optimizer=given),
-        )
+        # Refused alike on all ranks, which have agreed on the settings and on the data.
+        config, scaling = apply_scaling(config, samples, group.world_size, own_optimizer=given)
         asked = requested_batch(config, group.world_size)
         sizes = resolve_batch_sizes(*asked, samples=samples)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
@@ -203,10 +199,11 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = create_schedule(config.optim, peak, plan)
-    model, pretrained = group.agree_on(
-        "model", lambda: _create_model(config, source, group, components)
-    )
-    model_notes = _check_model(config, model, source, sizes, group, components)
+    with group.phase("model"):
+        model, pretrained = _create_model(config, source, group, components)
+        model_notes = _check_model(config, model, source, sizes, group, components)
+    if isinstance(components.model, nn.Module):
+        model_notes += filter(None, [share_weights(model, group)])
     norm_group = share_norms(config, model, group)
     graphs_config = _graphs_for(eager_norms(config, norm_group), model_notes, group)
     parts = create_parts(
@@ -217,8 +214,6 @@ def _assemble(
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
     plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
-    start = {"initial weights": fingerprint(model)}
-    group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
 
     runner: list[CallbackRunner] = []
     state = RunState(
@@ -229,11 +224,6 @@ def _assemble(
         callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
-    if checkpoint is not None and folder.resume_from is not None:
-        path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
-        progress = group.agree_on(
-            "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
-        )
 
     def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
         return create_train_loader(
@@ -241,7 +231,11 @@ def _assemble(
             first_step=first_step, device=group.device, augment=components.augment,
         )  # fmt: skip
 
-    loader = group.agree_on("loader", lambda: make_loader(plan, progress.step))
+    with group.phase("loader"):
+        if checkpoint is not None and folder.resume_from is not None:
+            path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
+            progress = state.restore(checkpoint, path, elsewhere=elsewhere)
+        loader = make_loader(plan, progress.step)
     anchors = _anchors(config, source, plan, parts, group, components)
     step = create_step(config, parts, loader, plan, group, stop, components, norm_group, anchors)
     buffers = parts.exchange.bucket_info()
@@ -372,24 +366,17 @@ def _check_model(
     config: RunConfig, model: nn.Module, source: Source, sizes: BatchSizes, group: Group,
     components: Components,
 ) -> list[str]:  # fmt: skip
-    """Notes on a model that Paceline has not made; all ranks fail with one line where it cannot be
-    trained."""
+    """Notes on a model that Paceline has not made; raises where it cannot be trained."""
     if is_own(model) and components.model is None:
         return []
     pixels = config.data.image_size
-    notes = group.agree_on(
-        "model check",
-        lambda: check_model(
-            model, (sizes.micro_batch, config.data.channels, pixels, pixels),
-            config.model.num_classes or len(source.classes),
-            own_loss=components.loss is not None or config.run.loss not in LOSSES,
-            ranks=group.world_size,
-            nhwc=config.run.channels_last,
-        ),
+    return check_model(
+        model, (sizes.micro_batch, config.data.channels, pixels, pixels),
+        config.model.num_classes or len(source.classes),
+        own_loss=components.loss is not None or config.run.loss not in LOSSES,
+        ranks=group.world_size,
+        nhwc=config.run.channels_last,
     )  # fmt: skip
-    if isinstance(components.model, nn.Module):
-        notes = [*notes, *filter(None, [share_weights(model, group)])]
-    return notes
 
 
 def _given_objects(components: Components) -> dict[str, str]:

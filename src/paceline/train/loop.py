@@ -20,7 +20,6 @@ from paceline.core.events import (
     NoteEvent,
     StartEvent,
     StepEvent,
-    StopEvent,
     TrustEvent,
 )
 from paceline.core.host import HostLoad
@@ -71,7 +70,9 @@ class TrainingLoop:
             self._rank_times = RankTimes(group, training.emit)
         self._rebalance = Rebalance(group) if settings.rebalance else None
         self._save_owed = False
-        self._load, self._overload_noted = HostLoad(), False
+        # Of many ranks, the first of a host notes that it is overloaded.
+        notes = self._rank_times is None or group.rank == group.host_leader
+        self._load, self._overload_noted = HostLoad(), not notes
         self._noise = NoiseScale(*training.progress.noise)
 
     def run(self) -> RunResult:
@@ -105,9 +106,6 @@ class TrainingLoop:
         if t.saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
-        # A callback that failed is reported here, after the save, so that no step is lost.
-        t.group.agree("end", t.step.fault or self._callback_error)
-        t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
 
     def _save_before(self, error: PacelineError) -> None:
@@ -119,10 +117,6 @@ class TrainingLoop:
         exact = t.step.faulted and not t.step.update.asynchronous
         if exact and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
-
-    @property
-    def _callback_error(self) -> PacelineError | None:
-        return None if self._t.callbacks is None else self._t.callbacks.error
 
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress

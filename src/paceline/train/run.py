@@ -24,7 +24,7 @@ from paceline.comm.group import Group
 from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DeviceError, PacelineError
-from paceline.core.events import JsonlWriter, NoteEvent, Observer
+from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
 from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
@@ -32,7 +32,7 @@ from paceline.report import write_report
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
-from paceline.train.inputs import common_settings
+from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import TensorBoardWriter
@@ -88,7 +88,10 @@ def run_training(
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
-    with Group(topology, config.comm, device, show_error, shared) as group, _device_errors(group):
+    with (
+        Group(topology, config.comm, device, show_error, shared, shared_versions()) as group,
+        _device_errors(group),
+    ):
         return _train(config, group, display, components or Components())
 
 
@@ -244,7 +247,10 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     facts = {"the final weights": weights}
     if average is not None:
         facts["their average"] = fingerprint(average.named())
-    group.agree("weights", facts=facts, remedy="this is a defect: please report it")
+    # A callback that failed is reported here, after the save, so that no step is lost.
+    failed = training.step.fault or (training.callbacks and training.callbacks.error)
+    group.agree("weights", failed or None, facts, "this is a defect: please report it")
+    training.emit(StopEvent(step=training.progress.step, reason=result.stopped_by))
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
     summary = _summary(training, result, weights, _input_counters(training))

@@ -258,8 +258,9 @@ class RunState:
 
     def capture(self, progress: Progress) -> Checkpoint | None:
         """The current checkpoint, on rank 0. A collective: all ranks send their statistics."""
-        rows = self.batch_norm.rows(self.group)
-        average = self.average.capture(self.group) if self.average else {}
+        one = self.config.checkpoint.batch_norm == "average"
+        rows = self.batch_norm.rows(self.group, average=one)
+        average = self.average.capture(self.group, average=one) if self.average else {}
         exchange = self._capture_exchange()
         with shared_weights(self.memory):
             if rows is None:
