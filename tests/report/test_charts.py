@@ -56,7 +56,7 @@ def test_a_single_value_has_a_margin(value: float) -> None:
 
 def test_a_logarithmic_axis_of_positive_values() -> None:
     axis = Axis.fit([0.2, 5000.0], log=True)
-    assert axis.labels() == ["0.1", "1", "10", "100", "1000", "1e4"]
+    assert axis.labels() == ["0.1", "1", "10", "100", "1,000", "10k"]
     assert [axis.share(value) for value in (0.1, 10, 10000)] == pytest.approx([0, 0.4, 1])
     assert len(Axis.fit([1e-12, 1e12], log=True).ticks) <= 7
     assert not Axis.fit([0.0, 10.0], log=True).log
