@@ -4,6 +4,7 @@
 #: make cluster-test  the part of it that runs on hosts made of network namespaces
 #: make scale-test the control plane with 16 to 1,024 forked ranks on this machine (ARGS="--ranks 256
 #:                 --only healthy stall")
+#: make gpu-test   the tests that need one CUDA device, without those of nccl-test
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
 #: make docs-test  the commands and programs of README and docs, as they are written; half an hour
@@ -22,7 +23,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test scale-test nccl-test test-slow docs-test fuzz mutants chaos planner-fit data docs clean
+.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test test-slow docs-test fuzz mutants chaos planner-fit data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -77,6 +78,10 @@ cluster-test: $(VENV)/.installed-test
 # No model and no GPU: rendezvous, agreement, faults and stalls (docs/launching.md). 64 ranks are in `unit`.
 scale-test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m scale $(ARGS)
+
+# Needs a CUDA build of torch in .venv (see constraints.txt).
+gpu-test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m 'gpu and not slow' --ignore tests/nccl $(ARGS)
 
 # One job after the other: ranks of two jobs on one MPS server can block each other.
 nccl-test: $(VENV)/.installed-test

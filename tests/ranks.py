@@ -57,9 +57,14 @@ def free_port() -> int:
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float = 5.0,
 ) -> list[Any]:
-    """Calls `function(rank, *args)` on each of `size` ranks and returns their results."""
+    """Calls `function(rank, *args)` on each of `size` ranks and returns their results. The others have
+    `grace_s` left when the first one has failed: they may wait for it for ever."""
     pool = _pools.get(size) or _pools.setdefault(size, Pool(size))
     port = free_port()
     for pipe in pool.pipes:
@@ -79,8 +84,7 @@ def run_ranks(
                 results[rank] = value
             else:
                 failures.append((rank, value))
-                # The others may wait for this one for ever; give them a moment to end.
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + grace_s)
     if len(results) == size:
         return [results[rank] for rank in range(size)]
     _pools.pop(size).kill()

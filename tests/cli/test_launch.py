@@ -164,8 +164,10 @@ def test_nohup_is_respected() -> None:
 
 
 def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
-    ready = "import signal; signal.signal(10, lambda *_: print('asked', flush=True)); "
-    waits = "print('up', flush=True); signal.pause(); "
+    ready = (
+        "import signal, sys; signal.signal(10, lambda *_: sys.exit(print('asked', flush=True))); "
+    )
+    waits = "print('up', flush=True); signal.pause()"
     starting = "import time; print('up', flush=True); time.sleep(60)"
     children = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -84,7 +84,7 @@ def _peer_gone(rank: int, posts: bool, found: Path) -> None:
 )
 def test_a_dead_peer_is_an_error_and_not_a_hang(posts: bool, message: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 died"):
-        run_ranks(2, _peer_gone, posts, tmp_path / "found")
+        run_ranks(2, _peer_gone, posts, tmp_path / "found", grace_s=50)
     assert message in (tmp_path / "found").read_text()
 
 

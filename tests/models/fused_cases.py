@@ -20,8 +20,8 @@ CASES = [
     ((6, 3, 1, 1), FULL), ((1, 64, 5, 4), FULL), ((3, 17, 4, 6), HALF), ((2, 70, 3, 2), HALF),
 ]  # fmt: skip
 POOLED = [
-    ((2, 6, 8, 8), FULL), ((2, 6, 7, 9), FULL), ((1, 67, 3, 4), FULL), ((1, 5, 1, 2), FULL),
-    ((2, 1, 2, 1), FULL), ((2, 6, 7, 9), HALF), ((1, 67, 3, 4), HALF),
+    ((2, 6, 4, 6), FULL), ((2, 3, 5, 7), FULL), ((1, 67, 3, 4), FULL), ((1, 5, 1, 2), FULL),
+    ((2, 1, 2, 1), FULL), ((2, 3, 5, 7), HALF),
 ]  # fmt: skip
 
 
@@ -38,11 +38,20 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 both_tiles = pytest.mark.parametrize("tiles", ["shipped", "small"], indirect=True)
+# ReLU and residual: all with the shapes of odd channels, the shortest form with the others.
+ACTS = [(True, True), (True, False), (False, False)]
 
 
 @both_tiles
-@pytest.mark.parametrize(("shape", "kind"), CASES, ids=str)
-@pytest.mark.parametrize(("relu", "residual"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("shape", "kind", "relu", "residual"),
+    [
+        (shape, kind, relu, residual)
+        for shape, kind in CASES
+        for relu, residual in (ACTS if shape[1] == 17 else ACTS[:1])
+    ],
+    ids=str,
+)
 def test_norm_act(shape: tuple[int, ...], kind: torch.dtype, relu: bool, residual: bool) -> None:
     wanted = Wanted(shape, kind, residual=residual, relu=relu)
     found = ours(wanted, lambda x, norm, extra: (norm_act(x, norm, extra, relu=relu),))
@@ -75,7 +84,7 @@ def test_norm_relu_and_pool(
 @pytest.mark.parametrize("kind", [FULL, HALF], ids=str)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_convolution_bias_affects_the_running_mean_only(kind: torch.dtype, pooled: bool) -> None:
-    wanted = Wanted((3, 17, 5, 4), kind, pooled=pooled, padding=0, offset=True)
+    wanted = Wanted((2, 5, 5, 4), kind, pooled=pooled, padding=0, offset=True)
     bias = wanted.offset
     found = ours(
         wanted,
@@ -92,7 +101,7 @@ def test_a_convolution_bias_affects_the_running_mean_only(kind: torch.dtype, poo
 @pytest.mark.parametrize("mean", [1000.0, -1000.0])
 def test_precision_with_a_mean_far_from_zero(mean: float, pooled: bool) -> None:
     """A variance computed as E[x²] − E[x]² would have no correct digit here."""
-    wanted = Wanted((4, 5, 9, 9), torch.float32, mean=mean, pooled=pooled, uses=(0, 1))
+    wanted = Wanted((4, 2, 7, 7), torch.float32, mean=mean, pooled=pooled, uses=(0, 1))
     found = ours(
         wanted,
         lambda x, norm, extra: norm_act_pool(x, norm) if pooled else norm_act_twice(x, norm),
@@ -146,7 +155,7 @@ def test_a_single_value_raises_the_error_of_torch(call) -> None:  # type: ignore
 
 def test_repetitions_are_bit_identical() -> None:
     def once() -> list[Tensor]:
-        wanted = Wanted((3, 17, 5, 6), torch.float16, residual=True, uses=(0, 1))
+        wanted = Wanted((3, 5, 4, 5), torch.float16, residual=True, uses=(0, 1))
         found = ours(wanted, norm_act_twice)
         return [*found.outputs, *found.gradients.values(), found.norm.running_var]
 

@@ -212,7 +212,7 @@ def test_what_is_evaluated_exported_and_saved_is_the_average(tmp_path: Path, dty
     assert exported in (tmp_path / "a/report.html").read_text()
     for path in (out, tmp_path / "a/weights.safetensors"):
         with safe_open(path, "pt") as file:
-            assert file.metadata()["average_epochs"] == "1"
+            assert float(file.metadata()["average_epochs"]) == 1
 
 
 def test_a_resumed_run_ends_with_the_same_average(tmp_path: Path) -> None:

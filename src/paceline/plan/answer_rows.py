@@ -167,13 +167,15 @@ def advice_rows(answer: Answer) -> list[Row]:
 
 def option_columns(answer: Answer) -> tuple[str, ...]:
     cost = ("cost",) if answer.limits.price else ()
-    return ("nodes", "batch", "global", "images/s", "efficiency", "time", "GPU-hours", *cost, "kWh")
+    return (
+        "nodes", "batch", "time", "GPU-hours", *cost, "kWh", "images/s", "efficiency", "global batch"
+    )  # fmt: skip
 
 
 def option_rows(answer: Answer) -> list[Row]:
     return [
-        (f"{o.nodes:,}", f"{o.batch:,}", f"{o.global_batch:,}", f"{o.images_per_s:,.0f}",
-         f"{o.efficiency:.1%}", format_duration(o.train_s), f"{o.gpu_hours:,.1f}",
-         *((f"{o.cost:,.2f}",) if answer.limits.price else ()), f"{o.energy_kwh:,.1f}")
+        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.train_s), f"{o.gpu_hours:,.1f}",
+         *((f"{o.cost:,.2f}",) if answer.limits.price else ()), f"{o.energy_kwh:,.1f}",
+         f"{o.images_per_s:,.0f}", f"{o.efficiency:.1%}", f"{o.global_batch:,}")
         for o in answer.options
     ]  # fmt: skip

@@ -329,7 +329,7 @@ class Bar:
 
 
 # Rows of a Gantt chart: their height, and the width of their names.
-_ROW, _NAMES = 26, 74
+_ROW, _NAMES = 26, 92
 
 
 def gantt_chart(label: str, unit: str, bars: Sequence[Bar]) -> str:

@@ -64,9 +64,14 @@ def step_bars(answer: Answer) -> list[Bar]:
     forward = 1e3 * work.forward.at(now.batch) * slow
     backward = 1e3 * work.backward.at(now.batch) * slow
     stretched = backward + 1e3 * now.hidden_comm_s
-    factor = stretched / backward if backward else 1.0
     over = forward + stretched + 1e3 * now.exposed_comm_s
     update = 1e3 * work.update_s * slow
+
+    def at(seconds: float) -> float:
+        """A moment of the backward pass, or behind it, on the axis."""
+        inside = min(1e3 * seconds, backward)
+        share = inside / backward if backward else 1.0
+        return forward + share * stretched + max(0.0, 1e3 * seconds - backward)
 
     def bar(row: str, start: float, end: float, what: str, colour: int) -> Bar:
         return Bar(row, start, end, f"{what}: {start:,.2f} to {end:,.2f} ms", colour)
@@ -77,10 +82,9 @@ def step_bars(answer: Answer) -> list[Bar]:
     ]
     for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1):
         if made.end_s > made.start_s:
-            start = forward + 1e3 * made.start_s * factor
-            end = max(start, forward + min(1e3 * made.end_s * factor, stretched + over))
             what = f"bucket {number}, {score.bytes / 2**20:,.2f} MiB, {score.algorithm}"
-            bars.append(bar("links", start, min(end, over), what, 3 + (number - 1) % 2))
+            place = at(made.start_s), at(made.end_s)
+            bars.append(bar("links", *place, what, 3 + (number - 1) % 2))
     bars.append(bar("update", over, over + update, "weight update", 5))
     if now.input_stall_s:
         end = over + update
@@ -89,13 +93,12 @@ def step_bars(answer: Answer) -> list[Bar]:
 
 
 def _gantt(answer: Answer) -> str:
-    label = (
-        f"One step of {1e3 * answer.now.step_s:,.2f} ms: forward, backward, buckets on the links"
-    )
+    took = f"{1e3 * answer.now.step_s:,.2f} ms"
+    label = f"One step of {took}: forward, backward, buckets on the links"
     drawn = gantt_chart(label, "ms", step_bars(answer))
     return (
-        f'<section class="charts"><figure><figcaption>One step <span>{markup(label)}</span>'
-        f"</figcaption>{drawn}</figure></section>"
+        f'<section class="charts"><figure><figcaption>One step <span>{took}</span></figcaption>'
+        f"{drawn}</figure></section>"
     )
 
 
