@@ -31,7 +31,7 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("speed", f"{now.images_per_s:,.0f} images/s {sure}, {now.images_per_s_per_gpu:,.0f} a GPU"),
         ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
         ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
-                 f"{format_duration(answer.train_s)} {sure}"),
+                 f"{format_duration(answer.train_s)} {sure}, training alone"),
         ("ranks at 90 %", most + _or_more(answer)),
         *_memory_rows(answer),
         ("input", _input_words(answer)),
