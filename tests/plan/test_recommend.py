@@ -13,11 +13,13 @@ from paceline.plan.answer import Question
 from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
 from paceline.plan.memory import check_memory, largest_batch, step_memory, usable_bytes
 from paceline.plan.networks import analytic_workload, network
+from paceline.plan.noise import useful_batch
 from paceline.plan.recommend import (
     CORE_IMAGES_PER_S,
     NVJPEG_IMAGES_PER_S,
     Job,
     Limits,
+    accurate_batch,
     candidate_batches,
     choose,
     fed_by,
@@ -90,6 +92,15 @@ def test_limits_hold() -> None:
         recommended_batch(ASK, PLACE, Limits(global_batch=31))
     assert candidate_batches(5) == [5]
     assert candidate_batches(32) == [8, 12, 16, 24, 32]
+
+
+def test_a_noise_scale_sets_the_largest_batch() -> None:
+    assert accurate_batch(None, 0.0) == 65_536
+    assert accurate_batch(3200, 0.0) == 3200
+    assert accurate_batch(None, 1000.0) == int(useful_batch(1000.0)) < 65_536
+    for most, noise in ((3200, 1000.0), (None, -1.0), (None, float("nan"))):
+        with pytest.raises(ConfigError, match="--noise-scale"):
+            accurate_batch(most, noise)
 
 
 def test_the_table_keeps_the_limits_and_counts_hours() -> None:

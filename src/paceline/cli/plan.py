@@ -51,6 +51,9 @@ def plan(
     max_global_batch: int | None = typer.Option(
         None, help="Largest batch of all GPUs together that keeps the accuracy; 65536."
     ),
+    noise_scale: float = typer.Option(
+        0.0, help="As a run with run.noise_scale measured it; sets the largest batch instead."
+    ),
     target_minutes: float = typer.Option(0.0, help="Recommend nodes that train in this time."),
     price_per_gpu_hour: float = typer.Option(0.0, help="In any currency; none is built in."),
     budget: float = typer.Option(0.0, help="Recommend the fastest job for this price."),
@@ -79,6 +82,7 @@ def plan(
     from paceline.plan.prediction import predict
     from paceline.plan.recommend import (
         Job,
+        accurate_batch,
         fed_by,
         input_supply,
         limits_of,
@@ -111,7 +115,8 @@ def plan(
     work = _fed(fed_by(work, supply, place.ranks_per_node), input_images_per_s)
     known = place.probed.algorithms if place.probed else algorithm_names()
     wires = wire_names(wire or ("auto",))
-    limits = limits_of(net, chip, max_global_batch, target_minutes, budget, price_per_gpu_hour)
+    most = accurate_batch(max_global_batch, noise_scale)
+    limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour)
     question = Question(work, batch_size or 1, tuple(algorithm) or known, wires)
     if batch_size is None:
         batch_size = recommended_batch(question, place, limits)

@@ -18,7 +18,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.untrusted import ParseError, parse_json
 from paceline.plan.cluster import Accelerator, Cluster
 from paceline.plan.layers import Network
-from paceline.plan.memory import largest_batch, step_memory
+from paceline.plan.memory import LARGEST_BATCH, largest_batch
+from paceline.plan.noise import useful_batch
 from paceline.plan.prediction import Prediction
 from paceline.plan.workload import Affine, Workload
 
@@ -179,6 +180,21 @@ def choose(found: Sequence[Option], limits: Limits) -> Option | None:
     return min(fitting, key=lambda option: (option.train_s, option.gpu_hours))
 
 
+def accurate_batch(most: int | None, noise_scale: float) -> int:
+    """The largest global batch: as given, or up to which a doubling saves a tenth of the time according
+    to a measured noise scale, or the largest that is known to keep the accuracy."""
+    if not noise_scale:
+        return ACCURATE_GLOBAL_BATCH if most is None else most
+    if not 0 < noise_scale < math.inf:
+        raise ConfigError("--noise-scale", noise_scale, "must be above 0, and finite")
+    if most is not None:
+        raise ConfigError(
+            "--noise-scale", noise_scale, "sets the largest batch, as --max-global-batch does",
+            "leave out one of them",
+        )  # fmt: skip
+    return max(1, min(LARGEST_BATCH, int(useful_batch(noise_scale))))
+
+
 def limits_of(
     net: Network | None, gpu: Accelerator | None, global_batch: int | None = None,
     minutes: float = 0.0, budget: float = 0.0, price: float = 0.0,
@@ -186,10 +202,6 @@ def limits_of(
     memory = None if net is None or gpu is None else largest_batch(net, gpu)
     most = ACCURATE_GLOBAL_BATCH if global_batch is None else global_batch
     return Limits(memory, most, minutes, budget, price)
-
-
-def memory_gib(net: Network | None, batch: int) -> float | None:
-    return None if net is None else step_memory(net, batch).total / 2**30
 
 
 @dataclass(frozen=True)
