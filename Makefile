@@ -12,6 +12,7 @@
 #: make mutants    deliberate bugs in the code, each of which some test must find
 #: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
 #:                 --ranks 1 2 4"), and resumed
+#: make planner-fit  fit the planner's constants to measured systems (CSV=systems.csv ARGS=--write)
 #: make docs       rewrite docs/settings.md from the code
 #: make data       rebuild the embedded images from Debian's package dataset-fashion-mnist
 #: make clean      remove .venv and caches
@@ -22,7 +23,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test test-slow docs-test fuzz mutants chaos data docs clean
+.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test test-slow docs-test fuzz mutants chaos planner-fit data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -111,6 +112,9 @@ data: $(VENV)/.installed
 	$(BIN)/python tools/make_embedded_data.py /usr/share/datasets/fashion-mnist
 
 # Rewrites docs/settings.md from the code.
+planner-fit: $(VENV)/.installed
+	$(BIN)/python tools/fit_planner.py $(CSV) $(ARGS)
+
 docs: $(VENV)/.installed
 	$(BIN)/python tools/write_settings_reference.py
 

@@ -18,17 +18,8 @@ from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.flat_layout import TensorSpec
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
-from paceline.plan.answer import (
-    Answer,
-    Question,
-    advice_rows,
-    advise,
-    bucket_rows,
-    curve_rows,
-    fact_rows,
-    largest_ranks,
-    scaling_curve,
-)
+from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
+from paceline.plan.answer_rows import advice_rows, bucket_rows, curve_rows, fact_rows, option_rows
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
@@ -40,6 +31,7 @@ from paceline.plan.plan_file import (
     ProbedCluster,
 )
 from paceline.plan.prediction import predict
+from paceline.plan.recommend import Job, Limits, input_supply, options
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 from paceline.report import (
@@ -67,6 +59,7 @@ def document_targets() -> Sequence[Target]:
         Target("toml cluster", _clusters(), _planner(None), 6, form="toml"),
         Target("toml profile", [_document("p.toml", work.to_table())], _planner(made_cluster()), 6,
                form="toml"),
+        Target("json input", [_json("input.json", _INPUT)], _input, 2, form="json"),
         Target("toml sizes", _clusters(), _sizes, 8, form="toml"),
         Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
         Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 4, form="json"),
@@ -153,12 +146,15 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         question = Question(work, 16, algorithms)
         plan = best_plan(work, place, 16, algorithms)
         now = predict(work, place, plan, 16)
+        limits, job = Limits(price=2.0, minutes=5.0), Job(90.0, 1000, 400.0, 2.0)
+        found = options(question, place, limits, job)
         answer = Answer(
             work, place, now, tuple(scaling_curve(question, place)),
             largest_ranks(question, place), tuple(advise(question, place, now)), 90.0, 1000,
+            limits, job, tuple(found),
         )  # fmt: skip
         _strict_json(answer.to_json())
-        for rows in (fact_rows, bucket_rows, curve_rows, advice_rows):
+        for rows in (fact_rows, bucket_rows, curve_rows, advice_rows, option_rows):
             assert all(isinstance(cell, str) for row in rows(answer) for cell in row)
         _check_page(plan_page(answer))
         model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
@@ -167,6 +163,18 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         assert PlanFile.read(folder / "plan.toml").plan == plan
 
     return drive
+
+
+_INPUT = {"rows": [{"kind": "ours", "workers": 2, "images_per_s": 1648.4}]}
+
+
+def _input(content: bytes, name: str, folder: Path) -> None:
+    path = folder / name
+    path.write_bytes(content)
+    for cores in (0, 64):
+        supply = input_supply(8, cores, bench=path)
+        assert supply is not None
+        assert 0 < supply.images_per_s < float("inf")
 
 
 def _sizes(content: bytes, name: str, folder: Path) -> None:
