@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.report import RunFiles
 from paceline.report.chart import Axis, Chart, Line, Marker, line_chart, tick_labels
+from paceline.report.curves import moving_median, run_charts, thin
 from paceline.report.run_files import Point
-from paceline.report.run_page import moving_median, run_charts, thin
 from report.conftest import MakeRun
 from report.made_up_runs import evaluation, start, step
 

@@ -10,6 +10,7 @@ from paceline.report.compare_page import (
 )
 from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
 from paceline.report.comparison import Comparison
+from paceline.report.efficiency import Efficiency
 from paceline.report.outcome import Outcome, verdict
 from paceline.report.run_files import RunFiles
 from paceline.report.run_page import render_run, summary_rows, write_page, write_report
@@ -20,6 +21,7 @@ __all__ = [
     "CompareError",
     "ComparedRun",
     "Comparison",
+    "Efficiency",
     "Outcome",
     "RunFiles",
     "Table",
