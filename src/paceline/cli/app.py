@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli import bench, data, doctor, dry_run, evaluate, models, plan, report, train, tune
+from paceline.cli import (
+    bench,
+    data,
+    doctor,
+    dry_run,
+    evaluate,
+    models,
+    plan,
+    report,
+    train,
+    tune,
+    watch,
+)
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
@@ -50,6 +62,7 @@ app.command("export")(evaluate.export_weights)
 app.command("models")(models.list_models)
 app.command("report")(report.report_run)
 app.command("compare")(report.compare_runs)
+app.command("watch")(watch.watch_runs)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)

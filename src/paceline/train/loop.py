@@ -10,12 +10,13 @@ import math
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from paceline.core.errors import PacelineError
+from paceline.config import changed_settings
+from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import (
-    CheckpointEvent,
     EvalEvent,
     NoteEvent,
     StartEvent,
@@ -26,9 +27,11 @@ from paceline.core.events import (
 from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.build import Training
+from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
+from paceline.train.eval_details import EvalDetails, wants_details
 from paceline.train.evaluate import evaluate
-from paceline.train.machine import hardware, versions
+from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
 from paceline.train.step import StepOutcome
@@ -83,6 +86,8 @@ class TrainingLoop:
                 chosen=t.chosen,
                 versions=versions(),
                 hardware=hardware(t.group.device),
+                command=command_line(),
+                changed=changed_settings(t.config),
             )
         )
         if t.folder.resume_from is not None and t.saved_step < 0:
@@ -99,6 +104,7 @@ class TrainingLoop:
         self._gather_times()
         if t.saved_step != progress.step:
             self._save(best=False)
+        t.finish_save()
         t.write_trace()
         # A callback that failed is reported here, after the save, so that no step is lost.
         t.group.agree("end", t.step.fault or self._callback_error)
@@ -112,6 +118,7 @@ class TrainingLoop:
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
         if t.step.faulted and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
+            t.finish_save()
 
     @property
     def _callback_error(self) -> PacelineError | None:
@@ -189,6 +196,7 @@ class TrainingLoop:
         self._save_owed |= outcome.save
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
+        t.finish_save(wait=False)
         self._note_fallback()
         event = StepEvent(
             step=progress.step,
@@ -271,11 +279,14 @@ class TrainingLoop:
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
+        classes = t.config.model.num_classes or len(t.source.classes)
+        details = None
+        if wants_details(t.config, len(t.validation), classes):
+            details = EvalDetails(classes, t.group.device)
         with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
-                t.config.model.num_classes or len(t.source.classes),
-                t.step.micro.loss_function,
+                classes, t.step.micro.loss_function, details,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")
@@ -289,6 +300,8 @@ class TrainingLoop:
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
         self._input.evaluation(found.corrupt_here, found.corrupt_count)
+        if details is not None:
+            self._write_details(details)
         t.emit(
             EvalEvent(
                 step=progress.step,
@@ -308,6 +321,17 @@ class TrainingLoop:
         elif self._save_is_due(progress.step):
             self._save_if_sound()
         return RunResult("target", None) if reached else None
+
+    def _write_details(self, details: EvalDetails) -> None:
+        """A collective; rank 0 writes. The file is for the report only: training goes on without it."""
+        t = self._t
+        content = details.gather(t.group, t.progress.step, list(t.source.classes))
+        if content is None:
+            return
+        try:
+            write_atomically(t.folder.path / "evaluation.json", content)
+        except CheckpointError as error:
+            self._input.note(str(error))
 
     def _save_is_due(self, step: int) -> bool:
         t = self._t
@@ -344,17 +368,19 @@ class TrainingLoop:
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
+        t.finish_save()  # the previous one
         checkpoint = t.state.capture(progress)
         t.saved_step = progress.step
         # Serves all requests so far: a signal reaches ranks at slightly different times.
         self._save_owed = t.stop.save_requested = False
         if checkpoint is None:
             return
-        try:
+        best = best and t.config.checkpoint.keep_best
+        forget = self._is_sound
+
+        def write(checkpoint: Checkpoint) -> Path:
             t.check_folder()
-            best = best and t.config.checkpoint.keep_best
-            path = t.store.put(checkpoint, best=best, forget=self._is_sound)
-        except PacelineError as error:
-            t.step.fault = error
-            return
-        t.emit(CheckpointEvent(progress.step, str(path), time.perf_counter() - started, best))
+            return t.store.put(checkpoint, best=best, forget=forget)
+
+        t.writer.save(checkpoint, write, best=best, started=started)
+        t.finish_save(wait=False)

@@ -207,7 +207,8 @@ class RunState:
         return progress.step >= self.batches.total_steps or (reached and evaluated)
 
     def capture(self, progress: Progress) -> Checkpoint | None:
-        """The current checkpoint, on rank 0. A collective: all ranks send their statistics."""
+        """The current checkpoint, on rank 0. A collective: all ranks send their statistics. Its tensors
+        are those of the run, which the next step changes."""
         rows = self.batch_norm.rows(self.group)
         average = self.average.capture(self.group) if self.average else {}
         return None if rows is None else self._checkpoint(progress, rows, average)
@@ -216,7 +217,7 @@ class RunState:
         """The current checkpoint of this rank alone, without the other ranks' batch-norm statistics."""
         rows = self.batch_norm.flat.detach().cpu()[None].clone()
         average = self.average.capture_alone() if self.average else {}
-        return self._checkpoint(progress, rows, average, only_rank=self.group.rank)
+        return self._checkpoint(progress, rows, average, only_rank=self.group.rank).on_host()
 
     def _checkpoint(
         self,
@@ -233,7 +234,7 @@ class RunState:
             threads=torch.get_num_threads(),
             plan=self.exchange_plan.to_table(),
             model={
-                name: value.detach().cpu()
+                name: value.detach()
                 for name, value in full_state(self.model, self.optimizer).items()
                 if name not in statistics
             },
@@ -241,7 +242,7 @@ class RunState:
                 "names": self.batch_norm.names,
                 "widths": self.batch_norm.widths,
                 "rows": rows,
-                "tracked": self.batch_norm.tracked.cpu(),
+                "tracked": self.batch_norm.tracked,
                 **({} if only_rank is None else {"only_rank": only_rank}),
             },
             optimizer=_without_masters(self.optimizer.state_dict()),

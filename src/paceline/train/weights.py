@@ -142,7 +142,7 @@ class WeightAverage:
         state = self.full_state()
         return {
             "count": float(self._count),
-            "weights": {name: state[name].cpu() for name in state if name in names},
+            "weights": {name: state[name] for name in state if name in names},
             "rows": rows,
         }
 
