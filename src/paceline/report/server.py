@@ -8,6 +8,7 @@ the training has opened, until the training ends.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import os
@@ -274,7 +275,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         opened.listen(64)
     except OSError as error:
         opened.close()
-        field, value = ("--host", host) if error.errno == 99 else ("--port", port)
+        field, value = ("--host", host) if error.errno == errno.EADDRNOTAVAIL else ("--port", port)
         raise ConfigError(
             field,
             value,
