@@ -22,6 +22,7 @@ from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
+from paceline.optim.scaling import SCALED
 from paceline.optim.settings import OPTIMIZERS_OF_SGD, OptimSettings
 from paceline.precision.settings import PrecisionSettings
 
@@ -114,6 +115,9 @@ class RunSettings:
     `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
     `run.trace`, else `off`, but every rank writes its latest 1,000 events after an error or a signal to
     save. Notes and corrupt samples are always written."""
+    noise_scale: bool = False
+    """Estimate the gradient noise scale from the gradients of ranks and micro-batches; needs at least two
+    micro-batches per step."""
     trace: bool = False
     """Write `trace.json` into the run folder, for Perfetto."""
     trace_steps: tuple[int, int] = (10, 30)
@@ -316,10 +320,23 @@ def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
     tables = read_recipe(recipe) if recipe else {}
     RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
     merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
+    if merged.get("optim", {}).get("scaling") == "auto":
+        _add_scaling_facts(tables, overrides, merged["optim"])
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
     return RunConfig.from_tables(merged)
+
+
+def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict[str, Any]) -> None:
+    """What the rule of `optim.scaling` needs to know of where a value came from."""
+    batch = recipe.get("run", {}).get("global_batch_size")
+    if batch is not None:
+        optim.setdefault("known_good_batch", batch)
+    if recipe:
+        name = recipe.get("optim", {}).get("name", OptimSettings.name)
+        optim.setdefault("known_good_optimizer", name)
+    optim.setdefault("scaling_keeps", [name for name in SCALED if name in overrides])
 
 
 def _without_rates(recipe: Tables, optimizer: object) -> Tables:

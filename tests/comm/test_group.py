@@ -251,3 +251,18 @@ def test_contradictions_are_named(first: Any, second: Any, message: str) -> None
         group_ranks([Place(*first), Place(*second)])
     with pytest.raises(ConfigError, match="comm.group_size = 0"):
         group_ranks(places(2), 0)
+
+
+def _gather_rows(rank: int) -> list[float]:
+    with Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu")) as group:
+        rows = torch.full((3, 4), -1.0)
+        rows[rank] = torch.arange(4.0) + 10 * rank
+        group.gather_rows(rows, [4, 0, 2])
+    return [float(value) for value in rows.flatten()]
+
+
+def test_rows_are_gathered_as_far_as_they_count() -> None:
+    for rank, found in enumerate(run_ranks(3, _gather_rows)):
+        second = [10.0, 11, 12, 13] if rank == 1 else [-1.0] * 4
+        third = [20.0, 21, 22, 23] if rank == 2 else [20.0, 21, -1, -1]
+        assert found == [0.0, 1, 2, 3, *second, *third]

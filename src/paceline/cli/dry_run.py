@@ -61,22 +61,25 @@ def _comment(name: str) -> str:
 def dry_run(config: RunConfig, ranks: int) -> int:
     """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
     from paceline.comm.group import Group
-    from paceline.train.inputs import resolve_batch_sizes
+    from paceline.train.inputs import apply_scaling, requested_batch, resolve_batch_sizes
     from paceline.train.machine import choose_device, choose_threads
 
-    asked = (config.run.global_batch_size, config.run.batch_size, ranks)
-    resolve_batch_sizes(*asked)
+    resolve_batch_sizes(*requested_batch(config, ranks))
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
     typer.echo(tomli_w.dumps(_changed(config)).strip())
     samples, classes, about = _data(config)
     _show("data", about)
+    config, scaling = apply_scaling(config, samples, ranks)
+    if scaling:
+        _show("scaling", scaling)
+    asked = (config.run.global_batch_size, config.run.batch_size, ranks)
     sizes = resolve_batch_sizes(*asked, samples=samples)
     device = choose_device(config, Topology())
     import torch
 
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // ranks))
     with Group(Topology(), config.comm, device) as group:
-        step_s = _measure(config, group, sizes, classes)
+        step_s = _measure(config, group, sizes, classes, samples / sizes.global_batch)
     steps = -(-samples * config.run.epochs // sizes.global_batch)
     _show("batch", sizes.describe(ranks))
     _show("steps", f"{steps:,} in {config.run.epochs} epochs")
@@ -142,7 +145,9 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
         typer.echo(f"note: this host has {format_bytes(host)}; try --batch-size {fits}")
 
 
-def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -> float:
+def _measure(
+    config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float
+) -> float:
     """Seconds of one step of one rank; prints what was chosen and the memory."""
     import torch
 
@@ -163,6 +168,7 @@ def _measure(config: RunConfig, group: Group, sizes: BatchSizes, classes: int) -
     micro = sizes.micro_batch if device.type == "cuda" else min(sizes.micro_batch, _CPU_IMAGES)
     parts = create_parts(
         config, model, group, rate=1e-6, micro_batch=micro, accumulate=False, classes=classes,
+        steps_per_epoch=steps_per_epoch,
     )  # fmt: skip
     weights = sum(parameter.numel() for parameter in model.parameters())
     _show("model", f"{config.model.name}, {weights:,} parameters")

@@ -147,9 +147,9 @@ def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> 
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
-    from paceline.train.inputs import resolve_batch_sizes
+    from paceline.train.inputs import requested_batch, resolve_batch_sizes
 
-    resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, processes)
+    resolve_batch_sizes(*requested_batch(config, processes))
     return launch(
         processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
         max_restarts=max_restarts,

@@ -123,8 +123,11 @@ class GradientExchange:
         accumulate: bool = False,
         transport: Transport | None = None,
         overlap: bool = True,
+        squares: bool = False,
     ) -> None:
-        """`accumulate`: a step may gather more than once. `overlap`: where the transport can."""
+        """`accumulate`: a step may gather more than once. `overlap`: where the transport can.
+        `squares`: sum the squared norms of all micro-steps' gradients too, one number more behind the
+        signals, for the noise scale."""
         self.group = group
         self.transport: Transport = transport or DirectTransport(group)
         # May be replaced between steps.
@@ -136,7 +139,8 @@ class GradientExchange:
         self.plan.check(tuple(self._trained))
         self.names = self.plan.tensors
         self.layouts = flat_layouts([(name, self._trained[name]) for name in self.names])
-        tail = len(SIGNALS) + len(self.names)
+        tail = len(SIGNALS) + len(self.names) + squares
+        self._squares = torch.zeros((), device=group.device) if squares else None
         self._allocate(tail, accumulate=accumulate)
         self.messages = plan_messages(self.plan, self.layouts, tail)
         # Of this step: tensors with a gradient, buckets sent, and how to wait for them.
@@ -183,7 +187,12 @@ class GradientExchange:
     @property
     def uses(self) -> Tensor:
         """After `reduce`: how many ranks had a gradient for each tensor, in the plan's order."""
-        return self.tail[len(SIGNALS) :]
+        return self.tail[len(SIGNALS) : len(SIGNALS) + len(self.names)]
+
+    @property
+    def squares(self) -> Tensor | None:
+        """After `reduce`: the squared norms of the gradients of all micro-steps and ranks, summed."""
+        return None if self._squares is None else self.tail[-1]
 
     @property
     def exposed(self) -> Reading:
@@ -210,6 +219,8 @@ class GradientExchange:
         self._drop_grads(self._trained)
         for total in self._sums.values():
             total.zero_()
+        if self._squares is not None:
+            self._squares.zero_()
         self.observer.step_begun(step)
 
     def arm(self) -> None:
@@ -236,6 +247,7 @@ class GradientExchange:
         own = (
             *(getattr(signals, name) for name in SIGNALS),
             *(float(name in self._used) for name in self.names),
+            *(() if self._squares is None else (0.0,)),
         )
         if own != self._sent_tail:
             # Pinned, so that the copy does not wait; mostly the same as in the step before.
@@ -244,6 +256,8 @@ class GradientExchange:
             self._sent_tail = own
         self.tail.copy_(self._own_tail)
         self.tail[0].copy_(loss)
+        if self._squares is not None:
+            self.tail[-1].copy_(self._squares)
         self._exposed.begin()
         while self._next < len(self.messages):
             self._send()
@@ -316,6 +330,11 @@ class GradientExchange:
                 piece.zero_()  # what this pass did not reach must not be added once more
             grads = [_dense(name, self._trained[name].grad) for name in found]
             torch._foreach_copy_([self._views[name] for name in found], grads)
+            if self._squares is not None:
+                # On CPUs in fp64: torch's fp32 norms of large tensors are inexact there.
+                kind = torch.float32 if self._squares.is_cuda else torch.float64
+                norms = torch._foreach_norm(grads, 2, dtype=kind)
+                self._squares.add_(torch.stack(norms).square().sum())
             if self._sums:
                 self._sums[dtype][first:last].add_(piece)
             self._used.update(found)

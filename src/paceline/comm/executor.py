@@ -11,7 +11,7 @@ round waits: they go off in one batch with what it receives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.process_groups import ProcessGroups, all_gather_flat, reduce_scatter_flat
 from paceline.comm.program import Arrival, Departure, Op, Program, compile_rounds
 from paceline.core.errors import CommError
 from paceline.plan.schedules import NATIVE, algorithm, check_name
@@ -382,21 +382,11 @@ class _Collectives:
             at = step.members.index(self._executor.groups.rank)
             own = self._executor.staging.take("own", each, whole.dtype, whole.device)
             self._own = ((low + each * at, low + each * (at + 1)), own)
-            _reduce_scatter(own, whole[low:high], group=group)
+            reduce_scatter_flat(own, whole[low:high], group=group)
         elif kind == "all_gather":
             assert self._own is not None
-            _all_gather(whole[low:high], self._own[1], group=group)
+            all_gather_flat(whole[low:high], self._own[1], group=group)
         else:
             mine = self._own is not None and self._own[0] == step.span
             tensor = self._own[1] if self._own is not None and mine else whole[low:high]
             dist.all_reduce(tensor, group=group)
-
-
-def _either(new: str, old: str) -> Callable[..., Any]:
-    """Torch renamed two collectives: the old names warn from 2.13 on, and 2.11 has only them."""
-    found: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
-    return found
-
-
-_reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
-_all_gather = _either("all_gather_single", "all_gather_into_tensor")

@@ -21,7 +21,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.agreement import Agreement, PeerError
 from paceline.comm.job import RankHosts, format_ranks
-from paceline.comm.process_groups import abort_process_groups, backend_reason, prepare_nccl
+from paceline.comm.process_groups import (
+    abort_process_groups,
+    all_gather_flat,
+    backend_reason,
+    prepare_nccl,
+)
 from paceline.comm.progress import BucketInfo, ProgressBoard
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
@@ -147,6 +152,29 @@ class Group:
         """Replaces `tensor` by rank 0's."""
         if self.backend != "none":
             self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
+
+    def gather_rows(self, rows: Tensor, lengths: Sequence[int]) -> None:
+        """Completes `rows`, one for each rank, of which this rank has filled its own; `lengths` says how
+        many elements of each row count. NCCL's collective can be captured in a CUDA graph, and takes
+        whole rows; Gloo, whose all-gather is slower than its broadcasts, sends what counts only."""
+        if self.backend == "none":
+            return
+        if self.backend == "nccl":
+            own = rows[self.rank]
+            self.watched("all-gather", lambda: all_gather_flat(rows.view(-1), own))
+            return
+
+        def send() -> None:
+            under_way = [
+                dist.broadcast(rows[r, :length], src=r, async_op=True)
+                for r, length in enumerate(lengths)
+                if length
+            ]
+            for work in under_way:
+                assert work is not None
+                work.wait()
+
+        self.watched("all-gather", send)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank."""

@@ -200,6 +200,16 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[i
     return group_ranks([found for found, _ in reports], k)
 
 
+def _either(new: str, old: str) -> Callable[..., Any]:
+    """Torch renamed two collectives: the old names warn from 2.13 on, and 2.11 has only them."""
+    found: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
+    return found
+
+
+reduce_scatter_flat = _either("reduce_scatter_single", "reduce_scatter_tensor")
+all_gather_flat = _either("all_gather_single", "all_gather_into_tensor")
+
+
 def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in order of rank, on all ranks. All ranks of the group call this.
 

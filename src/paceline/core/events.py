@@ -73,6 +73,11 @@ class StepEvent(Event):
     core_wait_share: float | None = None
     # The norm of all gradients before clipping; None without `optim.clip_norm`.
     grad_norm: float | None = None
+    # With `run.noise_scale`: this step's estimates of the squared gradient and of the variance of one
+    # sample's, and the noise scale from their running averages, in samples.
+    grad_signal: float | None = None
+    grad_variance: float | None = None
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)

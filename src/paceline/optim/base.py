@@ -53,6 +53,8 @@ class MasterOptimizer(Optimizer):
     hold: Tensor | None = None
     active: Tensor | None = None
     in_half = False
+    # Whether `step` can be captured in a CUDA graph.
+    capturable = True
 
     # fp32 state of each parameter beside its master, in its shape; then other state that is saved.
     BUFFERS: ClassVar[tuple[str, ...]]

@@ -16,7 +16,8 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD
 from paceline.optim.muon import Muon, split_matrices
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import SOAP_BETA2, OptimSettings
+from paceline.optim.soap import SOAP
 from paceline.optim.wrapped import wrap
 
 
@@ -47,6 +48,10 @@ def create_optimizer(
     common |= {"trust_coefficient": settings.trust_coefficient, "eps": settings.eps}
     if settings.name == "muon":
         return Muon(_muon_groups(settings, groups), **common)
+    if settings.name == "soap":
+        beta2 = SOAP_BETA2 if settings.beta2 == OptimSettings.beta2 else settings.beta2
+        interval = settings.soap_interval
+        return SOAP(_muon_groups(settings, groups), **common, beta2=beta2, interval=interval)
     assert settings.name == "lars", settings.name
     return LARS(
         groups,

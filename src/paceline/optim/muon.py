@@ -17,79 +17,10 @@ from torch.optim.optimizer import ParamsT
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim.base import BIAS_NORM
 from paceline.optim.lars import LARS
+from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
 from paceline.optim.state import MOMENTUM, Gates, Hyper, HyperTable, Outcome, Row, capturing
 
-ITERATIONS = 5
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-# Squares of smaller numbers underflow in fp32: the norm would be too small and the iteration diverge.
-_TINY = 1e-15
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
-
-
-def is_matrix(tensor: Tensor) -> bool:
-    """Whether the tensor has at least two rows (outputs) and two columns."""
-    return tensor.dim() > 1 and len(tensor) > 1 and tensor.numel() > len(tensor)
-
-
-@torch.no_grad()
-def orthogonalize(tensors: Sequence[Tensor], still: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Tensors of the same shapes, strides and norms whose singular values are about equal, in fp32.
-
-    Newton-Schulz iteration with the quintic polynomial of K. Jordan et al., which trades exactness
-    for speed: singular values that are not tiny end between 0.68 and 1.2, before the norm is
-    restored. Zero stays zero; non-finite input gives NaN. `still` holds a flag per tensor on its
-    device; where it is set the result is zero. Does not synchronize with the device.
-    """
-    if still and len(still) != len(tensors):
-        raise ValueError(f"{len(still)} flags for {len(tensors)} tensors")
-    made: list[Tensor] = [torch.empty(0)] * len(tensors)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        alike.setdefault(tuple(_matrix(tensor).shape), []).append(place)
-    for places in alike.values():
-        # Tensors of one shape are batched: the cost of small ones is the kernel launch.
-        stacked = torch.stack([_matrix(tensors[i]) for i in places])
-        norms = _norms(stacked)
-        unit = stacked / norms.clamp(min=_TINY)
-        turned = unit.shape[1] > unit.shape[2]
-        found = _iterated(unit.mT if turned else unit)
-        found = (found.mT if turned else found) * (norms / _norms(found).clamp(min=_TINY))
-        if still:
-            flags = torch.stack([still[i] for i in places])
-            found = torch.where(flags[:, None, None], 0.0, found)
-        for i, matrix in zip(places, found.contiguous().unbind(), strict=True):
-            made[i] = _like(matrix, tensors[i])
-    return made
-
-
-def _norms(matrices: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
-    return norms
-
-
-def _iterated(wide: Tensor) -> Tensor:
-    """For matrices with norms of at most 1; on GPUs in bf16, which uses tensor cores."""
-    x = wide.to(torch.bfloat16) if wide.is_cuda else wide
-    for _ in range(ITERATIONS):
-        square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=_B, alpha=_C)
-        x = torch.baddbmm(x, polynomial, x, beta=_A)
-    return x.float()
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    """One row per output, in fp32. Columns are in memory order, which does not affect the result."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        tensor = tensor.permute(0, 2, 3, 1)
-    return tensor.flatten(1).float()
-
-
-def _like(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """The inverse of `_matrix`."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        outputs, inputs, *window = tensor.shape
-        return matrix.view(outputs, *window, inputs).permute(0, 3, 1, 2)
-    return matrix.view(tensor.shape)
 
 
 def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -151,6 +82,12 @@ class Muon(LARS):
         self._captured: list[HyperTable] = []  # kept for graphs that read them
         self._next: dict[int, Tensor] = {}
         self._directions: dict[int, Tensor] = {}
+        # Where set, ranks share the products out instead of each computing all of them.
+        self.shared: SharedProducts | None = None
+
+    def describe(self) -> str:
+        shared = f", products shared by {self.shared.ranks} ranks" if self.shared else ""
+        return f"{super().describe()}{shared}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, or two where the group does not say whether it is `orthogonal`."""
@@ -218,7 +155,7 @@ class Muon(LARS):
                 found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
                 wanted += found
                 still += none
-        found = orthogonalize(wanted, still)
+        found = self._directed(chosen, wanted, still, gates)
         if gates.grad_scale is not None:
             # The kernels divide by the scale, a power of two, as they do with every gradient.
             torch._foreach_mul_(found, gates.grad_scale.reshape(()))
@@ -229,6 +166,12 @@ class Muon(LARS):
             # The update ignores momentum here; it gets memory that is finite whenever it runs.
             directed[row.index] = replace(row, gradient=direction, momentum=direction)
         return [directed.get(row.index, row) for row in rows]
+
+    def _directed(
+        self, rows: Sequence[Row], averages: list[Tensor], still: Sequence[Tensor], gates: Gates
+    ) -> list[Tensor]:
+        """The directions of rows with such averages; zero where `still` is set."""
+        return orthogonalize(averages, still, self.shared)
 
     def _averaged(
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
@@ -254,17 +197,21 @@ class Muon(LARS):
 
     def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
+        flags = self._allowed(rows, gates, outcome)
+        for row in rows:
+            if not self.param_groups[row.group]["orthogonal"]:
+                continue
+            momentum = self.state[row.parameter][MOMENTUM]
+            torch.where(flags[row.index], self._next[row.index], momentum, out=momentum)
+
+    def _allowed(self, rows: list[Row], gates: Gates, outcome: Outcome) -> dict[int, Tensor]:
+        """Whether each row was updated, on the device."""
         go = outcome.overflow == 0
         for gate in (gates.found_inf, gates.hold):
             if gate is not None:
                 go = go & (gate.reshape(()) == 0)
         owns = None if gates.active is None else go & (gates.active != 0)
-        for row in rows:
-            if not self.param_groups[row.group]["orthogonal"]:
-                continue
-            own = go if owns is None else owns[row.index]
-            momentum = self.state[row.parameter][MOMENTUM]
-            torch.where(own, self._next[row.index], momentum, out=momentum)
+        return {row.index: go if owns is None else owns[row.index] for row in rows}
 
     def _kept(self, store: dict[int, Tensor], row: Row) -> Tensor:
         """Memory at a constant address, which captured graphs hold."""

@@ -9,12 +9,16 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.imports import check_module, split_name
 from paceline.core.untrusted import ParseError, parse_toml
 
-OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd")
+OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd", "soap")
+ORTHOGONAL_OPTIMIZERS = ("muon", "soap")
+SOAP_BETA2 = 0.95
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
 PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all")
+SCALINGS = ("off", "auto")
+SHARES = ("auto", "on", "off")
 SCHEDULES = ("constant", "cosine", "poly", "step")
 
 
@@ -23,8 +27,8 @@ class OptimSettings:
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
-    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, or a class of torch.optim or of another module, as in
-    `torch.optim:RAdam`."""
+    """`sgd`, `lars`, `muon`, `soap`, `adamw`, `lamb`, or a class of torch.optim or of another module, as
+    in `torch.optim:RAdam`."""
     arguments: str = ""
     """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
     `{betas = [0.9, 0.95]}`."""
@@ -35,6 +39,16 @@ class OptimSettings:
     `adamw` and 0.000625 with `lamb`."""
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
+    scaling: str = "off"
+    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group and averaging for the
+    global batch from a recipe that works at `known_good_batch`; `off` uses the settings as they are."""
+    known_good_batch: int | None = None
+    """Global batch at which the recipe is known to work, for `scaling`; unset, the recipe's own
+    `run.global_batch_size`."""
+    known_good_optimizer: str = ""
+    """Optimizer of the recipe at that batch; empty, `name`; filled in from the recipe."""
+    scaling_keeps: tuple[str, ...] = ()
+    """Settings that `scaling` leaves as they are; filled in with those given on the command line."""
     momentum: float = 0.9
     """Momentum."""
     nesterov: bool = False
@@ -42,7 +56,8 @@ class OptimSettings:
     beta1: float = 0.9
     """AdamW and LAMB: decay of the average of gradients."""
     beta2: float = 0.999
-    """AdamW and LAMB: decay of the average of squared gradients."""
+    """AdamW, LAMB and SOAP: decay of the average of squared gradients; the default stands for 0.95 with
+    `soap`."""
     adam_eps: float = 1e-8
     """AdamW and LAMB: added to the root of the average of squares."""
     clip_norm: float = 0.0
@@ -62,6 +77,9 @@ class OptimSettings:
     the recipe if larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
     """Decay after warm-up: `constant`, `cosine`, `poly` or `step`."""
+    schedule_free: float = 0.0
+    """Schedule-free training: share of the average in the weights at which gradients are taken; 0 is off,
+    0.9 common; needs `schedule = "constant"`."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Epochs at which `step` multiplies the rate by `decay_rate`."""
     decay_rate: float = 0.1
@@ -86,6 +104,11 @@ class OptimSettings:
     orthogonal: str = "filters"
     """Muon: layers with orthogonalized momentum, `filters` (convolutions) or `all` (linear layers
     too)."""
+    soap_interval: int = 10
+    """SOAP: steps between two updates of the basis."""
+    share_products: str = "auto"
+    """Muon and SOAP: ranks share the matrix products out, each computes its part and all get the
+    results: `on`, `off`, or `auto` (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
     trust_log_interval: int = 0
     """Steps between two records of the trust ratios in `metrics.jsonl`; 0 records none."""
     in_half: bool = False
@@ -151,6 +174,22 @@ class OptimSettings:
             raise ConfigError(
                 "optim.layer_decay", self.layer_decay, "must be in (0, 1]", "try 0.75, or 1 (off)"
             )
+        if not 0 <= self.schedule_free < 1:
+            raise ConfigError(
+                "optim.schedule_free", self.schedule_free, "must be in [0, 1)", "try 0.9"
+            )
+        if self.schedule_free and (self.schedule != "constant" or self.in_half):
+            name = "in_half" if self.in_half else "schedule"
+            raise ConfigError(
+                f"optim.{name}", getattr(self, name), "does not go with optim.schedule_free",
+                "use optim.schedule = 'constant' and master weights",
+            )  # fmt: skip
+        if self.scaling not in SCALINGS:
+            raise ConfigError(
+                "optim.scaling", self.scaling, "unknown", nearest(self.scaling, SCALINGS)
+            )
+        if self.known_good_batch is not None and self.known_good_batch < 1:
+            raise ConfigError("optim.known_good_batch", self.known_good_batch, "must be at least 1")
         self._check_lars()
         self._check_muon()
         self._check_others()
@@ -206,7 +245,19 @@ class OptimSettings:
                 "optim.orthogonal", self.orthogonal, "unknown",
                 nearest(self.orthogonal, ORTHOGONALS),
             )  # fmt: skip
-        if self.name != "muon":
+        if self.share_products not in SHARES:
+            raise ConfigError(
+                "optim.share_products", self.share_products, "unknown",
+                nearest(self.share_products, SHARES),
+            )  # fmt: skip
+        if self.soap_interval < 1:
+            raise ConfigError("optim.soap_interval", self.soap_interval, "must be at least 1")
+        if self.name not in ORTHOGONAL_OPTIMIZERS:
+            if self.share_products == "on":
+                raise ConfigError(
+                    "optim.share_products", "on", f"{self.name} has no products to share",
+                    "use optim.name = 'muon', or leave it out",
+                )  # fmt: skip
             if self.orthogonal != "filters":
                 raise ConfigError(
                     "optim.orthogonal", self.orthogonal, f"{self.name} makes nothing orthogonal",
@@ -216,12 +267,12 @@ class OptimSettings:
         for name, wanted in (("clip", False), ("lr_in_momentum", True), ("in_half", False)):
             if getattr(self, name) != wanted:
                 raise ConfigError(
-                    f"optim.{name}", getattr(self, name), "muon has no such form",
+                    f"optim.{name}", getattr(self, name), f"{self.name} has no such form",
                     "leave it out, or use optim.name = 'lars'",
                 )  # fmt: skip
 
     def _check_lars(self) -> None:
-        if self.trust_log_interval and self.name not in ("lamb", "lars", "muon"):
+        if self.trust_log_interval and self.name not in ("lamb", "lars", "muon", "soap"):
             raise ConfigError(
                 "optim.trust_log_interval", self.trust_log_interval,
                 f"{self.name} has no trust ratios", "use optim.name = 'lars', or 0",

@@ -270,7 +270,8 @@ def restore_state(
             target = kept.get(key)
             if target is None:
                 kind = parameter.dtype if in_half else torch.float32
-                like = parameter.new_empty(()) if key == STEP else parameter
+                same = torch.as_tensor(value).shape == parameter.shape
+                like = parameter if same and key != STEP else parameter.new_empty(value.shape)
                 target = torch.empty_like(
                     like, dtype=kind, memory_format=torch.preserve_format
                 ).detach()

@@ -64,6 +64,13 @@ def run_charts(run: RunFiles) -> list[Chart]:
         lines = axis.smoothed("rank 0 waits", waits)
         note = _smoothing(waits)
         charts.append(axis.chart("Exposed communication (ms)", lines, from_zero=True, note=note))
+    if noise := run.points("step", "noise_scale"):
+        lines = axis.smoothed("noise scale", noise)
+        charts.append(
+            axis.chart(
+                "Gradient noise scale (samples)", lines, log=spans_decades(lines), show_value=count
+            )
+        )
     return charts
 
 

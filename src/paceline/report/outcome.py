@@ -42,6 +42,7 @@ class Outcome:
     resumes: int
     read_retries: int
     damaged_cache_entries: int
+    noise_scale: float | None = None
 
     @classmethod
     def of(cls, run: RunFiles) -> Outcome:
@@ -51,7 +52,7 @@ class Outcome:
     def _of(cls, run: RunFiles) -> Outcome:
         summary, start, steps = run.summary or {}, run.start, run.of_kind("step")
         top1, top5 = run.points("eval", "top1"), run.points("eval", "top5")
-        speeds = run.values("step", "images_per_s")
+        speeds, noise = run.values("step", "images_per_s"), run.values("step", "noise_scale")
         stopped_by = _stopped_by(run)
         counters = summary.get("input_counters")
         counters = counters if isinstance(counters, dict) else {}
@@ -84,6 +85,7 @@ class Outcome:
             resumes=len(run.resumes),
             read_retries=integer(counters, "read_retries") or 0,
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
+            noise_scale=first("noise_scale", noise[-1] if noise else None),
         )
 
 

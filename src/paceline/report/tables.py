@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
+from paceline.plan.noise import describe_noise
 from paceline.report.bottleneck import (
     ExposedWaits,
     InputStall,
@@ -82,6 +83,10 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         ("global batch", count(outcome.global_batch_size)),
         ("ranks", count(outcome.world_size)),
     ]
+    noise, batch = outcome.noise_scale or 0.0, outcome.global_batch_size or 0
+    if noise > 0 and batch > 0:
+        described = describe_noise(noise, batch)
+        rows.append(("gradient noise scale", described))
     if waits.exposed_s is not None:
         rows.append(("exposed communication", waits.describe()))
     if straggler := waits.straggler():

@@ -33,7 +33,9 @@ from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
     agree_on_inputs,
+    apply_scaling,
     read_checkpoint,
+    requested_batch,
     resolve_batch_sizes,
 )
 from paceline.train.loss import LOSSES
@@ -156,18 +158,25 @@ def build(
     """Builds the run on this rank, together with all others."""
     components = components or Components()
     # What is wrong whatever the data is reported before the data is opened.
-    asked = (config.run.global_batch_size, config.run.batch_size, group.world_size)
-    resolve_batch_sizes(*asked)
+    resolve_batch_sizes(*requested_batch(config, group.world_size))
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
-        sizes = resolve_batch_sizes(*asked, samples=len(inputs.source))
+        given, samples = components.optimizer is not None, len(inputs.source)
+        asked_for = config
+        config, scaling = group.agree_on(
+            "scaling",
+            lambda: apply_scaling(asked_for, samples, group.world_size, own_optimizer=given),
+        )
+        asked = (config.run.global_batch_size, config.run.batch_size, group.world_size)
+        sizes = resolve_batch_sizes(*asked, samples=samples)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
             # The checkpoint is older than this setting, and continues with its own schedule.
             config = config.with_values({"optim.warmup_max_share": 1.0})
         return _assemble(
-            config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components
-        )
+            config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components,
+            scaling,
+        )  # fmt: skip
 
 
 def _assemble(
@@ -178,6 +187,7 @@ def _assemble(
     inputs: RunInputs,
     checkpoint: Checkpoint | None,
     components: Components,
+    scaling: str,
 ) -> Training:
     source, folder = inputs.source, inputs.folder
     threads = _set_threads(config, group, checkpoint)
@@ -244,7 +254,8 @@ def _assemble(
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
         "peak_lr": f"{peak:g}",
-        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule),
+        **({"scaling": scaling} if scaling else {}),
+        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
         **_given_objects(components),
     }
     training = Training(
@@ -392,6 +403,7 @@ def _optional_notes(
     parts: StepParts,
     pretrained: list[str],
     schedule: LrSchedule,
+    plan: BatchPlan,
 ) -> dict[str, str]:
     salvaged = ""
     if checkpoint is not None and checkpoint.salvaged_by is not None:
@@ -401,9 +413,21 @@ def _optional_notes(
         )
     notes = {
         "warm-up": schedule.describe_cut(),
+        "noise scale": _describe_noise_scale(config, plan),
         "average": parts.average.describe(schedule.steps_per_epoch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": "; ".join(filter(None, (folder.note, salvaged))),
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
     }
     return {name: note for name, note in notes.items() if note}
+
+
+def _describe_noise_scale(config: RunConfig, plan: BatchPlan) -> str:
+    if not config.run.noise_scale:
+        return ""
+    parts = -(-plan.global_batch // plan.micro_batch)
+    if parts < 2:
+        return (
+            "not available: a step is one micro-batch; use several ranks or a smaller --batch-size"
+        )
+    return f"estimated from {parts} micro-batches of {plan.micro_batch} per step"

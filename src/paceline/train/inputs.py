@@ -18,6 +18,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
 from paceline.data import Source, open_data
+from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -79,6 +80,44 @@ def resolve_batch_sizes(
             + _nearest_divisor(global_batch, world_size, micro_batch),
         )
     return BatchSizes(global_batch, micro_batch, global_batch // unit, False)
+
+
+def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | None, int]:
+    """What `resolve_batch_sizes` checks before the data is open: `optim.scaling` chooses the micro-batch
+    unless the user gave it."""
+    chosen = config.optim.scaling == "auto" and "run.batch_size" not in config.optim.scaling_keeps
+    return config.run.global_batch_size, None if chosen else config.run.batch_size, ranks
+
+
+def apply_scaling(
+    config: RunConfig, samples: int, ranks: int, *, own_optimizer: bool = False
+) -> tuple[RunConfig, str]:
+    """The configuration with the choices of `optim.scaling`, which is then off so that `config.toml`
+    repeats the run, and their description; unchanged where it is off. `own_optimizer`: an object of the
+    program replaces the one that the settings name."""
+    optim = config.optim
+    if optim.scaling == "off":
+        return config, ""
+    if own_optimizer:
+        raise ConfigError(
+            "optim.scaling", "auto", "the rule does not know an optimizer given in Python",
+            "name one of lars, muon, sgd, adamw and lamb, or use 'off'",
+        )  # fmt: skip
+    known = optim.known_good_batch
+    if known is None:
+        raise ConfigError(
+            "optim.known_good_batch", None,
+            "is not known: optim.scaling = 'auto' needs the batch at which the recipe works",
+            "set it, or run.global_batch_size in the recipe",
+        )  # fmt: skip
+    sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
+    recipe = Recipe(
+        optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
+        config.run.average_epochs, frozenset(optim.scaling_keeps),
+    )  # fmt: skip
+    scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
+    values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
+    return config.with_values({**values, "optim.scaling": "off"}), scaling.describe()
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:

@@ -26,6 +26,7 @@ from paceline.core.events import (
 )
 from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
+from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.train.build import Training
 from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
@@ -71,6 +72,7 @@ class TrainingLoop:
             self._rank_times = RankTimes(group, training.emit)
         self._save_owed = False
         self._load, self._overload_noted = HostLoad(), False
+        self._noise = NoiseScale(*training.progress.noise)
 
     def run(self) -> RunResult:
         """Ends with a checkpoint of the last step, whatever the reason to stop."""
@@ -198,6 +200,7 @@ class TrainingLoop:
         progress.loss_finite = math.isfinite(outcome.loss)
         t.finish_save(wait=False)
         self._note_fallback()
+        estimate = self._noise_estimate(outcome, last - first)
         event = StepEvent(
             step=progress.step,
             epoch=t.plan.epoch_at(progress.step),
@@ -213,6 +216,9 @@ class TrainingLoop:
             input_stall_causes=outcome.stall,
             core_wait_share=self._core_wait_share(),
             grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
+            grad_signal=None if estimate is None else estimate.signal,
+            grad_variance=None if estimate is None else estimate.variance,
+            noise_scale=None if estimate is None else self._noise.value,
         )
         t.emit(event)
         if self._rank_times is not None:
@@ -226,6 +232,21 @@ class TrainingLoop:
         self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
             check_divergence(t, outcome)
+
+    def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
+        """The estimate of one step, added to the running averages; None where there is none."""
+        if not self._t.config.run.noise_scale or outcome.skipped:
+            return None
+        micro_batches = -(-samples // self._t.plan.micro_batch)
+        estimate = NoiseEstimate.of(
+            outcome.whole_squared, outcome.parts_squared, samples, micro_batches
+        )
+        if estimate is not None:
+            self._noise.add(estimate)
+            self._t.progress.noise = [
+                self._noise.signal, self._noise.variance, self._noise.weight,
+            ]  # fmt: skip
+        return estimate
 
     def _note_fallback(self) -> None:
         """Once: micro-steps are not captured although they were meant to be."""

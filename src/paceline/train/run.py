@@ -27,6 +27,7 @@ from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer
 from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
+from paceline.plan.noise import NoiseScale
 from paceline.report import write_report
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
@@ -316,6 +317,7 @@ def _summary(
         "time_to_target_s": progress.time_to_target_s,
         "stopped_by": result.stopped_by,
         "skipped_steps": progress.skipped_steps,
+        "noise_scale": NoiseScale(*progress.noise).value,
         "corrupt_samples": progress.corrupt_samples,
         "corrupt_val_samples": progress.corrupt_val_samples,
         "input_counters": counters,

@@ -63,6 +63,8 @@ class Progress:
     best_step: int = -1
     time_to_target_s: float | None = None
     resumes: list[int] = field(default_factory=list)
+    # The running averages of `NoiseScale`: signal, variance, weight.
+    noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     @property
     def images_per_s(self) -> float:

@@ -57,6 +57,9 @@ class StepOutcome:
     stall: dict[str, float]
     # Norm of all gradients before clipping; 0 where nothing is clipped.
     grad_norm: float = 0.0
+    # Squared norms of the whole gradient and, summed, of its micro-steps'; 0 where unmeasured.
+    whole_squared: float = 0.0
+    parts_squared: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -258,6 +261,8 @@ class TrainStep:
             exposed_comm_s=launched.exposed(),
             stall=launched.stall(),
             grad_norm=row["grad_norm"],
+            whole_squared=row["whole_squared"],
+            parts_squared=row["parts_squared"],
         )
 
     def release(self) -> None:

@@ -30,6 +30,8 @@ from paceline.models.registry import is_own, parameter_groups
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
 from paceline.optim.layers import describe_layers, with_layer_decay
+from paceline.optim.muon import Muon
+from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
@@ -108,8 +110,9 @@ def create_parts(
         lambda: create_master_optimizer(settings, model, policy, rate, components.optimizer),
     )
     loss = group.agree_on("loss", lambda: create_loss(config.run, components.loss, classes))
-    if settings.name == "muon" or optimizer.path == "torch":
-        name = type(optimizer).__name__.lower() if settings.name == "muon" else "this optimizer"
+    if isinstance(optimizer, Muon) or optimizer.path == "torch":
+        own = isinstance(optimizer, Muon)
+        name = type(optimizer).__name__.lower() if own else "this optimizer"
         remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
         group.agree("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
     batch_norm = BatchNormState(model)
@@ -147,13 +150,17 @@ def create_parts(
     if one_output:
         fast = replace(fast, forward=with_one_output(fast.forward))
     dry = replace(dry, forward=fast.forward)
+    group.agree_on("shared products", lambda: share_products(config, optimizer, group, fast.graphs))
     planned = plan_exchange(config.comm, model, group, dry, pinned)
-    exchange = planned.create(group, accumulate=accumulate, graphs=fast.graphs)
+    exchange = planned.create(
+        group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
+    )
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
-        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm
-    )
+        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
+        settings.schedule_free,
+    )  # fmt: skip
     return StepParts(
         model=model,
         policy=policy,
@@ -169,6 +176,29 @@ def create_parts(
         loss=loss,
         clip_norm=settings.clip_norm,
     )
+
+
+def share_products(
+    config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
+) -> bool:
+    """Lets the ranks share Muon's products out, where `optim.share_products` says so; whether they do.
+    Shared or not, the results have the same bits on CPUs."""
+    wanted = config.optim.share_products
+    if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
+        return False
+    cuda = group.device.type == "cuda"
+    if cuda and group.backend != "nccl" and graphs:
+        if wanted == "on":
+            raise ConfigError(
+                "optim.share_products", "on",
+                f"{group.backend} cannot be captured in the CUDA graph of the update",
+                "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
+            )  # fmt: skip
+        return False
+    if wanted == "auto" and cuda and (group.backend != "nccl" or config.comm.share_gpus):
+        return False  # ranks of one GPU have nothing to share
+    optimizer.shared = SharedProducts(group.rank, group.world_size, group.gather_rows)
+    return True
 
 
 def _computes(device: torch.device) -> str:
@@ -277,8 +307,11 @@ class ExchangeParts:
         """Whether gradients are rounded to fp16 for the wire, with its small range."""
         return any(bucket.wire == "float16" for bucket in self.plan.buckets)
 
-    def create(self, group: Group, *, accumulate: bool, graphs: bool) -> GradientExchange:
-        """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs."""
+    def create(
+        self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False
+    ) -> GradientExchange:
+        """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs;
+        `squares`: for the noise scale."""
         transport = create_transport(group, self.settings, self.plan)
         wanted = self.settings.overlap
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
@@ -288,7 +321,7 @@ class ExchangeParts:
             with explain_out_of_memory(where, "free memory, or choose a smaller model"):
                 return GradientExchange(
                     self.trained.items(), group, self.plan, accumulate=accumulate,
-                    transport=transport, overlap=overlap,
+                    transport=transport, overlap=overlap, squares=squares,
                 )  # fmt: skip
 
         return group.agree_on("exchange", make)

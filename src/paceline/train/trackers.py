@@ -80,12 +80,15 @@ class CsvTracker:
     `metrics-more.csv` has other numbers as step, name, value."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        sample = StepEvent(0, 0, 0, 0, 0, 0, 0, core_wait_share=0, grad_norm=0)
-        causes = [
-            f"train/input_stall_causes/{name}" for name in ("read", "decode", "augment", "copy")
+        causes = [f"input_stall_causes/{name}" for name in ("read", "decode", "augment", "copy")]
+        left_out = ("step", "input_stall_causes")
+        of_steps = [field.name for field in fields(StepEvent) if field.name not in left_out]
+        of_evaluations = [field.name for field in fields(EvalEvent) if field.name != "step"]
+        self._columns = [
+            "step",
+            *(f"train/{name}" for name in (*of_steps, *causes)),
+            *(f"val/{name}" for name in of_evaluations),
         ]
-        of_steps = [name for name in scalars(sample) if name not in causes]
-        self._columns = ["step", *of_steps, *causes, *scalars(EvalEvent(0, 0, 0, 0, 0, 0, 0))]
         self._wide = _opened(folder / "metrics.csv", self._columns, first_step)
         self._long = _opened(folder / "metrics-more.csv", ["step", "name", "value"], first_step)
 

@@ -19,7 +19,7 @@ from paceline.train.micro_step import Captured
 from paceline.train.weights import BatchNormState, WeightAverage
 
 # What follows the sums of the signals in the row.
-EXTRAS = ("overflow", "halted", "scale", "grad_norm")
+EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_squared")
 
 
 class Update:
@@ -53,16 +53,22 @@ class Update:
         optimizer.active = torch.zeros(len(self.names), device=device)
         self._clip_norm = clip_norm
         self._grad_norm = torch.zeros((), device=device)
+        # Squared norms of the whole gradient and, summed, of the micro-steps'; 0 where unmeasured.
+        self._squares = torch.zeros(2, device=device)
         # Clipping divides by more than the loss scale, and costs no pass over the gradients of its own.
         self._divisor = scale.step_value.clone()
         optimizer.grad_scale = self._divisor if clip_norm else scale.step_value
         # A wrapped optimizer reads flags on the host, and waits for the exchange there.
         self._waits = optimizer.path == "torch" and device.type == "cuda"
-        self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
+        self._captured = Captured(
+            self._run, enabled=graphs and optimizer.path == "triton" and optimizer.capturable
+        )
 
     def run(self, rate: float) -> None:
         """One update at the learning rate `rate`."""
         set_rate(self.optimizer, rate)
+        if self.average is not None:
+            self.average.set_rate(rate)
         self.optimizer.upload()
         if self._waits:
             self._exchange.group.watched("the update", self._captured)
@@ -79,22 +85,23 @@ class Update:
         self._halted.copy_(torch.maximum(self._halted, (given_up > 0).to(torch.float32)))
         assert self.optimizer.active is not None
         torch.index_select(self._exchange.uses, 0, self._order, out=self.optimizer.active)
-        if self._clip_norm:
-            self._clip()
+        if self._clip_norm or self._exchange.squares is not None:
+            self._measure()
         self.optimizer.step()
         overflow = self.optimizer.overflow
         discard = torch.maximum(overflow, self._halted)
         self._batch_norm.discard_if(discard)
         if self.average is not None:
             self.average.add(discard)
-        extras = torch.stack([overflow, self._halted, self._scale.value, self._grad_norm])
+        extras = torch.stack(
+            [overflow, self._halted, self._scale.value, self._grad_norm, *self._squares.unbind()]
+        )
         bad = self.optimizer.bad.to(torch.float32)
         self.row.copy_(torch.cat([tail[: len(SIGNALS)], extras, bad]))
         self._scale.update(overflow, self._halted)
 
-    def _clip(self) -> None:
-        """Sets the divisor of the gradients. Where their norm is not finite the optimizer skips the
-        step, for which it needs the gradients as they are."""
+    def _measure(self) -> None:
+        """The norm of all gradients, for clipping and for the noise scale."""
         gradients = [
             p.grad for group in self.optimizer.param_groups for p in group["params"]
             if p.grad is not None
@@ -102,6 +109,14 @@ class Update:
         norms = torch.stack([norm.double() for norm in gradient_norms(gradients)])
         scale = self._scale.step_value.double()
         norm = torch.linalg.vector_norm(norms) / scale
+        if (parts := self._exchange.squares) is not None:
+            self._squares.copy_(torch.stack([norm.square(), parts.double() / scale.square()]))
+        if self._clip_norm:
+            self._clip(norm, scale)
+
+    def _clip(self, norm: Tensor, scale: Tensor) -> None:
+        """Sets the divisor of the gradients. Where their norm is not finite the optimizer skips the
+        step, for which it needs the gradients as they are."""
         self._grad_norm.copy_(norm)
         over = (norm / self._clip_norm).clamp(min=1.0)
         self._divisor.copy_(scale * torch.where(torch.isfinite(over), over, 1.0))

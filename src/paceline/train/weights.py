@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
@@ -91,6 +92,9 @@ class WeightAverage:
         # counts.
         self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
 
+    def set_rate(self, rate: float) -> None:
+        """The rate of the next step, which `ScheduleFree` needs."""
+
     def add(self, discard: Tensor) -> None:
         """Adds the current step unless the flag on the device is set."""
         counts = 1 - discard.double()
@@ -165,11 +169,82 @@ class WeightAverage:
         return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
 
 
+class ScheduleFree(WeightAverage):
+    """Schedule-free training (Defazio et al. 2024) around any optimizer's step Δ.
+
+    Gradients are taken at y = z + β·(x − z); z ← z + Δ(y); x ← x + c·(z − x) with c = r² / Σ r², r being
+    the rates so far. x takes the place of the average: evaluation and export use it, and no rate has to
+    fall. Masters hold y, `weights` x and `base` z. A skipped step leaves all three as they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: MasterOptimizer, batch_norm: BatchNormState, beta: float
+    ) -> None:
+        super().__init__(model, optimizer, batch_norm, math.inf)
+        self._beta = beta
+        self.base = [weight.clone() for weight in self.weights]
+        self._rate = torch.zeros((), dtype=torch.float64, device=self._count.device)
+
+    def set_rate(self, rate: float) -> None:
+        self._rate.fill_(rate)
+
+    def add(self, discard: Tensor) -> None:
+        """Turns the optimizer's step from y into the three updates. `_count` is the sum of r²."""
+        masters = [m.detach() for m in self._optimizer.masters()]
+        squared = (1 - discard.double()) * self._rate.square()
+        share = (squared / (self._count + squared).clamp(min=1e-300)).float()
+        moves = torch._foreach_sub([m.float() for m in masters], self._evaluated())
+        torch._foreach_add_(self.base, moves)
+        places = [*self.weights, self.statistics]
+        apart = torch._foreach_sub([*self.base, self._batch_norm.flat], places)
+        torch._foreach_mul_(apart, share)
+        torch._foreach_add_(places, apart)
+        self._count.add_(squared)
+        torch._foreach_copy_(masters, self._evaluated())
+        halves = [
+            (p.detach(), m)
+            for p, m in zip(self._parameters, masters, strict=True)
+            if p.data_ptr() != m.data_ptr()
+        ]
+        if halves:
+            torch._foreach_copy_([p for p, _ in halves], [m for _, m in halves])
+
+    def _evaluated(self) -> list[Tensor]:
+        """y; a function of x and z alone, so that a skipped step finds the masters' own bits."""
+        return list(torch._foreach_lerp(self.base, self.weights, self._beta))
+
+    def _captured(self, rows: Tensor) -> dict[str, Any]:
+        return super()._captured(rows) | {"base": list(self.base)}
+
+    def restore(self, saved: dict[str, Any], group: Group) -> None:
+        super().restore(saved, group)
+        base = saved.get("base")
+        if not saved:
+            base = self.weights
+        elif base is None:
+            raise CheckpointError(
+                "the checkpoint was written without optim.schedule_free",
+                "resume with the checkpoint's settings, or start a new run with --pretrained",
+            )
+        torch._foreach_copy_(self.base, [weight.to(self._count.device) for weight in base])
+
+    def describe(self, steps_per_epoch: float) -> str:
+        return f"schedule-free, gradients {self._beta:g} of the way to the average"
+
+
 def create_average(
     epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: MasterOptimizer,
-    batch_norm: BatchNormState,
+    batch_norm: BatchNormState, schedule_free: float = 0.0,
 ) -> WeightAverage | None:  # fmt: skip
-    """None if `run.average_epochs` is 0."""
+    """None if `run.average_epochs` and `optim.schedule_free` are 0."""
+    if schedule_free:
+        if epochs:
+            raise ConfigError(
+                "run.average_epochs", epochs, "schedule-free training has an average of its own",
+                "use 0 with optim.schedule_free",
+            )  # fmt: skip
+        with explain_out_of_memory("while copying the weights for their average", _REMEDY):
+            return ScheduleFree(model, optimizer, batch_norm, schedule_free)
     if epochs == 0:
         return None
     steps = epochs * steps_per_epoch

@@ -1,0 +1,281 @@
+"""The scaling rule: from a recipe that works at a small batch to settings for a large one.
+
+In: `Recipe`, what is known to work and at which batch, and `Target`, the batch and length of the run.
+Out: `Scaling`, a value for each setting that the rule changes, with the reason, and what will be lost.
+A pure function without torch. docs/large-batch.md has the equations, what they rest on, and their range.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.optim.settings import OptimSettings
+
+KNOWN = ("adamw", "lamb", "lars", "muon", "sgd")
+# What the rule may set; a setting that the user gives is kept.
+SCALED = (
+    "optim.name", "optim.lr", "optim.trust_coefficient", "optim.momentum", "optim.nesterov",
+    "optim.beta2", "optim.adam_eps", "optim.weight_decay", "optim.warmup_epochs",
+    "optim.warmup_max_share", "run.batch_size", "run.average_epochs",
+)  # fmt: skip
+# Fewer steps have not been measured (docs/large-batch.md#range).
+LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
+# A batch this many times smaller than the known-good one, or less, has not been measured.
+LEAST_FACTOR = 1 / 4
+# With fewer steps an epoch SGD with linear scaling loses accuracy (Goyal et al.: 160 at 8K on ImageNet).
+SGD_STEPS_PER_EPOCH = 100.0
+# Relative length of a layer's step at the peak, times the root of the steps an epoch.
+PACE = {"muon": 0.23, "lars": 0.7}
+MOST_PACE = {"muon": 0.2, "lars": 0.4}
+# Rate of biases and norms, which have no trust ratio.
+MOST_RATE = 4.0
+# Muon needs a short warm-up, LARS a third of the run.
+WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
+# Weights are averaged over this share of the run where an epoch has few steps.
+AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
+LEAST_BETA2 = 0.95
+LARGEST_AUTOMATIC_GROUP = 256
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
+    known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
+    leaves it open; `kept` names settings that the user gave."""
+
+    optim: OptimSettings
+    batch: int
+    optimizer: str
+    norm_group: int | None = None
+    average_epochs: float = 0.0
+    kept: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run that is wanted: global batch, training images, epochs, ranks."""
+
+    batch: int
+    samples: int
+    epochs: int
+    ranks: int = 1
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.samples / self.batch
+
+    @property
+    def total_steps(self) -> int:
+        return -(-self.samples * self.epochs // self.batch)
+
+
+class Choice(NamedTuple):
+    name: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the rule chose, and what it expects to be lost."""
+
+    choices: tuple[Choice, ...]
+    losses: tuple[str, ...]
+    headline: str
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {choice.name: choice.value for choice in self.choices}
+
+    def describe(self) -> str:
+        parts = [f"{c.name} = {c.value} ({c.reason})" for c in self.choices]
+        parts += [f"expect a loss: {loss}" for loss in self.losses]
+        return f"{self.headline}: " + ("; ".join(parts) or "all settings as in the recipe")
+
+
+def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
+    """Settings for `target`. Raises ConfigError for an optimizer that the rule does not know and for a
+    batch or a length outside of its range."""
+    _check(recipe, target)
+    factor, steps = target.batch / recipe.batch, target.steps_per_epoch
+    headline = (
+        f"batch {recipe.batch:,} → {target.batch:,}, {steps:.3g} steps an epoch, "
+        f"{target.total_steps:,} in all"
+    )
+    if factor == 1:
+        return Scaling((), (), headline)
+    rule = _Rule(recipe, target)
+    name = rule.optimizer()
+    if name == "sgd":
+        rule.set("optim.lr", rule.rate * factor, "the rate grows with the batch")
+    elif name in ("adamw", "lamb"):
+        rule.scale_adam(name)
+    else:
+        rule.scale_pace(name)
+    rule.warm_up(name)
+    rule.normalize()
+    rule.average()
+    return Scaling(tuple(rule.choices), tuple(_losses(name, target)), headline)
+
+
+def _check(recipe: Recipe, target: Target) -> None:
+    for name in (recipe.optimizer, recipe.optim.name):
+        if name not in KNOWN:
+            raise ConfigError(
+                "optim.scaling", "auto", f"the rule does not know the optimizer {name!r}",
+                f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and give the rate",
+            )  # fmt: skip
+    of_adam = [name in ("adamw", "lamb") for name in (recipe.optimizer, recipe.optim.name)]
+    if of_adam[0] != of_adam[1]:
+        raise ConfigError(
+            "optim.name", recipe.optim.name,
+            f"the rule cannot derive its rate from a recipe for {recipe.optimizer}",
+            "use a recipe whose rate is known for it",
+        )  # fmt: skip
+    steps, total = target.steps_per_epoch, target.total_steps
+    most = target.samples * target.epochs // LEAST_STEPS
+    if steps < LEAST_STEPS_PER_EPOCH or total < LEAST_STEPS:
+        epochs = math.ceil(LEAST_STEPS * target.batch / target.samples)
+        remedy = (
+            f"a batch of at most {max(1, min(most, int(target.samples / LEAST_STEPS_PER_EPOCH)))}"
+        )
+        if steps >= LEAST_STEPS_PER_EPOCH:
+            remedy += f", or {epochs} epochs"
+        raise ConfigError(
+            "run.global_batch_size", target.batch,
+            f"is outside of the range of optim.scaling = 'auto': {steps:.3g} steps an epoch and {total} "
+            f"in all, where accuracy is lost whatever the settings (at least {LEAST_STEPS_PER_EPOCH:g} "
+            f"and {LEAST_STEPS} are needed)",
+            f"use {remedy}; or optim.scaling = 'off'",
+        )  # fmt: skip
+    if target.batch < recipe.batch * LEAST_FACTOR:
+        raise ConfigError(
+            "run.global_batch_size", target.batch,
+            f"is less than a quarter of the known-good batch {recipe.batch}, which the rule does not "
+            "cover", "use optim.scaling = 'off', or a recipe for a smaller batch",
+        )  # fmt: skip
+
+
+class _Rule:
+    def __init__(self, recipe: Recipe, target: Target) -> None:
+        self.recipe, self.target = recipe, target
+        self.factor = target.batch / recipe.batch
+        # The rate at the known-good batch.
+        self.rate = OptimSettings.peak_lr(recipe.optim, recipe.batch)
+        self.choices: list[Choice] = []
+
+    def set(self, name: str, value: Any, reason: str) -> Any:
+        """The value that the run will have: the user's where it was given."""
+        if name in self.recipe.kept:
+            section, _, key = name.partition(".")
+            given = getattr(self.recipe.optim, key) if section == "optim" else None
+            return value if given is None else given
+        value = float(f"{value:.4g}") if isinstance(value, float) else value
+        self.choices.append(Choice(name, value, reason))
+        return value
+
+    def optimizer(self) -> str:
+        given = self.recipe.optim.name
+        few = self.target.steps_per_epoch < SGD_STEPS_PER_EPOCH
+        if (
+            given in ("sgd", "lars")
+            and few
+            and self.factor > 1
+            and "optim.name" not in self.recipe.kept
+        ):
+            reason = f"fewer than {SGD_STEPS_PER_EPOCH:g} steps an epoch"
+            return str(self.set("optim.name", "muon", reason))
+        return given
+
+    def scale_adam(self, name: str) -> None:
+        root, optim = math.sqrt(self.factor), self.recipe.optim
+        self.set("optim.lr", self.rate * root, "root of the batch's growth")
+        beta2 = max(min(LEAST_BETA2, optim.beta2), 1 - self.factor * (1 - optim.beta2))
+        self.set("optim.beta2", beta2, "averages over as many samples")
+        self.set("optim.adam_eps", optim.adam_eps / root, "root of the batch's growth")
+        if name == "adamw" and optim.weight_decay:
+            decay = optim.weight_decay * root
+            self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
+
+    def scale_pace(self, name: str) -> None:
+        """LARS and Muon: the relative step of a layer, rate · η / (1 − m), grows with the root."""
+        optim, steps = self.recipe.optim, self.target.steps_per_epoch
+        if name == "muon":
+            self.set("optim.nesterov", True, "as measured")
+        if self.recipe.optimizer == name:
+            before = self.rate * optim.trust_coefficient / (1 - optim.momentum)
+            pace, why = before * math.sqrt(self.factor), "root of the batch's growth"
+        else:
+            pace, why = PACE[name] / math.sqrt(steps), f"{PACE[name]} / √(steps an epoch)"
+        if pace > MOST_PACE[name]:
+            pace, why = MOST_PACE[name], "the largest that was measured"
+        linear = self.rate * self.factor
+        most = max(MOST_RATE, self.rate)
+        limited = (
+            f"grows with the batch, to at most {most:g}"
+            if linear > most
+            else "grows with the batch"
+        )
+        rate = self.set("optim.lr", min(linear, most), f"of biases and norms: {limited}")
+        eta = pace * (1 - optim.momentum) / rate
+        self.set("optim.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
+
+    def warm_up(self, name: str) -> None:
+        optim, target = self.recipe.optim, self.target
+        if name == "lars":
+            share = max(LARS_WARMUP_SHARE, optim.warmup_max_share)
+            epochs = max(optim.warmup_epochs, LARS_WARMUP_SHARE * target.epochs)
+            self.set("optim.warmup_max_share", share, "LARS needs a long warm-up")
+            self.set(
+                "optim.warmup_epochs", min(epochs, share * target.epochs), "a third of the run"
+            )
+            return
+        least = WARMUP_STEPS / target.steps_per_epoch
+        most = MOST_WARMUP_SHARE * target.epochs
+        epochs = min(max(optim.warmup_epochs, least), most)
+        if epochs != optim.warmup_epochs:
+            why = "at most a fifth of the run" if epochs == most else f"{WARMUP_STEPS} steps"
+            self.set("optim.warmup_epochs", epochs, why)
+
+    def normalize(self) -> None:
+        """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
+        that divides a rank's share."""
+        wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
+        share = self.target.batch // self.target.ranks
+        if self.target.batch % self.target.ranks or share < 1:
+            return  # refused elsewhere, with the nearest batches
+        parts = -(-share // wanted)
+        while share % parts:
+            parts += 1
+        self.set("run.batch_size", share // parts, "batch norm's group as in the recipe")
+
+    def average(self) -> None:
+        steps, epochs = self.target.steps_per_epoch, self.recipe.average_epochs
+        if epochs:
+            if epochs * steps < LEAST_AVERAGED_STEPS:
+                self.set("run.average_epochs", LEAST_AVERAGED_STEPS / steps, "four steps")
+            return
+        wanted = AVERAGE_SHARE * self.target.epochs
+        if steps <= AVERAGED_STEPS_PER_EPOCH and wanted * steps >= LEAST_AVERAGED_STEPS:
+            self.set("run.average_epochs", wanted, "a fifteenth of the run")
+
+
+def _losses(name: str, target: Target) -> list[str]:
+    """By what was measured; docs/large-batch.md has the runs."""
+    steps, found = target.steps_per_epoch, []
+    if name == "sgd" and steps < SGD_STEPS_PER_EPOCH:
+        found.append(
+            f"SGD at {steps:.3g} steps an epoch: 1 to 2 points at 20, more below; muon loses less"
+        )
+    elif name == "lars" and steps < 20:
+        found.append("LARS lost 1 to 18 points at 5 steps an epoch; muon loses less")
+    elif steps < 5:
+        found.append("about 1 point and more with less than 5 steps an epoch")
+    elif steps < 20:
+        found.append("up to 3 points at 5 steps an epoch, where runs are short")
+    if target.total_steps < 450 and name in ("muon", "lars"):
+        found.append(f"{target.total_steps} steps in all: 1 to 2 points at 90 to 150")
+    return found

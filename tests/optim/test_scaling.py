@@ -1,0 +1,257 @@
+"""The scaling rule: what it chooses, what the user keeps, where it refuses."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import RunConfig, load_config
+from paceline.core.errors import ConfigError
+from paceline.optim import OptimSettings
+from paceline.optim.scaling import MOST_PACE, PACE, SCALED, Recipe, Scaling, Target, scale_recipe
+from paceline.train.inputs import apply_scaling
+from ranks import run_ranks
+from small_runs import run_small, small_config
+
+SGD = OptimSettings(lr_base=0.2, nesterov=True, weight_decay=5e-4, warmup_epochs=5)
+CIFAR = Recipe(SGD, 256, "sgd")
+MUON = Recipe(
+    OptimSettings(name="muon", lr=0.2, trust_coefficient=0.0125, warmup_epochs=1), 128, "muon"
+)
+
+
+def pace(scaling: Scaling, recipe: Recipe) -> float:
+    values = {
+        **recipe.optim.__dict__,
+        **{k.partition(".")[2]: v for k, v in scaling.values.items()},
+    }
+    return float(values["lr"] * values["trust_coefficient"] / (1 - values["momentum"]))
+
+
+def test_the_known_good_batch_changes_nothing() -> None:
+    found = scale_recipe(CIFAR, Target(256, 50_000, 90))
+    assert found.values == {}
+    assert "as in the recipe" in found.describe()
+
+
+@pytest.mark.parametrize(("batch", "best"), [(2500, 0.05), (10_000, 0.1)])
+def test_cifar_gets_the_pace_that_was_best_there(batch: int, best: float) -> None:
+    """Of the paces that were tried, the next lower and higher ones are a factor 2 away."""
+    found = scale_recipe(CIFAR, Target(batch, 50_000, 90))
+    assert found.values["optim.name"] == "muon"
+    assert best / 1.3 < pace(found, CIFAR) < best * 1.3
+
+
+def test_a_recipe_for_muon_scales_with_the_root_of_the_batch() -> None:
+    """Fashion-MNIST: 0.025 at 128, and 0.1 was the best of three at 2,000."""
+    found = scale_recipe(MUON, Target(2000, 12_000, 15))
+    assert pace(found, MUON) == pytest.approx(0.025 * math.sqrt(2000 / 128), rel=1e-3)
+    small = scale_recipe(MUON, Target(64, 12_000, 15))
+    assert pace(small, MUON) == pytest.approx(0.025 / math.sqrt(2), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["muon", "lars"])
+def test_the_pace_is_limited_to_what_was_measured(name: str) -> None:
+    fast = OptimSettings(name=name, lr=4.0, trust_coefficient=0.01)
+    recipe = Recipe(fast, 256, name, kept=frozenset({"optim.name"}))
+    found = scale_recipe(recipe, Target(10_000, 50_000, 90))
+    assert pace(found, recipe) == pytest.approx(MOST_PACE[name], rel=1e-3)
+    assert "largest that was measured" in found.describe()
+
+
+def test_sgd_keeps_linear_scaling_while_an_epoch_has_many_steps() -> None:
+    found = scale_recipe(CIFAR, Target(1024, 1_281_167, 90))
+    assert "optim.name" not in found.values
+    assert found.values["optim.lr"] == pytest.approx(0.8)
+    assert not found.losses
+
+
+def test_rates_of_adam_follow_the_root_and_averages_the_samples() -> None:
+    adam = Recipe(OptimSettings(name="adamw", lr=1e-3, weight_decay=0.05), 1024, "adamw")
+    values = scale_recipe(adam, Target(4096, 1_281_167, 90)).values
+    assert values["optim.lr"] == pytest.approx(2e-3)
+    assert values["optim.beta2"] == pytest.approx(1 - 4 * 0.001)
+    assert values["optim.adam_eps"] == pytest.approx(5e-9)
+    # What decay takes an epoch, rate · decay · steps, is what it was.
+    before, after = 1e-3 * 0.05 / 1024, values["optim.lr"] * values["optim.weight_decay"] / 4096
+    assert after == pytest.approx(before)
+    far = scale_recipe(adam, Target(102_400, 1_281_167, 90)).values
+    assert far["optim.beta2"] == 0.95
+    lamb = Recipe(OptimSettings(name="lamb", lr=0.005), 2048, "lamb")
+    assert "optim.weight_decay" not in scale_recipe(lamb, Target(8192, 1_281_167, 90)).values
+
+
+def test_lars_is_kept_where_asked_for_with_a_long_warm_up() -> None:
+    asked = replace(CIFAR, optim=replace(SGD, name="lars"), kept=frozenset({"optim.name"}))
+    found = scale_recipe(asked, Target(10_000, 50_000, 90))
+    assert "optim.name" not in found.values
+    assert pace(found, asked) == pytest.approx(PACE["lars"] / math.sqrt(5), rel=1e-3)
+    assert found.values["optim.warmup_epochs"] == pytest.approx(27)
+    assert any("muon loses less" in loss for loss in found.losses)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "epochs", "warm_up"),
+    [(2500, 50_000, 90, None), (10_000, 50_000, 20, 4.0), (25_000, 50_000, 90, 10.0)],
+)
+def test_warm_up_has_enough_steps_and_at_most_a_fifth(
+    batch: int, samples: int, epochs: int, warm_up: float | None
+) -> None:
+    values = scale_recipe(CIFAR, Target(batch, samples, epochs)).values
+    assert values.get("optim.warmup_epochs") == warm_up
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "group", "wanted"),
+    [(10_000, 1, None, 250), (10_000, 4, None, 250), (2048, 16, None, 128), (2048, 2, 100, 64)],
+)
+def test_batch_norm_keeps_its_group(batch: int, ranks: int, group: int | None, wanted: int) -> None:
+    recipe = replace(CIFAR, norm_group=group)
+    found = scale_recipe(recipe, Target(batch, 50_000, 90, ranks)).values["run.batch_size"]
+    assert found == wanted
+    assert batch % (found * ranks) == 0
+
+
+def test_weights_are_averaged_where_steps_are_few() -> None:
+    assert scale_recipe(CIFAR, Target(10_000, 50_000, 90)).values["run.average_epochs"] == 6.0
+    assert "run.average_epochs" not in scale_recipe(CIFAR, Target(2500, 50_000, 90)).values
+    own = replace(CIFAR, average_epochs=0.5)
+    assert scale_recipe(own, Target(10_000, 50_000, 90)).values["run.average_epochs"] == 0.8
+
+
+def test_what_the_user_gives_stays_and_the_rest_follows_it() -> None:
+    kept = frozenset({"optim.lr", "run.batch_size", "optim.warmup_epochs", "run.average_epochs"})
+    asked = replace(CIFAR, optim=replace(SGD, lr=1.0), kept=kept)
+    values = scale_recipe(asked, Target(10_000, 50_000, 90)).values
+    assert not kept & values.keys()
+    assert values["optim.trust_coefficient"] == pytest.approx(0.1 * PACE["muon"] / 5**0.5, rel=1e-3)
+    everything = replace(asked, kept=frozenset(SCALED))
+    assert scale_recipe(everything, Target(10_000, 50_000, 90)).values == {}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "field"),
+    [
+        (CIFAR, Target(25_000, 50_000, 3), "run.global_batch_size"),
+        (CIFAR, Target(30_000, 50_000, 90), "run.global_batch_size"),
+        (CIFAR, Target(60, 50_000, 90), "run.global_batch_size"),
+        (replace(CIFAR, optimizer="torch.optim:RAdam"), Target(512, 50_000, 90), "optim.scaling"),
+        (replace(CIFAR, optim=replace(SGD, name="adamw")), Target(512, 50_000, 90), "optim.name"),
+    ],
+    ids=["too-few-steps", "half-an-epoch", "too-small", "unknown", "other-kind"],
+)  # fmt: skip
+def test_outside_of_the_range_it_refuses_in_one_line(
+    recipe: Recipe, target: Target, field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scale_recipe(recipe, target)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+def test_the_remedy_of_a_refusal_is_accepted() -> None:
+    with pytest.raises(ConfigError, match="at most 1666, or 45 epochs"):
+        scale_recipe(CIFAR, Target(25_000, 50_000, 3))
+    for target in (Target(1666, 50_000, 3), Target(25_000, 50_000, 45)):
+        assert scale_recipe(CIFAR, target).values
+
+
+# --- in the configuration and in runs -----------------------------------------------------------
+
+
+def auto(recipe: str, **overrides: Any) -> RunConfig:
+    named = {name.replace("__", "."): value for name, value in overrides.items()}
+    return load_config(recipe, {"optim.scaling": "auto", **named})
+
+
+def test_a_recipe_and_a_batch_are_enough() -> None:
+    config = auto("cifar10-resnet18", run__global_batch_size=10_000)
+    scaled, described = apply_scaling(config, 50_000, 4)
+    assert scaled.optim.name == "muon"
+    assert scaled.optim.scaling == "off"
+    assert scaled.run.average_epochs == 6.0
+    assert described.startswith("batch 256 → 10,000, 5 steps an epoch, 450 in all: ")
+    # `config.toml` of the run repeats it.
+    again = RunConfig.from_tables(scaled.to_tables())
+    assert apply_scaling(again, 50_000, 4) == (scaled, "")
+
+
+def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:
+    config = auto(
+        "cifar10-resnet18", run__global_batch_size=10_000, optim__name="lars", optim__lr=3.0
+    )
+    assert config.optim.scaling_keeps == ("optim.name", "optim.lr")
+    scaled, described = apply_scaling(config, 50_000, 1)
+    assert (scaled.optim.name, scaled.optim.lr) == ("lars", 3.0)
+    assert "optim.lr =" not in described
+    assert scaled.optim.trust_coefficient * 3.0 / 0.1 == pytest.approx(0.7 / 5**0.5, rel=1e-3)
+
+
+def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("[optim]\nlr = 0.1\n")
+    config = auto(str(path), run__global_batch_size=512)
+    with pytest.raises(ConfigError) as caught:
+        apply_scaling(config, 50_000, 1)
+    assert caught.value.field == "optim.known_good_batch"
+    known = auto(str(path), run__global_batch_size=512, optim__known_good_batch=128)
+    assert apply_scaling(known, 500_000, 1)[0].optim.lr == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("values", [{"scaling": "on"}, {"known_good_batch": 0}])
+def test_settings_are_checked(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"optim.{next(iter(values))}"):
+        OptimSettings(**values)
+
+
+SCALED_RUN: dict[str, Any] = {
+    "optim__scaling": "auto", "optim__known_good_batch": 8, "data__synthetic_samples": 64,
+    "run__global_batch_size": 32, "run__epochs": 45, "run__eval_interval_epochs": 45,
+    "checkpoint__interval_epochs": 0, "data__image_size": 12, "model__name": "scaling_net",
+}  # fmt: skip
+
+
+def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any] | str:
+    from paceline.models import register_model
+
+    def net(num_classes: int, in_channels: int = 1, **_: Any) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(in_channels, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
+            torch.nn.Flatten(), torch.nn.Linear(400, num_classes),
+        )  # fmt: skip
+
+    register_model("scaling_net", net)
+    try:
+        return run_small(output, **values).summary
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_run_on_two_ranks_records_its_choices_and_can_be_repeated(tmp_path: Path) -> None:
+    found = run_ranks(2, _run, str(tmp_path / "a"), SCALED_RUN)[0]
+    assert isinstance(found, dict)
+    assert "optim.name = muon" in found["chosen"]["scaling"]
+    assert found["chosen"]["optimizer"].startswith("muon")
+    assert found["batch_size"] == 8
+    optim = tomllib.loads((tmp_path / "a/config.toml").read_text())["optim"]
+    assert (optim["scaling"], optim["name"]) == ("off", "muon")
+
+
+def test_all_ranks_refuse_alike_before_the_first_step(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _run, str(tmp_path / "a"), SCALED_RUN | {"run__epochs": 2})
+    assert first == second
+    assert isinstance(first, str)
+    assert "run.global_batch_size = 32" in first
+    assert not list(tmp_path.glob("a/metrics*"))
+
+
+def test_an_optimizer_object_is_unknown_to_the_rule(tmp_path: Path) -> None:
+    config = small_config(tmp_path, optim__scaling="auto", optim__known_good_batch=8)
+    with pytest.raises(ConfigError, match=r"optim\.scaling"):
+        apply_scaling(config, 64, 1, own_optimizer=True)

@@ -1,0 +1,152 @@
+"""The noise scale of a run: what the ranks' and micro-steps' gradients say of its batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.comm import GradientExchange, Signals
+from paceline.core.events import read_events
+from paceline.plan.noise import NoiseEstimate, NoiseScale
+from paceline.report import RunFiles
+from paceline.report.run_page import run_charts, summary_rows
+from ranks import run_ranks
+from small_runs import run_small
+from train.runs import last, stop_after
+from train.steps import alone, joined
+
+MICRO: dict[str, Any] = {"run__noise_scale": True, "run__batch_size": 4}
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
+
+
+def _regression(rank: int, ranks: int, micro: int, alone_: bool) -> list[tuple[float, float]]:
+    """(whole, parts) of 20 steps of least squares y = x·w* + ε at w = 0, where the noise scale is
+    known; each rank and micro-step has 4 samples of its own."""
+    weight = torch.nn.Parameter(torch.zeros(6))
+    group = alone() if alone_ else None
+    with joined() if group is None else group as group:
+        exchange = GradientExchange([("w", weight)], group, accumulate=micro > 1, squares=True)
+        draw = np.random.default_rng(3)
+        found, samples = [], 4 * micro * ranks
+        for step in range(20):
+            x = torch.tensor(draw.normal(size=(samples, 6)), dtype=torch.float32)
+            y = x.sum(1) + torch.tensor(draw.normal(size=samples), dtype=torch.float32)
+            exchange.begin(step)
+            for turn in range(micro):
+                at = 4 * (rank + turn * ranks)
+                loss = (x[at : at + 4] @ weight - y[at : at + 4]).square().sum() / (2 * samples)
+                loss.backward()
+                exchange.gather()
+            exchange.reduce(loss.detach(), Signals())
+            assert exchange.squares is not None
+            assert exchange.uses.tolist() == [ranks]
+            found.append((float(weight.grad.double().square().sum()), float(exchange.squares)))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 1)])
+def test_sums_equal_numpys_and_give_the_known_scale(ranks: int, micro: int) -> None:
+    samples = 4 * micro * ranks
+    if ranks == 1:
+        found = _regression(0, 1, micro, True)
+    else:
+        first, *others = run_ranks(ranks, _regression, ranks, micro, False)
+        assert all(other == first for other in others)
+        found = first
+    draw, scale = np.random.default_rng(3), NoiseScale()
+    for whole, parts in found:
+        x = draw.normal(size=(samples, 6))
+        y = x.sum(1) + draw.normal(size=samples)
+        gradients = -x * y[:, None] / samples
+        blocks = gradients.reshape(-1, 4, 6).sum(1)
+        assert whole == pytest.approx(float((gradients.sum(0) ** 2).sum()), rel=1e-5)
+        assert parts == pytest.approx(float((blocks**2).sum()), rel=1e-5)
+        estimate = NoiseEstimate.of(whole, parts, samples, micro * ranks)
+        assert estimate is not None
+        scale.add(estimate)
+    # |w*|² = 6, tr Σ = 6·(6 + 1) + 6 = 48: 8 samples; 20 steps scatter.
+    assert scale.value == pytest.approx(8, rel=0.5)
+
+
+def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    return run_small(output, **values).summary
+
+
+def test_ranks_see_what_one_process_with_micro_steps_sees(tmp_path: Path) -> None:
+    plain = run_small(tmp_path / "plain", run__batch_size=4).summary
+    one = run_small(tmp_path / "one", **MICRO).summary
+    assert one["weights_sha256"] == plain["weights_sha256"], "measuring changes no bit"
+    assert plain["noise_scale"] is None
+    assert "noise_scale" in steps(tmp_path / "plain")[0]
+    two = run_ranks(2, _run, str(tmp_path / "two"), MICRO)[0]
+    for a, b in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
+        for name in ("grad_signal", "grad_variance"):
+            assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-3)
+    assert "4 micro-batches of 4" in one["chosen"]["noise scale"]
+    assert two["noise_scale"] == pytest.approx(one["noise_scale"], rel=0.05)
+    # The average follows from the records.
+    scale = NoiseScale()
+    for event in steps(tmp_path / "one"):
+        scale.add(NoiseEstimate(event["grad_signal"], event["grad_variance"]))
+        assert event["noise_scale"] == pytest.approx(scale.value)
+    assert one["noise_scale"] == pytest.approx(scale.value)
+
+
+def test_half_precision_and_its_scale_leave_the_estimate(tmp_path: Path) -> None:
+    run_small(tmp_path / "full", run__epochs=1, **MICRO)
+    run_small(tmp_path / "half", run__epochs=1, precision__amp_dtype="fp16", **MICRO)
+    (first, *_), (other, *_) = steps(tmp_path / "full"), steps(tmp_path / "half")
+    assert other["loss_scale"] > 1
+    for name in ("grad_signal", "grad_variance"):
+        assert other[name] == pytest.approx(first[name], rel=0.05)
+
+
+def test_a_resumed_run_continues_its_average(tmp_path: Path) -> None:
+    whole = run_small(tmp_path / "whole", **MICRO).summary
+    stop_after(3, tmp_path / "cut", **MICRO)
+    assert last(tmp_path / "cut").progress["noise"][2] > 0
+    rest = run_small(tmp_path / "cut", run__resume="auto", **MICRO).summary
+    assert rest["noise_scale"] == whole["noise_scale"]
+
+
+def test_one_micro_batch_a_step_is_said_to_be_too_few(tmp_path: Path) -> None:
+    found = run_small(tmp_path / "run", run__epochs=1, run__noise_scale=True).summary
+    assert found["chosen"]["noise scale"].startswith("not available")
+    assert found["noise_scale"] is None
+    assert all(event["grad_signal"] is None for event in steps(tmp_path / "run"))
+
+
+def test_the_report_shows_it(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", run__epochs=1, **MICRO)
+    run = RunFiles.read(tmp_path / "run")
+    run = replace(run, summary={**(run.summary or {}), "noise_scale": 1000.0})
+    rows = dict(summary_rows(run))
+    assert rows["gradient noise scale"].startswith("1,000 samples")
+    assert any("noise scale" in chart.title for chart in run_charts(run)) == any(
+        event["noise_scale"] is not None for event in steps(tmp_path / "run")
+    )
+    for odd in (-1.0, 0.0, math.inf, "x"):
+        rows = dict(summary_rows(replace(run, summary={**(run.summary or {}), "noise_scale": odd})))
+        assert "nan" not in str(rows.get("gradient noise scale", ""))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_steps_measure_what_plain_ones_do(tmp_path: Path) -> None:
+    found = {}
+    for graphs in ("on", "off"):
+        values = MICRO | {"run__device": "cuda", "run__cuda_graphs": graphs}
+        run_small(tmp_path / graphs, precision__amp_dtype="fp16", **values)
+        found[graphs] = steps(tmp_path / graphs)
+    for a, b in zip(found["on"], found["off"], strict=True):
+        for name in ("grad_signal", "grad_variance"):
+            assert a[name] == pytest.approx(b[name], rel=0.1, abs=1e-3)
