@@ -47,6 +47,9 @@ class Browser:
             "Emulation.setEmulatedMedia",
             {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
         )
+        # The page before this one may still have asked a server that has ended.
+        self.driver.get("about:blank")
+        self.driver.get_log("browser")
         self.driver.get(url)
 
     def run(self, script: str, *arguments: Any) -> Any:
