@@ -29,9 +29,9 @@ from paceline.report.chart import (
     line_chart,
     tick_labels,
 )
+from paceline.report.curves import moving_median, run_charts, thin
 from paceline.report.plan_page import step_bars
 from paceline.report.run_files import Point
-from paceline.report.run_page import moving_median, run_charts, thin
 from report.conftest import MakeRun
 from report.made_up_runs import evaluation, start, step
 

@@ -198,6 +198,31 @@ def _legend(chart: Chart) -> list[str]:
     return parts
 
 
+_BAR_WIDTH, _BAR_HEIGHT = 1000.0, 26.0
+
+
+def share_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
+    """One `<svg>` bar of (name, share, style class), and a legend with the shares. Shares add up to one;
+    parts of zero are left out."""
+    drawn, items, x = [], [], 0.0
+    shown = [part for part in parts if part[1] > 0]
+    for name, share, css_class in shown:
+        text = f"{name} {100 * share:.1f} %"
+        width = share * _BAR_WIDTH
+        drawn.append(
+            f'<rect class="part {css_class}" x="{x:.1f}" y="0" width="{width:.1f}" '
+            f'height="{_BAR_HEIGHT:g}"><title>{markup(text)}</title></rect>'
+        )
+        items.append(f'<li class="{css_class}">{markup(text)}</li>')
+        x += width
+    label = ", ".join(f"{name} {100 * share:.0f} %" for name, share, _ in shown)
+    return (
+        f'<svg class="chart bar" viewBox="0 0 {_BAR_WIDTH:g} {_BAR_HEIGHT:g}" '
+        f'preserveAspectRatio="none" role="img" aria-label="{markup(f"{title}: {label}")}">'
+        f'{"".join(drawn)}</svg><ul class="key">{"".join(items)}</ul>'
+    )
+
+
 # Values closer to each other (relative), or to zero, than this would need very long labels.
 _SAME = 1e-4
 _ZERO = 1e-100
