@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli import bench, data, doctor, dry_run, evaluate, models, plan, report, train, tune
+from paceline.cli import (
+    bench,
+    data,
+    doctor,
+    dry_run,
+    evaluate,
+    lr_find,
+    models,
+    plan,
+    report,
+    train,
+    tune,
+)
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.version import __version__
@@ -43,6 +55,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.train)
+app.command("lr-find")(lr_find.find_rate)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("recipes")(dry_run.recipes)
 app.command("predict")(evaluate.predict_images)

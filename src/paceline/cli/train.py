@@ -42,7 +42,7 @@ def train(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
-    opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb, or torch.optim:CLASS."),
+    opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb …, or torch.optim:CLASS."),
     lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),
@@ -103,7 +103,7 @@ def train(
         return dry_run(config, nproc_per_node)
     with without_save_requests(config.checkpoint):
         if nproc_per_node > 1 or max_restarts > 0:
-            return _launch(config, nproc_per_node, master_port, max_restarts)
+            return launch_ranks(config, nproc_per_node, master_port, max_restarts)
         with interrupted_at_once():
             return _train_here(config)
 
@@ -139,15 +139,18 @@ def is_run_config(recipe: str) -> bool:
     return path.name == "config.toml" and any(part.exists() for part in parts)
 
 
-def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
+def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
     """Checks what can be checked once, before the ranks start."""
     _refuse_to_nest(processes)
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
-    from paceline.train.inputs import requested_batch, resolve_batch_sizes
+    from paceline.train.inputs import batch_stages, requested_batch, resolve_batch_sizes
 
-    resolve_batch_sizes(*requested_batch(config, processes))
+    asked = requested_batch(config, processes)
+    sizes = resolve_batch_sizes(*asked)
+    if asked[:2] != (None, None):
+        batch_stages(config.optim, sizes, processes)
     return launch(
         processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
         max_restarts=max_restarts,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -193,6 +194,23 @@ class Group:
             self.completed("all-reduce", lambda: dist.all_reduce(tensor))
         else:
             self.watched("all-reduce", lambda: dist.all_reduce(tensor))
+
+    def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
+        """A sum over this rank's neighbours in groups of `size` ranks, one group after the other. All
+        ranks call this. The result does not wait for a GPU; over Gloo a sum is complete on return."""
+        made: Any = None
+        wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
+        for first in range(0, self.world_size, size):
+            members = list(range(first, first + size))
+            # Every rank goes through all of them, members or not: torch counts groups to name them.
+            make = partial(dist.new_group, members, timeout=wait, backend=self.backend)
+            found = self.watched("creating a group of ranks", make)
+            made = found if self.rank in members else made
+
+        def all_reduce(tensor: Tensor) -> None:
+            self.watched("batch-norm statistics", lambda: dist.all_reduce(tensor, group=made))
+
+        return all_reduce
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""

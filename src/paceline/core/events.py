@@ -75,6 +75,13 @@ class StepEvent(Event):
     grad_signal: float | None = None
     grad_variance: float | None = None
     noise_scale: float | None = None
+    # Samples of this step over all ranks; None where `optim.batch_schedule` is empty.
+    batch_size: int | None = None
+    # None where the schedule leaves `optim.momentum` as it is.
+    momentum: float | None = None
+    # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
+    # other ranks between a pull and the push); None elsewhere.
+    staleness: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from paceline.core.units import UNKNOWN, format_duration, format_percent
+from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
@@ -50,6 +50,10 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("val loss", lambda row: loss(row.val_loss)),
         _Column("images/s", lambda row: rate(row.images_per_s)),
         _Column("train time", lambda row: format_duration(row.train_s)),
+        _Column("updates", _updates),
+        _Column("exposed", lambda row: _shown(row.exposed_s, format_duration)),
+        _Column("state B/param", _state, lambda row: f"{_state(row)} state bytes a parameter"),
+        _Column("sent/step", _sent, lambda row: f"{_sent(row)} sent in a step"),
         _Column("epochs", _epochs, lambda row: f"{_epochs(row)} epochs"),
         _Column(
             "batch",
@@ -65,6 +69,24 @@ def _columns(comparison: Comparison) -> list[_Column]:
         ),
         _Column("skipped", lambda row: count(row.skipped_steps), _skipped),
     ]
+
+
+def _shown(value: float | None, show: Callable[[float], str]) -> str:
+    """Empty where it is unknown: a column that is empty in every row is left out."""
+    return "" if value is None else show(value)
+
+
+def _updates(row: CompareRow) -> str:
+    """Where the batch grows, epochs and batch do not tell them."""
+    return count(round(row.steps or 0)) if row.settings.get("optim.batch_schedule") else ""
+
+
+def _state(row: CompareRow) -> str:
+    return _shown(row.state_bytes_per_parameter, number)
+
+
+def _sent(row: CompareRow) -> str:
+    return _shown(row.exchange_bytes_per_step, format_bytes)
 
 
 def _top1(row: CompareRow) -> str:
@@ -121,7 +143,9 @@ def compare_caption(comparison: Comparison) -> str:
     common += [
         column.in_caption(first)
         for column in _columns(comparison)
-        if column.in_caption is not None and column.is_common(comparison.rows)
+        if column.in_caption is not None
+        and column.is_common(comparison.rows)
+        and column.cell(first)
     ]
     return "all: " + ", ".join(common) if common else ""
 
@@ -200,6 +224,10 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "val_loss_mean": row.val_loss,
         "images_per_s_median": row.images_per_s,
         "train_s_median": row.train_s,
+        "steps_median": row.steps,
+        "exposed_s_median": row.exposed_s,
+        "state_bytes_per_parameter": row.state_bytes_per_parameter,
+        "exchange_bytes_per_step": row.exchange_bytes_per_step,
         "epochs_done_min": low,
         "epochs_done_max": high,
         "epochs_planned": row.epochs_planned,

@@ -40,6 +40,23 @@ def figures(charts: Iterable[Chart]) -> str:
     return f'<section class="charts">\n{drawn}\n</section>'
 
 
+def chart_document(chart: Chart) -> str:
+    """A chart as an SVG file of its own, with the colours of the pages."""
+    drawn = line_chart(chart)
+    opening, _, rest = drawn.partition(">")
+    opening = opening.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    back = '<rect width="100%" height="100%" fill="var(--card)"/>'
+    text = ".chart text { font-family: system-ui, sans-serif; }"
+    title = f"<title>{markup(chart.title)}</title>"
+    return f"{opening}>{title}<style>{_style()}{text}</style>{back}{rest}\n"
+
+
+def range_page(name: str, chart: Chart, rows: Iterable[tuple[str, str]]) -> str:
+    """The page of a learning-rate range test."""
+    head = f"<header><p>{markup(name)}</p><h1>{markup(chart.title)}</h1></header>"
+    return document(name, [head, definition_list(rows, "facts"), figures([chart])])
+
+
 def section(title: str, tables: Sequence[Table], *, titled: bool = False) -> str:
     """A heading and a card for each table that has rows; without any, nothing."""
     cards = _cards(tables, titled=titled)

@@ -69,6 +69,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
         axis.chart(
             "Learning rate", [axis.line("rate", run.points("step", "lr"), 1)], from_zero=True
         ),
+        *_scheduled(run, axis),
         axis.chart(
             "Throughput (images/s)",
             axis.smoothed("images/s", speeds),
@@ -90,6 +91,17 @@ def run_charts(run: RunFiles) -> list[Chart]:
             )
         )
     return charts
+
+
+def _scheduled(run: RunFiles, axis: _XAxis) -> list[Chart]:
+    """Charts of batch and momentum, where a schedule changes them."""
+    found = []
+    if batches := run.points("step", "batch_size"):
+        line = axis.line("samples a step", batches, 1)
+        found.append(axis.chart("Global batch", [line], from_zero=True, show_value=rate))
+    if momenta := run.points("step", "momentum"):
+        found.append(axis.chart("Momentum", [axis.line("momentum", momenta, 1)]))
+    return found
 
 
 class _XAxis:
@@ -250,6 +262,7 @@ def render_run(run: RunFiles) -> str:
             figures(run_charts(run)),
             section("Predicted and measured", [tables.expectation_table(run)]),
             section("Waiting for the input", [tables.stall_table(run)]),
+            section("Staleness", [tables.staleness_table(run)]),
             section("Evaluations", [tables.epoch_table(run)]),
             section("Incidents", incidents, titled=True),
             list_section("Notes", notes(run)[: tables.MAX_ROWS]),

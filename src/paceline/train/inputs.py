@@ -18,7 +18,9 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
 from paceline.data import OpenedFiles, Source, open_data
+from paceline.optim.batch_growth import Stages
 from paceline.optim.scaling import Recipe, Target, scale_recipe
+from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -86,7 +88,8 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
     """What `resolve_batch_sizes` checks before the data is open: `optim.scaling` chooses the micro-batch
     unless the user gave it."""
     chosen = config.optim.scaling == "auto" and "run.batch_size" not in config.optim.scaling_keeps
-    return config.run.global_batch_size, None if chosen else config.run.batch_size, ranks
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    return first, None if chosen else config.run.batch_size, ranks
 
 
 def apply_scaling(
@@ -117,7 +120,61 @@ def apply_scaling(
     )  # fmt: skip
     scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
-    return config.with_values({**values, "optim.scaling": "off"}), scaling.describe()
+    # The result is a recipe of its own, known for its own batch.
+    applied: dict[str, object] = {
+        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
+        "optim.scaling_keeps": [],
+    }  # fmt: skip
+    return config.with_values(values | applied), scaling.describe()
+
+
+def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
+    """The (epoch, global batch) that `optim.batch_schedule` adds to the first batch."""
+    unit = sizes.micro_batch * world_size
+    epochs, limit = settings.decay_epochs, settings.batch_limit
+    return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
+
+
+def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> None:
+    """Raises ConfigError for settings that contradict SVRG and its relatives: fixed-point weights are
+    no half-precision weights, and a full gradient is that of a fixed function of the samples."""
+    name = config.optim.name
+    if name not in OPTIMIZERS_OF_SVRG:
+        return
+    if config.precision.amp_dtype not in ("fp32", *(["auto"] if device == "cpu" else [])):
+        raise ConfigError(
+            "precision.amp_dtype", config.precision.amp_dtype, f"{name} computes in fp32",
+            "use --amp-dtype fp32",
+        )  # fmt: skip
+    if name not in ANCHORED:
+        return
+    reason = f"{name} needs the same gradient of a sample in every pass"
+    data = config.data
+    for field, value, fixed in (
+        ("data.augment", data.augment, "none"),
+        ("data.flip", data.flip, False),
+        ("data.cutout", data.cutout, 0),
+        ("data.color_jitter", data.color_jitter, (0.0, 0.0, 0.0, 0.0)),
+        ("run.mixup", config.run.mixup, 0.0),
+        ("run.cutmix", config.run.cutmix, 0.0),
+        # It would measure the noise of differences.
+        ("run.noise_scale", config.run.noise_scale, False),
+    ):
+        if value != fixed:
+            shown = str(fixed).lower() if isinstance(fixed, bool) else fixed
+            raise ConfigError(field, value, reason, f"use {field}={shown}")
+    if data.randaugment[0]:
+        raise ConfigError("data.randaugment", data.randaugment, reason, "use [0, 9]")
+    for own in ("augment", "device_augment"):
+        if getattr(components, own) is not None:
+            raise ConfigError(
+                own, None, f"{reason}; an own augmentation may be random", "leave it out"
+            )
+    if config.model.norm_group > 1:
+        raise ConfigError(
+            "model.norm_group", config.model.norm_group, f"{name} has passes that ranks do not make "
+            "together", "use 1",
+        )  # fmt: skip
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:

@@ -240,6 +240,9 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
     average, optimizer = training.state.average, training.step.update.optimizer
+    if training.state.memory is not None:
+        training.state.memory.conclude()
+    training.step.update.conclude()
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
@@ -308,6 +311,8 @@ def _summary(
         "global_batch_size": training.sizes.global_batch,
         "batch_size": training.sizes.micro_batch,
         "accumulation": training.sizes.accumulation,
+        "state_bytes_per_parameter": training.step.state_bytes_per_parameter(),
+        "exchange_bytes_per_step": training.step.exchange_bytes(),
         "train_s": progress.train_s,
         "target_top1": config.run.target_top1,
         "time_to_target_s": progress.time_to_target_s,
@@ -319,6 +324,7 @@ def _summary(
         "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
+        "exchange_state_bytes": training.step.update.state_bytes,
         "seed": config.run.seed,
         "chosen": training.chosen,
         "versions": versions(),
@@ -336,7 +342,9 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
     ends.
     """
-    if not training.config.checkpoint.salvage:
+    memory = training.state.memory
+    differ = training.step.update.asynchronous or (memory is not None and memory.ranks_differ)
+    if differ or not training.config.checkpoint.salvage:
         return
     training.group.leaving(error)
     with contextlib.suppress(Exception):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
+from paceline.comm.memory import Weights
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
@@ -27,6 +28,7 @@ from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import is_own, parameter_groups
+from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
 from paceline.optim.layers import describe_layers, with_layer_decay
@@ -36,6 +38,7 @@ from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
+from paceline.train.asynchronous import AsynchronousUpdate
 from paceline.train.components import Components
 from paceline.train.fast_path import (
     FastPath,
@@ -49,7 +52,7 @@ from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
 from paceline.train.model_checks import restored_buffers, with_one_output
 from paceline.train.run_state import PinnedPlan
-from paceline.train.step import TrainStep
+from paceline.train.step import Anchors, TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
 from paceline.train.weights import BatchNormState, WeightAverage, create_average, fingerprint
@@ -70,8 +73,15 @@ class StepParts:
     plan_file: PlanFile
     exchange_summary: str
     loss: TrainingLoss
+    # A micro-batch of zeros, forward and backward, without a trace.
+    dry: DryBackward
     clip_norm: float = 0.0
     average: WeightAverage | None = None
+
+    def probe(self) -> None:
+        """Computes as a micro-batch of an equal share does."""
+        self.dry()
+        self.model.zero_grad(set_to_none=True)
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for display and record."""
@@ -103,10 +113,19 @@ def create_parts(
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
         policy = choose_policy(config.precision, group.device)
+        if config.comm.mode == "asynchronous" and policy.scales_loss:
+            raise ConfigError(
+                "precision.amp_dtype", policy.name,
+                "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do "
+                "not",
+                "use --amp-dtype bf16 or fp32",
+            )  # fmt: skip
         allow_tf32(config.precision)
         if problem and settings.fused == "auto":
             settings = replace(settings, fused="foreach")
-        optimizer = create_master_optimizer(settings, model, policy, rate, components.optimizer)
+        optimizer = create_master_optimizer(
+            settings, model, policy, rate, components.optimizer, config.run.seed
+        )
         loss = create_loss(config.run, components.loss, classes)
         if isinstance(optimizer, Muon) or optimizer.path == "torch":
             own = isinstance(optimizer, Muon)
@@ -156,6 +175,9 @@ def create_parts(
         group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
     )
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
+    if (memory := exchange.memory) is not None:
+        memory.scale = scale.step_value
+        memory.bind(Weights(optimizer))
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
@@ -171,11 +193,35 @@ def create_parts(
         fast=fast,
         normalize=normalize,
         plan_file=planned.file,
-        exchange_summary=describe_exchange(exchange, planned, _when(exchange, fast)),
+        exchange_summary=_describe_option(config.comm, group.world_size)
+        or describe_exchange(exchange, planned, _when(exchange, fast)),
         average=average,
         loss=loss,
+        dry=dry,
         clip_norm=settings.clip_norm,
     )
+
+
+def _describe_option(settings: CommSettings, ranks: int) -> str:
+    """Of an exchange that is no all-reduce of buckets; empty for others."""
+    if ranks == 1:
+        return ""
+    if settings.mode == "asynchronous":
+        servers = min(settings.servers or ranks, ranks)
+        return (
+            f"asynchronous, {servers} parameter server(s), staleness of {settings.staleness} steps"
+        )
+    if settings.hook == "powersgd":
+        return (
+            f"torch's PowerSGD of rank {settings.powersgd_rank}, from step "
+            f"{settings.powersgd_start_step} on, after backward"
+        )
+    if settings.hook == "post_local_sgd":
+        return (
+            f"torch's post-local SGD, weights averaged every {settings.local_steps} steps, from step "
+            f"{settings.local_start_step} on"
+        )
+    return ""
 
 
 def share_products(
@@ -186,6 +232,8 @@ def share_products(
     wanted = config.optim.share_products
     if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
         return False
+    if config.comm.mode == "asynchronous" or config.comm.hook == "post_local_sgd":
+        return False  # ranks have gradients and momenta of their own
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
         if wanted == "on":
@@ -224,7 +272,8 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
-    stop: StopSignals, components: Components | None = None,
+    stop: StopSignals, components: Components | None = None, norm_group: NormGroup | None = None,
+    anchors: Anchors | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     augment = None
@@ -233,12 +282,9 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment,
+        loss=parts.loss, augment=augment, signed=anchors is not None,
     )  # fmt: skip
-    update = Update(
-        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
-        average=parts.average, clip_norm=parts.clip_norm,
-    )  # fmt: skip
+    update = _create_update(config, parts, group, components or Components())
     run = config.run
     mixing = None
     if run.mixup or run.cutmix:
@@ -259,15 +305,33 @@ def create_step(
         seed=run.seed,
         mixing=mixing,
         foreign=not is_own(parts.model),
+        norm_group=norm_group,
+        anchors=anchors,
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
     return step
 
 
+def _create_update(
+    config: RunConfig, parts: StepParts, group: Group, components: Components
+) -> Update | AsynchronousUpdate:
+    if config.comm.mode == "asynchronous" and group.world_size > 1:
+        full = replace(parts.policy, dtype=torch.float32)
+        settings = replace(config.optim, fused="auto")
+        return AsynchronousUpdate(
+            parts.model, parts.optimizer, parts.exchange, parts.batch_norm, group, config.comm,
+            lambda model: create_master_optimizer(settings, model, full, 0.1, components.optimizer),
+        )  # fmt: skip
+    return Update(
+        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
+        graphs=parts.fast.graphs, average=parts.average, clip_norm=parts.clip_norm,
+    )  # fmt: skip
+
+
 def create_master_optimizer(
     settings: OptimSettings, model: nn.Module, policy: Policy, rate: float,
-    factory: Callable[..., Any] | None = None,
+    factory: Callable[..., Any] | None = None, seed: int = 0,
 ) -> MasterOptimizer:  # fmt: skip
     """Rounds the model's weights to the policy's format; the masters keep them as they were drawn."""
     groups = parameter_groups(model, settings.weight_decay)
@@ -276,7 +340,7 @@ def create_master_optimizer(
     groups = with_layer_decay(groups, model, settings.layer_decay)
     drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
-    optimizer = create_optimizer(settings, groups, rate, factory)
+    optimizer = create_optimizer(settings, groups, rate, factory, seed)
     # The optimizer's own order: it may have groups of its own.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(parameters) != len(drawn):
@@ -285,7 +349,8 @@ def create_master_optimizer(
             "give it all groups; freeze parameters by requires_grad_(False)",
         )  # fmt: skip
     for master, parameter in zip(optimizer.masters(), parameters, strict=True):
-        master.detach().copy_(drawn[parameter])
+        if master is not parameter:
+            master.detach().copy_(drawn[parameter])
     return optimizer
 
 
