@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,7 +23,7 @@ from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.scaling import SCALED
-from paceline.optim.settings import OPTIMIZERS_OF_SGD, OptimSettings
+from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.precision.settings import PrecisionSettings
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -34,6 +34,8 @@ LOSSES = ("cross_entropy", "bce")
 MIXES = (0.01, 100.0)
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.
 WARMUP_MAX_SHARE = 0.2
+EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
+BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 # More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
@@ -55,6 +57,11 @@ class RunSettings:
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""
+    shares: str = "equal"
+    """Parts of the global batch for ranks of different speed: `equal`, `probe` (measured before the
+    first step), or a number for each rank, as in `3:3:1`."""
+    rebalance: bool = False
+    """Decide the shares again at every checkpoint, from the times of the steps."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
     targets, as in `my_package.losses:focal`."""
@@ -124,6 +131,7 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"run.{name}", value, "must be at least 1")
+        self._check_shares()
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:
@@ -174,6 +182,26 @@ class RunSettings:
                 "choose one of the two",
             )  # fmt: skip
 
+    def _check_shares(self) -> None:
+        if self.shares in (EQUAL_SHARES, PROBED_SHARES):
+            if self.rebalance and self.shares == EQUAL_SHARES:
+                raise ConfigError(
+                    "run.rebalance",
+                    True,
+                    "but run.shares = 'equal' fixes them",
+                    "use run.shares='probe'",
+                )
+            return
+        try:
+            parts = [float(part) for part in self.shares.split(":")]
+        except ValueError:
+            parts = []
+        if len(parts) < 2 or not all(0 < part < 1e9 for part in parts):
+            raise ConfigError(
+                "run.shares", self.shares, "must be 'equal', 'probe', or a number for each rank",
+                "try 'probe', or 3:3:1 for three ranks",
+            )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CheckpointSettings:
@@ -187,6 +215,10 @@ class CheckpointSettings:
     """Number of recent checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the best top-1 accuracy, as `best.pt`."""
+    batch_norm: str = "ranks"
+    """Batch-norm statistics in a checkpoint: of all `ranks`, one row each, or their `average`. With
+    `average` every rank also goes on with the average after a save, so that resuming stays
+    bit-identical; evaluations then depend on when the run saves."""
     on_sigusr1: str = "save"
     """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
     on_sigusr2: str = "stop"
@@ -202,12 +234,24 @@ class CheckpointSettings:
                 raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be 0 or more")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "must be at least 1")
+        if self.batch_norm not in BATCH_NORM_ROWS:
+            raise ConfigError(
+                "checkpoint.batch_norm", self.batch_norm, "unknown",
+                nearest(self.batch_norm, BATCH_NORM_ROWS),
+            )  # fmt: skip
         for name in ("on_sigusr1", "on_sigusr2"):
             value = getattr(self, name)
             if value not in SIGNAL_ACTIONS:
                 raise ConfigError(
                     f"checkpoint.{name}", value, "unknown", nearest(value, SIGNAL_ACTIONS)
                 )
+
+
+# Settings that need the update of all ranks' mean gradient on every rank, and the value that is off.
+_OF_WHOLE_UPDATES = (
+    ("run.average_epochs", 0.0), ("run.noise_scale", False), ("optim.schedule_free", 0.0),
+    ("model.norm_group", 1),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -221,6 +265,53 @@ class RunConfig:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+    def __post_init__(self) -> None:
+        """Settings of two sections that exclude one another."""
+        if self.comm.mode == "asynchronous":
+            self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
+                *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
+                ("optim.trust_log_interval", 0), ("optim.batch_schedule", ""),
+                ("run.shares", EQUAL_SHARES),
+            ))  # fmt: skip
+            if self.optim.schedule in CYCLES and self.optim.cycle_momentum:
+                raise ConfigError(
+                    "optim.cycle_momentum", list(self.optim.cycle_momentum),
+                    "but with comm.mode = 'asynchronous' the servers' momentum is constant", "use []",
+                )  # fmt: skip
+        if self.comm.hook == "post_local_sgd":
+            self._exclude(
+                "comm.hook = 'post_local_sgd' gives each rank weights of its own", _OF_WHOLE_UPDATES
+            )
+        if self.comm.hook != "none":
+            self._exclude(f"comm.hook = {self.comm.hook!r} does not sum gradients exactly", (
+                ("run.noise_scale", False),
+            ))  # fmt: skip
+        if self.run.shares != EQUAL_SHARES:
+            self._exclude("run.shares divides a constant batch among ranks of their own", (
+                ("optim.batch_schedule", ""), ("model.norm_group", 1), ("run.noise_scale", False),
+            ))  # fmt: skip
+        alone = self.comm.mode == "asynchronous" or self.comm.hook == "post_local_sgd"
+        if alone and self.optim.share_products == "on":
+            raise ConfigError(
+                "optim.share_products", "on", "but ranks have gradients of their own", "use 'auto'"
+            )
+        anchored = self.optim.name in OPTIMIZERS_OF_SVRG
+        if anchored and (self.comm.mode == "asynchronous" or self.comm.hook != "none"):
+            field = "comm.hook" if self.comm.hook != "none" else "comm.mode"
+            raise ConfigError(
+                field, getattr(self.comm, field.partition(".")[2]),
+                f"but {self.optim.name} needs exact gradients of all ranks", "leave one of the two out",
+            )  # fmt: skip
+
+    def _exclude(self, reason: str, settings: Iterable[tuple[str, Any]]) -> None:
+        """Raises ConfigError for a setting that has not the value beside it."""
+        for name, off in settings:
+            section, _, key = name.partition(".")
+            value = getattr(getattr(self, section), key)
+            if value != off:
+                remedy = f"use {off!r}" if off else "leave it out"
+                raise ConfigError(name, value, f"but {reason}", remedy)
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:

@@ -1,19 +1,28 @@
 """The report of a run: its outcome, verdict, rows, tables and page, and how the page is written."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.core import files
 from paceline.core.errors import DataError
-from paceline.core.events import CheckpointEvent, CorruptEvent, Event, NoteEvent, StopEvent
+from paceline.core.events import (
+    CheckpointEvent,
+    CorruptEvent,
+    Event,
+    NoteEvent,
+    StepEvent,
+    StopEvent,
+)
 from paceline.report import (
     Outcome,
     RunFiles,
     Table,
     render_run,
     summary_rows,
+    tables,
     verdict,
     write_page,
     write_report,
@@ -338,3 +347,19 @@ def test_a_failed_write_leaves_the_old_report(
         write_report(finished_run)
     assert (finished_run / "report.html").read_text("utf-8") == "old"
     assert names(finished_run) == ["config.toml", "metrics.jsonl", "report.html", "summary.json"]
+
+
+def test_the_staleness_of_asynchronous_runs_is_counted(make_run: MakeRun) -> None:
+    steps = [
+        StepEvent(step=n, epoch=n / 4, loss=1.0, lr=0.1, images_per_s=9.0, step_s=1.0, data_s=0.0,
+                  staleness={"0": 1, str(n): 3})
+        for n in (1, 2)
+    ]  # fmt: skip
+    run = RunFiles.read(make_run(steps))
+    table = tables.staleness_table(run)
+    assert table.rows == (("0", "2", "25.0 %"), ("1", "3", "37.5 %"), ("2", "3", "37.5 %"))
+    assert "Staleness" in render_run(run)
+    plain = RunFiles.read(make_run([replace(steps[0], staleness=None)], name="plain"))
+    assert tables.staleness_table(plain).rows == ()
+    odd = [replace(steps[0], staleness={"x": 1, "2": "y"})]  # type: ignore[dict-item]
+    assert tables.staleness_table(RunFiles.read(make_run(odd, name="odd"))).rows == ()

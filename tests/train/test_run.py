@@ -17,11 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import faults
 from data_sets import write_folders
+from paceline.comm.agreement import Agreement
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import EvalEvent, NoteEvent, StepEvent, TrustEvent, read_events
 from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
+from paceline.plan.start_up import PHASES
 from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, loop, run_training
@@ -368,3 +370,26 @@ def test_the_bad_layer_is_named() -> None:
         assert "output of layer2.0.conv2" in find_bad_layer(model, policy, shape)
         model.layer3[1].bn1.weight[3] = float("inf")
     assert "weight layer3.1.bn1.weight" in find_bad_layer(model, policy, shape)
+
+
+def _phases(rank: int, output: str) -> list[str]:
+    names: list[str] = []
+    agree = Agreement.agree
+
+    def noted(self: Agreement, phase: str, *details: Any, **given: Any) -> None:
+        names.append(phase)
+        agree(self, phase, *details, **given)
+
+    Agreement.agree = noted  # type: ignore[method-assign]
+    try:
+        run_small(output, run__batch_size=8, comm__fusion_mib=0.25)
+    finally:
+        Agreement.agree = agree  # type: ignore[method-assign]
+    return names
+
+
+def test_a_run_has_as_many_phases_as_the_planner_counts(tmp_path: Path) -> None:
+    """Each of them costs every rank a wait for the slowest; see `Group.phase`."""
+    first, second = run_ranks(2, _phases, str(tmp_path / "run"))
+    assert first == second
+    assert len(first) == PHASES, first

@@ -78,7 +78,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     config, scaling = apply_scaling(config, samples, ranks)
     if scaling:
         _show("scaling", scaling)
-    asked = (config.run.global_batch_size, config.run.batch_size, ranks)
+    asked = requested_batch(config, ranks)
     sizes = resolve_batch_sizes(*asked, samples=samples)
     device = choose_device(config, Topology())
     import torch

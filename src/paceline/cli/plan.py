@@ -92,6 +92,7 @@ def plan(
     answer = Answer(
         work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
         tuple(advise(question, place, now)), epochs, dataset_size,
+        file.probed is None or file.probed.device == "cuda",
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -170,7 +171,7 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
     sizes = ((gradient.name, gradient.elements) for gradient in work.gradients)
     replace(
         kept, fusion=chosen, model=ModelFacts.of(sizes), cluster=cluster,
-        expected=Expected.of(answer.now), why=(),
+        expected=Expected.of(answer.now), start_up=answer.start_up, why=(),
     ).write(path)  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +26,7 @@ class Event:
     kind: ClassVar[str] = "event"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"event": self.kind, **asdict(self)}
+        return {"event": self.kind, **vars(self)}
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,18 @@ class StepEvent(Event):
     core_wait_share: float | None = None
     # The norm of all gradients before clipping; None without `optim.clip_norm`.
     grad_norm: float | None = None
-    # Samples of this step over all ranks; None where `optim.batch_schedule` is empty.
-    batch_size: int | None = None
-    # None where the schedule leaves `optim.momentum` as it is.
-    momentum: float | None = None
     # With `run.noise_scale`: this step's estimates of the squared gradient and of the variance of one
     # sample's, and the noise scale from their running averages, in samples.
     grad_signal: float | None = None
     grad_variance: float | None = None
     noise_scale: float | None = None
+    # Samples of this step over all ranks; None where `optim.batch_schedule` is empty.
+    batch_size: int | None = None
+    # None where the schedule leaves `optim.momentum` as it is.
+    momentum: float | None = None
+    # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
+    # other ranks between a pull and the push); None elsewhere.
+    staleness: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,11 @@ class JsonlWriter:
     def write(self, event: Event, moment: float) -> None:
         """An event of an earlier moment."""
         record = {**event.to_dict(), "time": round(moment, 6)}
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        try:
+            text = json.dumps(record, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(record), allow_nan=False)
+        self._file.write(text + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -188,6 +188,8 @@ class BatchPlan:
 
     `growth` lists (epoch, global batch): a step takes the batch of the last epoch that lies at or before
     its first sample, and `global_batch` before the first of them. Stages thus never cut a batch short.
+    `shares` are the samples of each rank in a full global batch, where ranks differ in speed; empty, all
+    are equal.
     """
 
     samples: int
@@ -196,10 +198,20 @@ class BatchPlan:
     micro_batch: int
     world_size: int
     growth: tuple[tuple[float, int], ...] = ()
+    shares: tuple[int, ...] = ()
     # First step, its position and the batch of each stage.
     _stages: tuple[tuple[int, int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.shares and (
+            len(self.shares) != self.world_size
+            or sum(self.shares) != self.global_batch
+            or min(self.shares) < 1
+        ):
+            raise ValueError(
+                f"shares = {self.shares}: must be {self.world_size} that add up to "
+                f"{self.global_batch}"
+            )
         for name in ("samples", "epochs", "global_batch", "micro_batch", "world_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
@@ -286,11 +298,29 @@ class BatchPlan:
             raise IndexError(f"rank {rank} of {self.world_size}")
         start, stop = self.step_range(step)
         length = stop - start
+        if self.shares:
+            return self._by_shares(start, length, rank)
         pieces = -(-length // self.micro_batch)
         return [
             (start + j * length // pieces, start + (j + 1) * length // pieces)
             for j in range(rank, pieces, self.world_size)
         ]
+
+    def _by_shares(self, start: int, length: int, rank: int) -> list[Stretch]:
+        """Ranks take neighbouring stretches in proportion to their shares, each in as many micro-batches
+        as in a full step, or fewer where it has fewer samples."""
+        before = sum(self.shares[:rank])
+        first = start + length * before // self.global_batch
+        last = start + length * (before + self.shares[rank]) // self.global_batch
+        pieces = min(self.accumulation, last - first)
+        return [
+            (first + j * (last - first) // pieces, first + (j + 1) * (last - first) // pieces)
+            for j in range(pieces)
+        ]
+
+    def usual_micro_batch(self, rank: int) -> int:
+        """Samples of nearly every micro-batch of this rank."""
+        return self.shares[rank] // self.accumulation if self.shares else self.micro_batch
 
     def ends_epoch(self, step: int, every: int = 1) -> bool:
         """Whether an epoch is complete after `step` that was not before it, and whose number

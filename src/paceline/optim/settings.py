@@ -251,6 +251,12 @@ class OptimSettings:
             )
         if self.known_good_batch is not None and self.known_good_batch < 1:
             raise ConfigError("optim.known_good_batch", self.known_good_batch, "must be at least 1")
+        if self.scaling == "auto" and self.batch_schedule:
+            raise ConfigError(
+                "optim.batch_schedule", self.batch_schedule,
+                "does not go with optim.scaling = 'auto', whose rule is for one batch",
+                "leave one of them out",
+            )  # fmt: skip
         self._check_schedule()
         self._check_batches()
         self._check_svrg()

@@ -16,6 +16,7 @@ from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import keeps_float32
 from paceline.plan.optimizer import best_plan
 from paceline.plan.prediction import BucketScore, Prediction, predict
+from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Affine, Workload
 
 Row = tuple[str, ...]
@@ -153,10 +154,22 @@ class Answer:
     advice: tuple[Advice, ...]
     epochs: float
     samples: int
+    # Whether the ranks talk over NCCL.
+    is_gpu: bool = True
 
     @property
     def train_s(self) -> float:
         return self.now.epochs_s(self.epochs, self.samples)
+
+    @property
+    def start_up(self) -> StartUp:
+        """Until the first step, without the programs' own start and the model's."""
+        place = self.cluster
+        algorithms = {score.algorithm for score in self.now.scores}
+        return StartUp.of(
+            place.nodes, place.ranks_per_node, algorithms, buckets=len(self.now.scores),
+            nccl=self.is_gpu,
+        )  # fmt: skip
 
     @property
     def bound_by(self) -> str:
@@ -207,6 +220,7 @@ class Answer:
             ],
             "advice": [asdict(advice) for advice in self.advice],
             "cluster": asdict(replace(self.cluster, probed=None)),
+            "start_up": {**self.start_up.to_table(), "total_s": self.start_up.total_s},
         }
 
 
@@ -226,6 +240,7 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
         ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
                  f"{format_duration(answer.train_s)} {sure}"),
+        ("start-up", answer.start_up.describe()),
         ("ranks at 90 %", most + _or_more(answer)),
         ("verdict", f"bound by {answer.bound_by}"),
     ]  # fmt: skip

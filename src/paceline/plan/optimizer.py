@@ -19,6 +19,8 @@ from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster
 from paceline.plan.cost import all_reduce_s, is_priced
 from paceline.plan.fusion_plan import (
+    ALL_TO_ALL,
+    EIGHT_BIT,
     FusionBucket,
     FusionPlan,
     keeps_float32,
@@ -220,7 +222,9 @@ class _WireCost:
         self, held: Counts, in_buckets: Counts, wire: str, cluster: Cluster,
         algorithms: Sequence[str],
     ) -> None:  # fmt: skip
-        self._cluster, self._algorithms = cluster, tuple(algorithms)
+        self._cluster, self._others = cluster, tuple(algorithms)
+        # 8-bit numbers have one algorithm; the signals beside them travel by any.
+        self._algorithms = (ALL_TO_ALL,) if wire in EIGHT_BIT else self._others
         half, full = held
         narrow, wide, cast = travelling(half.astype(float), full.astype(float), wire)
         self.bytes: Floats = narrow + wide
@@ -233,7 +237,10 @@ class _WireCost:
         self._large = np.where(bulk_is_wide, wide, narrow)
         self._small = np.where(bulk_is_wide, narrow, wide)
         beside = self._times(self._small)
-        beside[:, :, -1] += self._times(self._tail)
+        if wire not in EIGHT_BIT:
+            beside[:, :, -1] += self._times(self._tail)
+        else:
+            beside[:, :, -1] += self._signal_times(self._tail).min(axis=0)
         bulk = self._times(self._large)
         self.seconds: Floats = bulk.min(axis=0) + beside.min(axis=0) + cast * cluster.cast_s
         if cluster.ranks == 1:
@@ -243,7 +250,13 @@ class _WireCost:
         """By every algorithm, in the first dimension."""
         return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._algorithms])
 
+    def _signal_times(self, sizes: npt.ArrayLike) -> Floats:
+        return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._others])
+
     def names(self, first: int, stop: int) -> tuple[str, str]:
+        if self._algorithms == (ALL_TO_ALL,):
+            fastest = self._signal_times(self._tail.max()).argmin()
+            return ALL_TO_ALL, self._others[int(fastest)]
         small = self._times(self._small[first, stop])
         if stop == len(self._tail) - 1:
             small = small + self._times(self._tail[first])

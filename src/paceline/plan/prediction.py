@@ -91,7 +91,9 @@ def _score(
     if cluster.ranks > 1:
         cost += cast * cluster.cast_s
     ready = max((g.ready for g in gradients), default=0.0) * backward_s
-    return BucketScore(len(gradients), narrow + wide, bucket.algorithm, bucket.wire, ready, cost)
+    return BucketScore(
+        len(gradients), round(narrow + wide), bucket.algorithm, bucket.wire, ready, cost
+    )
 
 
 @dataclass(frozen=True)

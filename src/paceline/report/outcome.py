@@ -42,9 +42,9 @@ class Outcome:
     resumes: int
     read_retries: int
     damaged_cache_entries: int
+    noise_scale: float | None = None
     state_bytes_per_parameter: float | None = None
     exchange_bytes_per_step: float | None = None
-    noise_scale: float | None = None
 
     @classmethod
     def of(cls, run: RunFiles) -> Outcome:
@@ -83,9 +83,9 @@ class Outcome:
             resumes=len(run.resumes),
             read_retries=integer(counters, "read_retries") or 0,
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
+            noise_scale=first("noise_scale", noise[-1] if noise else None),
             state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
             exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
-            noise_scale=first("noise_scale", noise[-1] if noise else None),
         )
 
 

@@ -262,6 +262,7 @@ def render_run(run: RunFiles) -> str:
             figures(run_charts(run)),
             section("Predicted and measured", [tables.expectation_table(run)]),
             section("Waiting for the input", [tables.stall_table(run)]),
+            section("Staleness", [tables.staleness_table(run)]),
             section("Evaluations", [tables.epoch_table(run)]),
             section("Incidents", incidents, titled=True),
             list_section("Notes", notes(run)[: tables.MAX_ROWS]),

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
+from paceline.core.untrusted import is_count
 from paceline.plan.noise import describe_noise
 from paceline.report.bottleneck import (
     ExposedWaits,
@@ -80,14 +81,14 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         ("global batch", count(outcome.global_batch_size)),
         ("ranks", count(outcome.world_size)),
     ]
-    if outcome.state_bytes_per_parameter is not None:
-        rows.append(("optimizer state", f"{outcome.state_bytes_per_parameter:.3g} bytes/parameter"))
-    if outcome.exchange_bytes_per_step is not None:
-        rows.append(("exchanged in a step", format_bytes(outcome.exchange_bytes_per_step)))
     noise, batch = outcome.noise_scale or 0.0, outcome.global_batch_size or 0
     if noise > 0 and batch > 0:
         described = describe_noise(noise, batch)
         rows.append(("gradient noise scale", described))
+    if outcome.state_bytes_per_parameter is not None:
+        rows.append(("optimizer state", f"{outcome.state_bytes_per_parameter:.3g} bytes/parameter"))
+    if outcome.exchange_bytes_per_step is not None:
+        rows.append(("exchanged in a step", format_bytes(outcome.exchange_bytes_per_step)))
     if waits.exposed_s is not None:
         rows.append(("exposed communication", waits.describe()))
     if straggler := waits.straggler():
@@ -138,6 +139,22 @@ def stall_table(run: RunFiles) -> Table:
             rows.append((str(rank), cause, format_duration(seconds / stall.steps), share))
     columns = ("rank", "cause", "a step", "of the steps' time")
     return Table.of("Waiting for the input", columns, rows, {1})
+
+
+def staleness_table(run: RunFiles) -> Table:
+    """Of an asynchronous run: how many pushes, of all ranks, had each staleness."""
+    counts: dict[int, int] = {}
+    for record in run.of_kind("step"):
+        found = record.get("staleness")
+        for stale, pushes in found.items() if isinstance(found, dict) else ():
+            if stale.isdecimal() and is_count(pushes):
+                counts[int(stale)] = counts.get(int(stale), 0) + pushes
+    total = sum(counts.values())
+    rows = [
+        (count(stale), count(pushes), format_percent(100 * pushes / total, 1))
+        for stale, pushes in sorted(counts.items())
+    ]
+    return Table.of("Staleness", ("updates by other ranks", "pushes", "share"), rows, set())
 
 
 def epoch_table(run: RunFiles) -> Table:

@@ -7,6 +7,7 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,10 +57,10 @@ from paceline.train.model_checks import (
 from paceline.train.observers import RunTrace
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
+from paceline.train.shares import with_shares
 from paceline.train.step import Anchors, TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.weights import fingerprint
 
 
 @dataclass(kw_only=True)
@@ -85,6 +86,7 @@ class Training:
     plan_file: PlanFile
     trace: RunTrace
     chosen: dict[str, str]
+    make_loader: Callable[[BatchPlan, int], TrainBatches]
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
     # For a module that the user gave: the state that is evaluated and exported, once the run has ended.
@@ -106,6 +108,15 @@ class Training:
                     f"cannot write the run's records in {self.folder.path}: {error.strerror}",
                     "free space or choose another --output, then --resume auto",
                 )
+
+    def divide_again(self, plan: BatchPlan) -> None:
+        """Goes on with other shares of the global batch. Between steps, on all ranks."""
+        self.step.loader.close()
+        self.step.loader = self.group.agree_on(
+            "loader", lambda: self.make_loader(plan, self.progress.step)
+        )
+        self.plan = self.step.plan = plan
+        self.state = replace(self.state, batches=plan)
 
     def check_folder(self) -> None:
         """Before rank 0 writes: raises if the folder is gone or another process has taken it over."""
@@ -152,11 +163,8 @@ def build(
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)
-        asked_for = config
-        config, scaling = group.agree_on(
-            "scaling",
-            lambda: apply_scaling(asked_for, samples, group.world_size, own_optimizer=given),
-        )
+        # Refused alike on all ranks, which have agreed on the settings and on the data.
+        config, scaling = apply_scaling(config, samples, group.world_size, own_optimizer=given)
         asked = requested_batch(config, group.world_size)
         sizes = resolve_batch_sizes(*asked, samples=samples)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
@@ -191,10 +199,11 @@ def _assemble(
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = create_schedule(config.optim, peak, plan)
-    model, pretrained = group.agree_on(
-        "model", lambda: _create_model(config, source, group, components)
-    )
-    model_notes = _check_model(config, model, source, sizes, group, components)
+    with group.phase("model"):
+        model, pretrained = _create_model(config, source, group, components)
+        model_notes = _check_model(config, model, source, sizes, group, components)
+    if isinstance(components.model, nn.Module):
+        model_notes += filter(None, [share_weights(model, group)])
     norm_group = share_norms(config, model, group)
     graphs_config = _graphs_for(eager_norms(config, norm_group), model_notes, group)
     parts = create_parts(
@@ -204,30 +213,29 @@ def _assemble(
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
-    start = {"initial weights": fingerprint(model)}
-    group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
+    plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
 
     runner: list[CallbackRunner] = []
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
-        average=parts.average, group=group,
+        average=parts.average, group=group, memory=parts.exchange.memory,
         callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
-    if checkpoint is not None and folder.resume_from is not None:
-        path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
-        progress = group.agree_on(
-            "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
-        )
-    loader = group.agree_on(
-        "loader",
-        lambda: create_train_loader(
-            source, plan, config.data, seed=config.run.seed, rank=group.rank,
-            first_step=progress.step, device=group.device, augment=components.augment,
-        ),
-    )  # fmt: skip
+
+    def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
+        return create_train_loader(
+            source, batches, config.data, seed=config.run.seed, rank=group.rank,
+            first_step=first_step, device=group.device, augment=components.augment,
+        )  # fmt: skip
+
+    with group.phase("loader"):
+        if checkpoint is not None and folder.resume_from is not None:
+            path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
+            progress = state.restore(checkpoint, path, elsewhere=elsewhere)
+        loader = make_loader(plan, progress.step)
     anchors = _anchors(config, source, plan, parts, group, components)
     step = create_step(config, parts, loader, plan, group, stop, components, norm_group, anchors)
     buffers = parts.exchange.bucket_info()
@@ -246,18 +254,20 @@ def _assemble(
         **_data_notes(config, inputs, components, loader.describe()),
         **parts.describe(),
         "batch": sizes.describe(group.world_size),
+        **({"shares": shares} if shares else {}),
         "peak_lr": f"{peak:g}",
         **({"scaling": scaling} if scaling else {}),
         **_describe_anchors(anchors),
         **describe_norms(config, group, norm_group),
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
+        **({"exchange state": "; ".join(state.notes)} if state.notes else {}),
         **_given_objects(components),
     }
     training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
-        trace=trace, chosen=chosen,
+        trace=trace, chosen=chosen, make_loader=make_loader,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
@@ -356,24 +366,17 @@ def _check_model(
     config: RunConfig, model: nn.Module, source: Source, sizes: BatchSizes, group: Group,
     components: Components,
 ) -> list[str]:  # fmt: skip
-    """Notes on a model that Paceline has not made; all ranks fail with one line where it cannot be
-    trained."""
+    """Notes on a model that Paceline has not made; raises where it cannot be trained."""
     if is_own(model) and components.model is None:
         return []
     pixels = config.data.image_size
-    notes = group.agree_on(
-        "model check",
-        lambda: check_model(
-            model, (sizes.micro_batch, config.data.channels, pixels, pixels),
-            config.model.num_classes or len(source.classes),
-            own_loss=components.loss is not None or config.run.loss not in LOSSES,
-            ranks=group.world_size,
-            nhwc=config.run.channels_last,
-        ),
+    return check_model(
+        model, (sizes.micro_batch, config.data.channels, pixels, pixels),
+        config.model.num_classes or len(source.classes),
+        own_loss=components.loss is not None or config.run.loss not in LOSSES,
+        ranks=group.world_size,
+        nhwc=config.run.channels_last,
     )  # fmt: skip
-    if isinstance(components.model, nn.Module):
-        notes = [*notes, *filter(None, [share_weights(model, group)])]
-    return notes
 
 
 def _given_objects(components: Components) -> dict[str, str]:
@@ -444,8 +447,8 @@ def _optional_notes(
         )
     notes = {
         "warm-up": schedule.describe_cut(),
-        "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
         "noise scale": _describe_noise_scale(config, plan),
+        "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
         "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": "; ".join(filter(None, (folder.note, salvaged))),

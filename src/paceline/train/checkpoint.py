@@ -29,7 +29,10 @@ from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
 VERSION = 3
-_READABLE = (2, 3)  # 2 has no average
+_WITH_EXCHANGE = 4  # a checkpoint with the state of an exchange, which other runs do not have
+_READABLE = (2, 3, 4)  # 2 has no average
+# Parts that a checkpoint may lack.
+_OPTIONAL = ("average", "exchange")
 _FOREIGN = "load weights of other programs with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
 _TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
@@ -51,7 +54,8 @@ class Checkpoint:
 
     Schedule, data order and random numbers are pure functions of configuration and step; `sampler`,
     `schedule` and `rng` describe them for readers and are checked on resuming. `average` is the state
-    of `WeightAverage`, empty without one; `callbacks` that of the user's callbacks on rank 0.
+    of `WeightAverage`, empty without one; `callbacks` that of the user's callbacks on rank 0; `exchange`
+    what the gradient exchange remembers on each rank, empty for most.
     """
 
     progress: dict[str, Any]
@@ -70,6 +74,7 @@ class Checkpoint:
     versions: dict[str, str]
     average: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    exchange: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -85,7 +90,10 @@ class Checkpoint:
     def to_bytes(self) -> memoryview:
         buffer = io.BytesIO()
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        head = {"format": FORMAT, "version": VERSION, "sha256": content_hash(table)}
+        if not self.exchange:
+            del table["exchange"]
+        version = _WITH_EXCHANGE if self.exchange else VERSION
+        head = {"format": FORMAT, "version": version, "sha256": content_hash(table)}
         torch.save({**head, **table}, buffer)
         return buffer.getbuffer()
 
@@ -131,9 +139,9 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
     wrong = [
         name
         for name in Checkpoint.__dataclass_fields__
-        if name != "average" and type(parts.get(name)) is not _TYPES.get(name, dict)
+        if type(parts.get(name, {} if name in _OPTIONAL else None)) is not _TYPES.get(name, dict)
     ]
-    if wrong or not is_count(step) or not isinstance(parts.get("average", {}), dict):
+    if wrong or not is_count(step):
         what = wrong[0] if wrong else "progress.step"
         raise CheckpointError(f"{path} is invalid: {what} is missing or of another type", _OLDER)
 

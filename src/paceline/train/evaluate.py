@@ -43,7 +43,7 @@ from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.fast_path import triton_problem
-from paceline.train.inputs import common_settings
+from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.model_checks import find_logits, forward_error, make_model
@@ -199,23 +199,17 @@ def evaluate_file(
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
-    with Group(topology, config.comm, device, shared=shared) as group:
-        source = group.agree_on(
-            "data", lambda: _open_validation(config, checkpoint, path, components)
-        )
-        model = group.agree_on(
-            "model", lambda: restore_model(config, checkpoint, path, components)
-        ).to(group.device)
-        policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
-        allow_tf32(config.precision)
-        policy.convert(model)
-        loader = group.agree_on(
-            "loader",
-            lambda: create_eval_loader(
+    with Group(topology, config.comm, device, shared=shared, versions=shared_versions()) as group:
+        with group.phase("evaluation"):
+            source = _open_validation(config, checkpoint, path, components)
+            model = restore_model(config, checkpoint, path, components).to(group.device)
+            policy = choose_policy(config.precision, group.device)
+            allow_tf32(config.precision)
+            policy.convert(model)
+            loader = create_eval_loader(
                 source, config.data, rank=group.rank, world_size=group.world_size,
                 batch_size=batch_size, device=group.device,
-            ),
-        )  # fmt: skip
+            )  # fmt: skip
         limit = allowed_corrupt(config.data.max_corrupt_share, len(source))
         normalize = Normalizer(
             config.data.mean, config.data.std, config.data.channels, policy.dtype,

@@ -20,7 +20,6 @@ from paceline.core.events import (
     NoteEvent,
     StartEvent,
     StepEvent,
-    StopEvent,
     TrustEvent,
 )
 from paceline.core.host import HostLoad
@@ -32,6 +31,8 @@ from paceline.train.evaluate import evaluate
 from paceline.train.machine import hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
+from paceline.train.run_state import shared_weights
+from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
 
@@ -67,8 +68,11 @@ class TrainingLoop:
         self._rank_times: RankTimes | None = None
         if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
             self._rank_times = RankTimes(group, training.emit)
+        self._rebalance = Rebalance(group) if settings.rebalance else None
         self._save_owed = False
-        self._load, self._overload_noted = HostLoad(), False
+        # Of many ranks, the first of a host notes that it is overloaded.
+        notes = self._rank_times is None or group.rank == group.host_leader
+        self._load, self._overload_noted = HostLoad(), not notes
         self._noise = NoiseScale(*training.progress.noise)
 
     def run(self) -> RunResult:
@@ -102,9 +106,6 @@ class TrainingLoop:
         if t.saved_step != progress.step:
             self._save(best=False)
         t.write_trace()
-        # A callback that failed is reported here, after the save, so that no step is lost.
-        t.group.agree("end", t.step.fault or self._callback_error)
-        t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
 
     def _save_before(self, error: PacelineError) -> None:
@@ -112,12 +113,10 @@ class TrainingLoop:
         of it in the same exchange, and save the state before it together."""
         t = self._t
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
-        if t.step.faulted and fresh and self._is_sound and "out of memory" not in str(error):
+        # Of asynchronous ranks each has its own steps under way, and no weights of one step.
+        exact = t.step.faulted and not t.step.update.asynchronous
+        if exact and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
-
-    @property
-    def _callback_error(self) -> PacelineError | None:
-        return None if self._t.callbacks is None else self._t.callbacks.error
 
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
@@ -208,13 +207,16 @@ class TrainingLoop:
             input_stall_causes=outcome.stall,
             core_wait_share=self._core_wait_share(),
             grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
-            batch_size=last - first if t.plan.growth else None,
-            momentum=t.schedule.others(number).get("momentum"),
             grad_signal=None if estimate is None else estimate.signal,
             grad_variance=None if estimate is None else estimate.variance,
             noise_scale=None if estimate is None else self._noise.value,
+            batch_size=last - first if t.plan.growth else None,
+            momentum=t.schedule.others(number).get("momentum"),
+            staleness=outcome.staleness,
         )
         t.emit(event)
+        if self._rebalance is not None:
+            self._rebalance.note(outcome.step_s, outcome.exposed_comm_s)
         if self._rank_times is not None:
             self._rank_times.note(event)
         if outcome.save:
@@ -285,6 +287,7 @@ class TrainingLoop:
     def _evaluate(self) -> RunResult | None:
         """Evaluates, and saves if due or best. Returns a result if the run ends here."""
         t, progress = self._t, self._t.progress
+        t.step.update.settle()
         loader = create_eval_loader(
             t.validation,
             t.config.data,
@@ -294,7 +297,8 @@ class TrainingLoop:
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
-        with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
+        shared = shared_weights(t.state.memory)
+        with shared, applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
                 t.config.model.num_classes or len(t.source.classes),
@@ -362,11 +366,24 @@ class TrainingLoop:
         if self._is_sound:
             self._save(best=False)
 
+    def _divide_again(self) -> None:
+        t = self._t
+        if self._rebalance is None or t.progress.step >= t.plan.total_steps:
+            return
+        plan = self._rebalance.decide(t.plan)
+        if plan is not t.plan:
+            t.divide_again(plan)
+            shares = ":".join(map(str, plan.shares))
+            t.emit(NoteEvent(f"samples of each rank from step {t.progress.step} on: {shares}"))
+
     def _save(self, *, best: bool) -> None:
         """All ranks send their statistics, and rank 0 writes. A write error fails the run at the next
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
+        t.step.update.settle()
+        # Before the checkpoint, which has the shares of the steps that follow it.
+        self._divide_again()
         checkpoint = t.state.capture(progress)
         t.saved_step = progress.step
         # Serves all requests so far: a signal reaches ranks at slightly different times.

@@ -24,7 +24,7 @@ from paceline.comm.group import Group
 from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DeviceError, PacelineError
-from paceline.core.events import JsonlWriter, NoteEvent, Observer
+from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
 from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
@@ -32,7 +32,7 @@ from paceline.report import write_report
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
-from paceline.train.inputs import common_settings
+from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import TensorBoardWriter
@@ -88,7 +88,10 @@ def run_training(
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
-    with Group(topology, config.comm, device, show_error, shared) as group, _device_errors(group):
+    with (
+        Group(topology, config.comm, device, show_error, shared, shared_versions()) as group,
+        _device_errors(group),
+    ):
         return _train(config, group, display, components or Components())
 
 
@@ -237,11 +240,17 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
     average, optimizer = training.state.average, training.step.update.optimizer
+    if training.state.memory is not None:
+        training.state.memory.conclude()
+    training.step.update.conclude()
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
         facts["their average"] = fingerprint(average.named())
-    group.agree("weights", facts=facts, remedy="this is a defect: please report it")
+    # A callback that failed is reported here, after the save, so that no step is lost.
+    failed = training.step.fault or (training.callbacks and training.callbacks.error)
+    group.agree("weights", failed or None, facts, "this is a defect: please report it")
+    training.emit(StopEvent(step=training.progress.step, reason=result.stopped_by))
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
     summary = _summary(training, result, weights, _input_counters(training))
@@ -315,6 +324,7 @@ def _summary(
         "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
+        "exchange_state_bytes": training.step.update.state_bytes,
         "seed": config.run.seed,
         "chosen": training.chosen,
         "versions": versions(),
@@ -332,7 +342,9 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
     ends.
     """
-    if not training.config.checkpoint.salvage:
+    memory = training.state.memory
+    differ = training.step.update.asynchronous or (memory is not None and memory.ranks_differ)
+    if differ or not training.config.checkpoint.salvage:
         return
     training.group.leaving(error)
     with contextlib.suppress(Exception):

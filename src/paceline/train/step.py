@@ -25,6 +25,7 @@ from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatc
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale, Policy
+from paceline.train.asynchronous import AsynchronousUpdate, Outcome
 from paceline.train.machine import explain_out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
@@ -62,6 +63,8 @@ class StepOutcome:
     # Squared norms of the whole gradient and, summed, of its micro-steps'; 0 where unmeasured.
     whole_squared: float = 0.0
     parts_squared: float = 0.0
+    # Of asynchronous training: how many pushes of all ranks had each staleness.
+    staleness: dict[str, int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -69,7 +72,7 @@ class _Launched:
     number: int
     rate: float
     row: Tensor
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event | Outcome | None
     corrupt: tuple[CorruptSample, ...]
     started: float
     data_s: float
@@ -94,7 +97,7 @@ class TrainStep:
 
     model: nn.Module
     micro: MicroStep
-    update: Update
+    update: Update | AsynchronousUpdate
     exchange: GradientExchange
     batch_norm: BatchNormState
     loader: TrainBatches
@@ -124,6 +127,8 @@ class TrainStep:
     @property
     def lag(self) -> int:
         """Steps that may be under way while the next is prepared; a CPU gains nothing from one."""
+        if self.update.lag is not None:
+            return self.update.lag
         return 1 if self.policy.device.type == "cuda" else 0
 
     @property
@@ -147,6 +152,7 @@ class TrainStep:
         if self.anchors is not None and step % self.anchors.interval == 0:
             with self.spans.span("full gradient"):
                 self._center(step, self.anchors)
+        self.update.begin(step)
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
@@ -159,7 +165,9 @@ class TrainStep:
             for turn, (start, stop) in enumerate(micro_batches):
                 # With shared statistics ranks wait for one another in every pass: they stop between
                 # steps only.
-                if self._given_up or (not synchronized and self._asked_to_stop()):
+                if not self.update.asynchronous and (
+                    self._given_up or (not synchronized and self._asked_to_stop())
+                ):
                     abandoned = self._given_up = True
                     break
                 waiting = time.perf_counter()
@@ -170,7 +178,7 @@ class TrainStep:
                 corrupt += batch.corrupt
                 number = self.group.rank + turn * self.group.world_size
                 seed_micro_batch(self.seed, step, number)
-                usual = stop - start == self.plan.micro_batch
+                usual = stop - start == self.plan.usual_micro_batch(self.group.rank)
                 final = turn == len(micro_batches) - 1
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, number, len(batch.labels))
@@ -214,7 +222,9 @@ class TrainStep:
                 corrupt=tuple(corrupt),
                 started=started,
                 data_s=data_s,
-                exposed=self.exchange.exposed,
+                exposed=self.update.exposed
+                if isinstance(self.update, AsynchronousUpdate)
+                else self.exchange.exposed,
                 stall=wait.stall,
             )
         )
@@ -290,8 +300,11 @@ class TrainStep:
         with explain_out_of_memory("in the update", remedy):
             self.update.run(rate, others)
 
-    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | Outcome | None]:
         """The outcome's copy to host memory, queued behind the update."""
+        if isinstance(self.update, AsynchronousUpdate):
+            outcome = self.update.outcome()
+            return outcome.row, outcome
         if self.policy.device.type != "cuda":
             return self.update.row.clone(), None
         row = torch.empty(self.update.row.shape, pin_memory=True)
@@ -335,6 +348,7 @@ class TrainStep:
             grad_norm=row["grad_norm"],
             whole_squared=row["whole_squared"],
             parts_squared=row["parts_squared"],
+            staleness=launched.ready.staleness if isinstance(launched.ready, Outcome) else None,
         )
 
     def state_bytes_per_parameter(self) -> float:

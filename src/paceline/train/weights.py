@@ -132,9 +132,9 @@ class WeightAverage:
         """The average of each parameter by name, as in `master_weights`."""
         return master_weights(self._model, self._optimizer, self.weights)
 
-    def capture(self, group: Group) -> dict[str, Any]:
-        """State for the checkpoint, on rank 0. A collective."""
-        rows = group.gather(self.statistics)
+    def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
+        """State for the checkpoint, on rank 0. A collective; `average` as in `gather_rows`."""
+        rows = gather_rows(self.statistics, group, average=average)
         return {} if rows is None else self._captured(rows)
 
     def capture_alone(self) -> dict[str, Any]:
@@ -410,11 +410,8 @@ class BatchNormState:
         self.tracked.copy_(torch.where(flag > 0, self._tracked_before, self.tracked))
 
     def average(self, group: Group) -> Tensor:
-        """The average over ranks, bit-identical on all of them; computed in float64."""
-        mean, variance = self.flat.double()
-        sums = torch.stack([mean, variance, mean * mean])
-        group.all_reduce_sum(sums)
-        return _pooled(sums / group.world_size).to(self.flat.dtype)
+        """The average over ranks, bit-identical on all of them."""
+        return average_over_ranks(self.flat, group)
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
@@ -426,13 +423,30 @@ class BatchNormState:
         finally:
             self.flat.copy_(own)
 
-    def rows(self, group: Group) -> Tensor | None:
-        """The statistics of all ranks, [ranks, 2, width], on rank 0."""
-        return group.gather(self.flat)
+    def rows(self, group: Group, *, average: bool = False) -> Tensor | None:
+        """The statistics of all ranks, [ranks, 2, width], on rank 0; see `gather_rows`."""
+        return gather_rows(self.flat, group, average=average)
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
         self.flat.copy_(own_row(rows, group))
         self.tracked.copy_(tracked.to(self.tracked.device))
+
+
+def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
+    """Each rank's statistics on rank 0, None elsewhere. With `average` a single row of their average,
+    which every rank goes on with, as a run does that is resumed from it."""
+    if not average:
+        return group.gather(flat)
+    flat.copy_(average_over_ranks(flat, group))
+    return flat.detach().cpu()[None].clone() if group.rank == 0 else None
+
+
+def average_over_ranks(flat: Tensor, group: Group) -> Tensor:
+    """Of [2, width], in float64."""
+    mean, variance = flat.double()
+    sums = torch.stack([mean, variance, mean * mean])
+    group.all_reduce_sum(sums)
+    return _pooled(sums / group.world_size).to(flat.dtype)
 
 
 def own_row(rows: Tensor, group: Group) -> Tensor:
