@@ -12,7 +12,7 @@ import pytest
 import paceline
 from paceline.config import RunConfig, load_config, parse_assignment, read_recipe, recipe_names
 from paceline.core.errors import ConfigError
-from paceline.optim.build import LrSchedule
+from paceline.optim.schedule import LrSchedule
 
 
 def test_the_promised_recipes_are_shipped_and_valid() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,7 +23,7 @@ from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.scaling import SCALED
-from paceline.optim.settings import OPTIMIZERS_OF_SGD, OptimSettings
+from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
@@ -31,10 +31,13 @@ RECIPES = Path(__file__).parent / "recipes"
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
 LOSSES = ("cross_entropy", "bce")
+TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.
 WARMUP_MAX_SHARE = 0.2
+EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
+BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 # More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
@@ -56,6 +59,11 @@ class RunSettings:
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""
+    shares: str = "equal"
+    """Parts of the global batch for ranks of different speed: `equal`, `probe` (measured before the
+    first step), or a number for each rank, as in `3:3:1`."""
+    rebalance: bool = False
+    """Decide the shares again at every checkpoint, from the times of the steps."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
     targets, as in `my_package.losses:focal`."""
@@ -100,6 +108,16 @@ class RunSettings:
     """End the run as diverged after this many skipped steps in a row."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs `paceline[tensorboard]`)."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers that also receive all metrics: `csv` (`metrics.csv`), `tensorboard`, `wandb`,
+    `mlflow`; each but `csv` needs the extra of its name."""
+    watch: bool = False
+    """Serve the live report of this run on the loopback interface while it runs."""
+    watch_port: int = 0
+    """Port of the live report; 0 finds a free one."""
+    eval_details: str = "auto"
+    """Keep the accuracy of each class, confusions and the most confident mistakes of the latest
+    evaluation: `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes)."""
     rank_records: str = "auto"
     """Which ranks record their steps: `on`, every rank in a file of its own (`metrics.rank1.jsonl` …);
     `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
@@ -125,6 +143,7 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"run.{name}", value, "must be at least 1")
+        self._check_shares()
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:
@@ -160,8 +179,14 @@ class RunSettings:
                 "run.trace_steps", list(self.trace_steps), "must be first and last of at most 1000 steps",
                 "try [10, 30]",
             )  # fmt: skip
+        for tracker in self.trackers:
+            if tracker not in TRACKERS:
+                raise ConfigError("run.trackers", tracker, "unknown", nearest(tracker, TRACKERS))
+        if not 0 <= self.watch_port < 65536:
+            raise ConfigError("run.watch_port", self.watch_port, "must be 0 to 65535")
         for name, known in (
             ("device", DEVICES),
+            ("eval_details", SWITCHES),
             ("fused_norm", SWITCHES),
             ("compile", COMPILE_MODES),
             ("cuda_graphs", SWITCHES),
@@ -173,6 +198,26 @@ class RunSettings:
             raise ConfigError(
                 "run.fused_norm", "on", f"cannot be compiled by run.compile = {self.compile!r}",
                 "choose one of the two",
+            )  # fmt: skip
+
+    def _check_shares(self) -> None:
+        if self.shares in (EQUAL_SHARES, PROBED_SHARES):
+            if self.rebalance and self.shares == EQUAL_SHARES:
+                raise ConfigError(
+                    "run.rebalance",
+                    True,
+                    "but run.shares = 'equal' fixes them",
+                    "use run.shares='probe'",
+                )
+            return
+        try:
+            parts = [float(part) for part in self.shares.split(":")]
+        except ValueError:
+            parts = []
+        if len(parts) < 2 or not all(0 < part < 1e9 for part in parts):
+            raise ConfigError(
+                "run.shares", self.shares, "must be 'equal', 'probe', or a number for each rank",
+                "try 'probe', or 3:3:1 for three ranks",
             )  # fmt: skip
 
 
@@ -188,6 +233,12 @@ class CheckpointSettings:
     """Number of recent checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the best top-1 accuracy, as `best.pt`."""
+    batch_norm: str = "ranks"
+    """Batch-norm statistics in a checkpoint: of all `ranks`, one row each, or their `average`. With
+    `average` every rank also goes on with the average after a save, so that resuming stays
+    bit-identical; evaluations then depend on when the run saves."""
+    background: bool = True
+    """Write checkpoints on a thread: steps wait only for the copy to host memory."""
     on_sigusr1: str = "save"
     """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
     on_sigusr2: str = "stop"
@@ -203,12 +254,24 @@ class CheckpointSettings:
                 raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be 0 or more")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "must be at least 1")
+        if self.batch_norm not in BATCH_NORM_ROWS:
+            raise ConfigError(
+                "checkpoint.batch_norm", self.batch_norm, "unknown",
+                nearest(self.batch_norm, BATCH_NORM_ROWS),
+            )  # fmt: skip
         for name in ("on_sigusr1", "on_sigusr2"):
             value = getattr(self, name)
             if value not in SIGNAL_ACTIONS:
                 raise ConfigError(
                     f"checkpoint.{name}", value, "unknown", nearest(value, SIGNAL_ACTIONS)
                 )
+
+
+# Settings that need the update of all ranks' mean gradient on every rank, and the value that is off.
+_OF_WHOLE_UPDATES = (
+    ("run.average_epochs", 0.0), ("run.noise_scale", False), ("optim.schedule_free", 0.0),
+    ("model.norm_group", 1),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -223,6 +286,64 @@ class RunConfig:
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     rehearse: RehearseSettings = field(default_factory=RehearseSettings)
+
+    def __post_init__(self) -> None:
+        """Settings of two sections that exclude one another."""
+        if self.comm.mode == "asynchronous":
+            self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
+                *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
+                ("optim.trust_log_interval", 0), ("optim.batch_schedule", ""),
+                ("run.shares", EQUAL_SHARES),
+            ))  # fmt: skip
+            if self.optim.schedule in CYCLES and self.optim.cycle_momentum:
+                raise ConfigError(
+                    "optim.cycle_momentum", list(self.optim.cycle_momentum),
+                    "but with comm.mode = 'asynchronous' the servers' momentum is constant", "use []",
+                )  # fmt: skip
+        if self.rehearse.ranks:
+            self._exclude("a rehearsal adds up the gradients of equal ranks, step by step", (
+                ("comm.mode", CommSettings.mode), ("comm.hook", CommSettings.hook),
+                ("run.shares", EQUAL_SHARES), ("model.norm_group", 1), ("optim.batch_schedule", ""),
+                ("run.trace", False),
+            ))  # fmt: skip
+            if self.optim.name in OPTIMIZERS_OF_SVRG:
+                raise ConfigError(
+                    "optim.name", self.optim.name, "cannot be rehearsed: it passes over all samples",
+                    "use another optimizer",
+                )  # fmt: skip
+        if self.comm.hook == "post_local_sgd":
+            self._exclude(
+                "comm.hook = 'post_local_sgd' gives each rank weights of its own", _OF_WHOLE_UPDATES
+            )
+        if self.comm.hook != "none":
+            self._exclude(f"comm.hook = {self.comm.hook!r} does not sum gradients exactly", (
+                ("run.noise_scale", False),
+            ))  # fmt: skip
+        if self.run.shares != EQUAL_SHARES:
+            self._exclude("run.shares divides a constant batch among ranks of their own", (
+                ("optim.batch_schedule", ""), ("model.norm_group", 1), ("run.noise_scale", False),
+            ))  # fmt: skip
+        alone = self.comm.mode == "asynchronous" or self.comm.hook == "post_local_sgd"
+        if alone and self.optim.share_products == "on":
+            raise ConfigError(
+                "optim.share_products", "on", "but ranks have gradients of their own", "use 'auto'"
+            )
+        anchored = self.optim.name in OPTIMIZERS_OF_SVRG
+        if anchored and (self.comm.mode == "asynchronous" or self.comm.hook != "none"):
+            field = "comm.hook" if self.comm.hook != "none" else "comm.mode"
+            raise ConfigError(
+                field, getattr(self.comm, field.partition(".")[2]),
+                f"but {self.optim.name} needs exact gradients of all ranks", "leave one of the two out",
+            )  # fmt: skip
+
+    def _exclude(self, reason: str, settings: Iterable[tuple[str, Any]]) -> None:
+        """Raises ConfigError for a setting that has not the value beside it."""
+        for name, off in settings:
+            section, _, key = name.partition(".")
+            value = getattr(getattr(self, section), key)
+            if value != off:
+                remedy = f"use {off!r}" if off else "leave it out"
+                raise ConfigError(name, value, f"but {reason}", remedy)
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
@@ -370,6 +491,12 @@ def _follow_image(
             values = below.get(name)
             if name not in above and isinstance(values, list | tuple) and len(values) > 1:
                 del merged[name]
+
+
+def changed_settings(config: RunConfig) -> list[str]:
+    """Names of the settings that differ from their defaults; those that are unset do not count."""
+    usual = RunConfig().flat()
+    return sorted(name for name, value in config.flat().items() if usual.get(name) != value)
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:

@@ -207,6 +207,8 @@ class Late:
 
     overlaps = True
     capturable = True
+    signals_apart = False
+    memory = None
 
     def __init__(self, group: Group, log: list[str]) -> None:
         self._direct = DirectTransport(group)

@@ -253,6 +253,32 @@ def test_contradictions_are_named(first: Any, second: Any, message: str) -> None
         group_ranks(places(2), 0)
 
 
+def _killed(rank: int, folder: Path) -> None:
+    def show(error: PacelineError) -> None:
+        (folder / str(rank)).write_text(str(error))
+
+    group = Group(Topology.from_env(os.environ), CommSettings(timeout_s=20), CPU, show)
+    group.all_reduce_sum(torch.ones(4))
+    if rank == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError) as caught:
+        group.all_reduce_sum(torch.ones(1 << 16))
+    show(caught.value)
+    group.leaving(caught.value)
+    group.close()
+
+
+def test_of_six_ranks_only_the_killed_one_is_named_and_by_all_alike(tmp_path: Path) -> None:
+    """Ranks that leave break the connections of others, one after the other."""
+    with pytest.raises(RankFailed, match="rank 4 died"):
+        run_ranks(6, _killed, tmp_path)
+    lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(lines) >= {"0", "1", "2", "3", "5"}
+    (line,) = {text for name, text in lines.items() if name != "4"}
+    assert "rank 4 gives no sign of life" in line
+    assert line.count("no sign of life") == 1
+
+
 def _gather_rows(rank: int) -> list[float]:
     with Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu")) as group:
         rows = torch.full((3, 4), -1.0)

@@ -294,11 +294,26 @@ def test_a_stop_signal_ends_a_wait_only_where_a_rank_has_fallen_silent(
     watchdog.close()
 
 
-def test_ranks_are_silent_only_once_their_heartbeat_stops(channels: list[HeartbeatChannel]) -> None:
-    assert channels[1].silent_ranks(lambda: False) == set()
+def test_ranks_that_run_are_not_silent(channels: list[HeartbeatChannel]) -> None:
+    assert channels[1].silent_ranks() == set()
+
+
+def test_ranks_that_leave_because_of_a_lost_one_are_not_taken_for_lost(store: Store) -> None:
+    """Connections break one after the other: the last rank to notice finds the others gone."""
+    places = [Topology(rank, 4, rank, 4, launcher="torchrun") for rank in range(4)]
+    lost, *others = [HeartbeatChannel(store, rank, 0.05) for rank in places]
+    lost.close()
+    for channel in others:
+        assert channel.silent_ranks() == {0}
+        channel.close()
+
+
+def test_a_rank_that_has_left_before_the_call_is_not_taken_for_lost(
+    store: Store, channels: list[HeartbeatChannel]
+) -> None:
+    Agreement(store, place(0), 1.0).leave(0.0)
     channels[0].close()
-    assert channels[1].silent_ranks(lambda: False) == {0}
-    assert channels[1].silent_ranks(lambda: True) == set()
+    assert channels[1].silent_ranks() == set()
 
 
 def test_a_stop_that_one_rank_announces_reaches_the_others_without_being_asked_for(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.exchange import Message, item_bytes, plan_messages
+from paceline.comm.exchange import Message, plan_messages
 from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan import FusionBucket, FusionPlan
+from paceline.plan.fusion_plan import wire_bytes
 
 
 def layouts() -> dict[str, FlatLayout]:
@@ -44,7 +45,9 @@ def test_signals_are_part_of_the_last_fp32_message(wire: str) -> None:
     assert alone == [[Message("float32", 0, 6, "native", "float32")]]
 
 
-def test_bytes_of_an_element() -> None:
-    assert item_bytes("float32", "auto") == item_bytes("float16", "float32") == 4
-    assert item_bytes("bfloat16", "auto") == item_bytes("float32", "float16") == 2
-    assert item_bytes("float64", "auto") == 8
+def test_bytes_on_the_wire() -> None:
+    assert wire_bytes(3, "float32", "auto") == wire_bytes(3, "float16", "float32") == 12
+    assert wire_bytes(3, "bfloat16", "auto") == wire_bytes(3, "float32", "float16") == 6
+    assert wire_bytes(1, "float64", "auto") == 8
+    # One scale for each 256 numbers that are begun.
+    assert [wire_bytes(n, "float32", "int8") for n in (1, 256, 257)] == [5, 260, 265]

@@ -15,7 +15,11 @@ from paceline.core.errors import ConfigError
     ("values", "line"),
     [
         ({"algorithm": "rings"}, "comm.algorithm = 'rings': unknown; did you mean 'ring'?"),
-        ({"wire": "fp8"}, "comm.wire = 'fp8': unknown; known: auto, bfloat16, float16, float32"),
+        (
+            {"wire": "fp8"},
+            "comm.wire = 'fp8': unknown; known: auto, bfloat16, float16, float32, float8_e4m3, "
+            "float8_e5m2, int8",
+        ),
         ({"overlap": "yes"}, "comm.overlap = 'yes': unknown; known: auto, off, on"),
         ({"fusion_mib": float("nan")}, "comm.fusion_mib = nan: must be 0 to 65536; try 16"),
         ({"group_size": -2}, "comm.group_size = -2: must be 0 (the ranks of a node) or more"),

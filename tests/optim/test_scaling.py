@@ -180,6 +180,9 @@ def test_a_recipe_and_a_batch_are_enough() -> None:
     # `config.toml` of the run repeats it.
     again = RunConfig.from_tables(scaled.to_tables())
     assert apply_scaling(again, 50_000, 4) == (scaled, "")
+    # As a recipe it is known for its own batch and optimizer.
+    assert (scaled.optim.known_good_batch, scaled.optim.scaling_keeps) == (None, ())
+    assert scaled.run.global_batch_size == 10_000
 
 
 def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:

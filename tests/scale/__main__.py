@@ -19,9 +19,9 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command line does
 import torch.distributed  # noqa: F401  (before the forks)
 
+from paceline.plan.start_up import PHASES
 from scale.forked_job import (
     KINDS,
-    PHASES,
     RankResult,
     Scenario,
     run,
@@ -29,6 +29,7 @@ from scale.forked_job import (
 )  # fmt: skip
 
 _SECONDS = re.compile(r"for [\d.]+ s")
+_SECOND = r"(?:8|9|1[0-5])"  # of the second node
 
 
 def main() -> int:
@@ -36,11 +37,13 @@ def main() -> int:
     broken = False
     for ranks in options.ranks:
         for kind in options.only:
-            scenario = Scenario(kind, ranks, options.per_node, options.timeout)
-            record = measure(scenario)
-            broken |= bool(record["broken"])
-            sys.stdout.write(json.dumps(record) + "\n")
-            sys.stdout.flush()
+            for phase in options.phases if kind == "dies" else [0]:
+                place = options.per_node, options.timeout
+                scenario = Scenario(kind, ranks, *place, phase=phase % PHASES, warm=options.warm)
+                record = measure(scenario)
+                broken |= bool(record["broken"])
+                sys.stdout.write(json.dumps(record) + "\n")
+                sys.stdout.flush()
     return int(broken)
 
 
@@ -51,7 +54,8 @@ def measure(scenario: Scenario) -> dict[str, Any]:
     results = run(scenario)
     record: dict[str, Any] = {
         "kind": scenario.kind, "ranks": scenario.ranks, "per_node": scenario.per_node,
-        "load": round(load, 1), "with_forks_s": round(time.monotonic() - started, 2),
+        "phase": scenario.phase, "warm": scenario.warm, "load": round(load, 1),
+        "with_forks_s": round(time.monotonic() - started, 2),
     }  # fmt: skip
     if scenario.kind == "healthy":
         met_s, phase_s, all_s = start_up_s(results)
@@ -81,17 +85,17 @@ def problem(scenario: Scenario, results: list[RankResult]) -> str:
         "fault": r"no images; check data\.dir$",
         "missing rank": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
         "missing node": r"ranks 8 to 15 \(all of node 1\) of \d+ did not come to ",
-        "differs": rf"ranks differ in torch: '2\.13' on rank 0, '2\.12' on rank {scenario.odd}; ",
-        "dies": rf"rank {scenario.odd}\b.* did not reach 'join' within ",
+        "differs": r"ranks differ in torch: '2\.13' on rank 0, '2\.12' on rank 8; ",
+        "dies meeting": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
+        "dies": rf"rank {scenario.odd}\b.* did not reach '{scenario.next_phase}' within ",
         "late": rf"rank {scenario.odd}\b.* did not reach 'phase 0' within ",
         "stall": rf"all-reduce stalled for .* s: rank {scenario.odd}\b.* did not arrive ",
         "dead": rf"all-reduce stalled for .* s: rank {scenario.odd}\b.* gives no sign of life ",
-        "wrong size": r".*the number of ranks is ",
+        "wrong size": rf"rank {_SECOND} that came to .*: the number of ranks is ",
         "twice": rf"$|rank {scenario.odd} has met another job ",
     }[scenario.kind]
-    silent = 1 if scenario.kind in ("dead", "dies", "late") else 0
-    if len(results) != started - silent:
-        return f"{len(results)} of {started - silent} ranks ended by themselves"
+    if len(results) != started - scenario.silent:
+        return f"{len(results)} of {started - scenario.silent} ranks ended by themselves"
     for result in results:
         if not re.match(expected, _common(result)):
             return f"rank {result.rank}: {result.line!r}"
@@ -111,6 +115,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--phases", type=int, nargs="+", default=[0, -1])
     return parser.parse_args()
 
 

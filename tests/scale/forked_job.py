@@ -12,42 +12,68 @@ import encodings.idna  # noqa: F401  (the first look-up would import it in every
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import statistics
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.comm import rendezvous
 from paceline.comm.agreement import Agreement
 from paceline.comm.job import RankHosts
 from paceline.comm.progress import ProgressBoard
 from paceline.comm.rendezvous import meet
+from paceline.comm.store import forget_store
 from paceline.comm.watchdog import Watchdog
+from paceline.config import RunConfig
 from paceline.core.errors import DataError, PacelineError
 from paceline.core.topology import Topology
+from paceline.plan.start_up import PHASES
 from ranks import free_port
 
-# As many as a training run has.
-PHASES = 21
 KINDS = (
-    "healthy", "fault", "differs", "missing rank", "missing node", "dies", "late", "stall", "dead",
-    "wrong size", "twice",
+    "healthy", "fault", "differs", "missing rank", "missing node", "dies meeting", "dies", "late",
+    "stall", "dead", "wrong size", "twice",
 )  # fmt: skip
+# As all ranks of a training present them when they meet.
+_SETTINGS = RunConfig().flat()
 _ATTEMPTS_S = 600.0
+# A rank that has its line stays for others that still need the cores, as it would have its own.
+_STAY_S = 15.0
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`odd`: the rank, or the node, that fails. `timeout_s`: of the rendezvous and of the exchange."""
+    """`odd`: the rank that fails; of kinds that concern a node, it is the second one. `timeout_s`: of the
+    rendezvous and of the exchange. `phase`: before which a rank dies, 0 for the first."""
 
     kind: str
     ranks: int
     per_node: int = 8
     timeout_s: float = 60.0
     odd: int = 5
+    phase: int = 0
+    # Each fork first meets and agrees with itself, because a fork gets its memory page by page when it
+    # first writes to it: milliseconds in every rank that no rank has that a launcher starts.
+    warm: bool = False
+
+    @property
+    def silent(self) -> int:
+        """How many ranks write no line."""
+        return int(self.kind in ("dead", "dies", "dies meeting", "late"))
+
+    @property
+    def next_phase(self) -> str:
+        return f"phase {self.phase - 1}" if self.phase else "join"
+
+    @property
+    def second_node(self) -> range:
+        return range(self.per_node, 2 * self.per_node)
 
     @property
     def absent(self) -> set[int]:
@@ -55,7 +81,7 @@ class Scenario:
         if self.kind == "missing rank":
             return {self.odd}
         if self.kind == "missing node":
-            return set(range(self.per_node, 2 * self.per_node))
+            return set(self.second_node)
         return set()
 
     @property
@@ -86,20 +112,64 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
     gc.freeze()
     port, children = free_port(), list[int]()
     reader, writer = os.pipe()
+    stays, ends = os.pipe()
+    warmed, warms = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         for rank in scenario.started:
             child = os.fork()
             if child == 0:
                 os.close(writer)
-                os.read(reader, 1)  # until the parent has forked all
-                _Rank(scenario, rank, port, results).main()
+                os.close(ends)
+                forked = _Rank(scenario, rank, port, results, stays)
+                if scenario.warm:
+                    _warm_up(free_port())
+                os.write(warms, b"w")
+                os.read(reader, 1)  # until the parent has forked all, and all are warm
+                forked.main()
             children.append(child)
+        ready = 0
+        while ready < len(children):
+            ready += len(os.read(warmed, 4096))
         os.close(writer)
         os.close(reader)
+        os.close(stays)
+        os.close(warmed)
+        os.close(warms)
+        _await_lines(results, len(children) - scenario.silent)
+        os.close(ends)
         _reap(children, limit_s)
         lines = results.read_text().splitlines() if results.exists() else []
     return sorted((RankResult(**json.loads(line)) for line in lines), key=lambda r: r.rank)
+
+
+def _warm_up(port: int) -> None:
+    """Two ranks in this process, at a port of their own, go through what is measured later."""
+
+    def join(rank: int) -> None:
+        place = Topology(rank, 2, rank, 2, 0, "127.0.0.1", port, launcher="environment")
+        agreement = Agreement(meet(place, 60.0, _SETTINGS).store, place, 60.0)
+        agreement.agree("facts", facts={"seed": 1})
+        agreement.agree("none")
+        agreement.leave(10.0)
+        forget_store(place)
+
+    other = threading.Thread(target=join, args=(0,))
+    other.start()
+    join(1)
+    other.join()
+
+
+def _await_lines(results: Path, count: int) -> None:
+    """Until all ranks have written, or for as long as one stays."""
+    deadline, started = 0.0, time.monotonic()
+    while time.monotonic() < (deadline or started + _ATTEMPTS_S):
+        written = results.read_bytes().count(b"\n") if results.exists() else 0
+        if written >= count:
+            return
+        if written and not deadline:
+            deadline = time.monotonic() + _STAY_S
+        time.sleep(0.1)
 
 
 def _reap(children: list[int], limit_s: float) -> None:
@@ -117,11 +187,12 @@ def _reap(children: list[int], limit_s: float) -> None:
 class _Rank:
     """One forked process; `main` does not return."""
 
-    def __init__(self, scenario: Scenario, rank: int, port: int, results: Path) -> None:
-        self._scenario, self._results = scenario, results
-        self._started, self._cpu_s = time.monotonic(), time.process_time()
+    def __init__(self, scenario: Scenario, rank: int, port: int, results: Path, stays: int) -> None:
+        self._scenario, self._results, self._stays = scenario, results, stays
+        self._started = self._cpu_s = 0.0
         self._met_cpu_s = 0.0
-        size = scenario.ranks + (scenario.kind == "wrong size" and rank == scenario.odd)
+        is_wrong = scenario.kind == "wrong size" and rank in scenario.second_node
+        size = scenario.ranks + is_wrong * scenario.per_node
         per_node = min(scenario.per_node, scenario.ranks)
         node, local = divmod(rank, per_node)
         self._rank = rank
@@ -132,6 +203,7 @@ class _Rank:
         self._phases_s: list[float] = []
 
     def main(self) -> None:
+        self._started, self._cpu_s = time.monotonic(), time.process_time()
         socket.gethostname = lambda: f"node{self._topology.node_rank}"
         line = ""
         try:
@@ -141,6 +213,7 @@ class _Rank:
         except BaseException as error:  # a fork must not return to its caller
             line = f"unexpected: {error!r}"
         self._report(line)
+        select.select([self._stays], [], [], _STAY_S)
         os._exit(0)
 
     def _since_s(self) -> float:
@@ -159,15 +232,17 @@ class _Rank:
     def _run(self) -> None:
         kind, timeout_s = self._scenario.kind, self._scenario.timeout_s
         is_odd = self._rank == self._scenario.odd
-        short = kind in ("missing rank", "missing node", "dies", "late")
+        short = kind in ("missing rank", "missing node", "dies meeting", "dies", "late")
         long_s = timeout_s if short else _ATTEMPTS_S
-        store = meet(self._topology, long_s).store
+        if is_odd and kind == "dies meeting":
+            rendezvous._take_place = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        store = meet(self._topology, long_s, _SETTINGS).store
         self._met_s, self._met_cpu_s = self._since_s(), time.process_time() - self._cpu_s
         agreement = Agreement(store, self._topology, long_s)
         try:
-            if is_odd and kind == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            version = "2.12" if is_odd and kind == "differs" else "2.13"
+            self._die_before(0)
+            differs = kind == "differs" and self._rank in self._scenario.second_node
+            version = "2.12" if differs else "2.13"
             agreement.agree("join", facts={"torch": version}, remedy="install the same everywhere")
             if is_odd and kind == "late":
                 time.sleep(timeout_s + 5)
@@ -179,6 +254,7 @@ class _Rank:
             if kind in ("stall", "dead"):
                 self._stall(store, agreement, is_odd)
             for phase in range(PHASES - 1):
+                self._die_before(phase + 1)
                 begun = time.monotonic()
                 facts = {"seed": 1} if phase % 3 == 0 else None
                 agreement.agree(f"phase {phase}", facts=facts)
@@ -189,7 +265,12 @@ class _Rank:
             self._knows_s = self._since_s()
             raise
         finally:
-            agreement.leave(10.0)
+            agreement.leave(2.0 + self._scenario.ranks / 100)
+
+    def _die_before(self, phase: int) -> None:
+        scenario = self._scenario
+        if scenario.kind == "dies" and self._rank == scenario.odd and phase == scenario.phase:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _stall(self, store: Any, agreement: Agreement, is_odd: bool) -> None:
         """Until the watchdog ends this process."""

@@ -13,6 +13,7 @@ import pytest
 
 from scale.__main__ import problem
 from scale.forked_job import RankResult, Scenario
+from scale.training_job import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and reads load averages")
 ROOT = Path(__file__).parent.parent.parent
@@ -25,7 +26,7 @@ def run_scale(*arguments: str) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        timeout=100,
+        timeout=250,
     )
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, (done.stderr, [record["broken"] for record in records])
@@ -37,6 +38,31 @@ def test_64_ranks_meet_agree_and_name_who_is_missing_or_stalls() -> None:
     found = run_scale("--ranks", "64", "--timeout", "3", "--only", *kinds)
     assert [record["kind"] for record in found] == kinds
     assert [record["broken"] for record in found] == [""] * 4
+
+
+def test_bad_input_ends_16_ranks_with_one_line() -> None:
+    kinds = ["differs", "wrong size", "twice", "dies meeting", "dies"]
+    found = run_scale(
+        "--ranks", "16", "--timeout", "1", "--only", *kinds, "--phases", "0", "5", "-1"
+    )
+    assert [record["kind"] for record in found] == [*kinds[:-1], *["dies"] * 3]
+    assert [record["broken"] for record in found] == [""] * 7
+
+
+def test_a_rank_that_dies_in_the_first_step_is_the_only_one_named() -> None:
+    found = train(9, 4, killed=5)
+    lines = {row["line"].partition("rank 0: ")[2] or row["line"] for row in found}
+    assert len(found) == 8
+    assert len(lines) == 1, lines
+    assert "rank 5 gives no sign of life" in lines.pop()
+
+
+def test_steps_of_9_ranks_make_no_request_to_the_store_and_write_no_file() -> None:
+    found = train(9, 12)
+    assert [row["line"] for row in found] == [""] * 9
+    assert sum(row["requests"] for row in found) == 0
+    assert sum(row["files"] for row in found if row["rank"]) == 0
+    assert all(row["in_step_s"] > 0 for row in found), "or nothing was measured"
 
 
 @pytest.mark.slow

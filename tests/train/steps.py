@@ -16,11 +16,17 @@ from paceline.core.topology import Topology
 from paceline.data import BatchPlan, DataSettings, Normalizer, create_train_loader, open_source
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import ClusterFacts
 from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
-from paceline.train.step_parts import DryBackward, create_master_optimizer, plan_exchange
+from paceline.train.step_parts import (
+    ChosenPlan,
+    DryBackward,
+    create_master_optimizer,
+    plan_exchange,
+)
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
 from paceline.train.weights import BatchNormState, create_average, master_weights
@@ -96,8 +102,9 @@ def make_step(
             transport=made.transport,
         )  # fmt: skip
     else:
+        chosen = ChosenPlan.of(made.comm, model, ClusterFacts(group.world_size, 1))
         dry = DryBackward(model, policy, normalize, norms, (made.micro, 12, 12, 1))
-        planned = plan_exchange(made.comm, model, group, dry)
+        planned = plan_exchange(chosen, group, dry)
         exchange = planned.create(group, accumulate=accumulate, graphs=made.graphs)
     micro_step = MicroStep(model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs)
     average = create_average(made.average, 1, model, optimizer, norms)

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
+from paceline.train import Checkpoint
 from paceline.train.weights import BatchNormState, pool
 from ranks import run_ranks
+from small_runs import run_small
+from train.runs import last
 from train.steps import alone, joined
 
 
@@ -90,3 +95,23 @@ def test_a_model_without_batch_norm() -> None:
     state.discard_if(torch.tensor(1.0))
     with state.averaged(alone()):
         assert state.flat.numel() == 0
+
+
+def _averaging(rank: int, output: str, resume: str = "") -> tuple[str, float]:
+    summary = run_small(
+        output, run__resume=resume, run__batch_size=8, run__average_epochs=1.0,
+        checkpoint__batch_norm="average", checkpoint__interval_steps=3, checkpoint__keep=99,
+    ).summary  # fmt: skip
+    return summary["weights_sha256"], summary["val_loss"]
+
+
+def test_a_checkpoint_of_the_average_has_one_row_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Weights and evaluations, though the ranks' own statistics are not in it."""
+    whole = run_ranks(2, _averaging, str(tmp_path / "whole"))
+    saved = tmp_path / "whole/checkpoints/step-00000003.pt"
+    found = Checkpoint.read(saved)
+    assert found.batch_norm["rows"].shape[0] == 1
+    assert found.average["rows"].shape[0] == 1
+    assert run_ranks(2, _averaging, str(tmp_path / "rest"), str(saved)) == whole
+    ends = [last(tmp_path / name).batch_norm["rows"] for name in ("whole", "rest")]
+    assert torch.equal(*ends)

@@ -111,7 +111,7 @@ def test_formats_and_missing_parts() -> None:
     table = torch.load(io.BytesIO(checkpoint().to_bytes()), weights_only=True)
     later = "use the Paceline version that wrote it"
     for change, kind, remedy in (
-        ({"version": 4, "rng": {}}, CheckpointError, later),
+        ({"version": 5, "rng": {}}, CheckpointError, later),
         ({"version": 1, "rng": {}}, CheckpointError, later),
         ({"version": 19}, DamagedCheckpointError, ""),  # everything else matches its SHA-256
         ({"format": "other"}, ForeignCheckpointError, "--pretrained"),

@@ -11,8 +11,10 @@ import torch
 
 from paceline.comm import CommSettings, Group, ProcessGroups
 from paceline.comm.hybrid import PlannedAllReduce
+from paceline.comm.quantized import Residuals
 from paceline.comm.transport import Notify, Piece, Wait
 from paceline.core.topology import Topology
+from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT
 from paceline.plan.schedules import algorithm_names
 from ranks import run_ranks
 from train.steps import Made, alone, make_step, weights
@@ -64,7 +66,7 @@ class Doubling:
     """Doubles what it carries, on a stream of its own that is late: whoever reads before the join, or
     sends before backward has filled the bucket, sees other numbers."""
 
-    overlaps, capturable = True, True
+    overlaps, capturable, signals_apart, memory = True, True, False, None
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -121,6 +123,34 @@ def _gloo_sums(rank: int) -> bool:
                 good &= torch.equal(buffer.cpu().float(), torch.as_tensor(wanted).float())
         planned.close()
     return good
+
+
+def _eight_bit_sums(rank: int) -> bool:
+    """The same bits from GPU memory as from the host's, but for fused products and sums."""
+    topology = Topology.from_env(os.environ)
+    with Group(topology, CommSettings(backend="gloo"), torch.device("cuda", 0)):
+        good = True
+        for wire in EIGHT_BIT:
+            sums = []
+            for device in ("cuda", "cpu"):
+                planned = PlannedAllReduce(ProcessGroups(topology, timeout_s=60), Residuals())
+                residuals = planned.quantized.residuals
+                assert residuals is not None
+                residuals.scale = torch.tensor(8.0, device=device)
+                buffer = torch.zeros(5000, device=device)
+                for step in range(3):
+                    draw = torch.Generator().manual_seed(10 * step + rank)
+                    buffer.copy_(torch.randn(5000, generator=draw))
+                    planned.carry(buffer, ALL_TO_ALL, wire)
+                    residuals.settle(torch.zeros((), device=device))
+                sums.append(buffer.cpu())
+                planned.close()
+            good &= float(torch.isclose(*sums, rtol=1e-5, atol=1e-7).float().mean()) > 0.99
+    return good
+
+
+def test_eight_bit_wires_on_a_gpu() -> None:
+    assert run_ranks(2, _eight_bit_sums, timeout_s=120) == [True] * 2
 
 
 @pytest.mark.parametrize("name", algorithm_names())

@@ -8,9 +8,10 @@ import pytest
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import ClusterFacts
 from paceline.train.run_state import PinnedPlan
-from paceline.train.step_parts import plan_exchange
-from train.steps import Net, alone
+from paceline.train.step_parts import ChosenPlan
+from train.steps import Net
 
 PLAN = FusionPlan.single(("b", "a"))
 
@@ -44,4 +45,4 @@ def test_a_checkpoint_from_before_the_settings_is_as_by_their_defaults() -> None
 def test_a_checkpoint_of_other_tensors_is_refused_by_name(whole: bool) -> None:
     config = replace(RunConfig().comm, algorithm="native", fusion_mib=0.0)
     with pytest.raises(CheckpointError, match=r"trains other tensors: a, b, conv.bias \(6 in all"):
-        plan_exchange(config, Net(), alone(), lambda: None, PinnedPlan(PLAN, whole))
+        ChosenPlan.of(config, Net(), ClusterFacts(1, 1), PinnedPlan(PLAN, whole))

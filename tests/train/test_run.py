@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import faults
 from data_sets import write_folders
+from paceline.comm.agreement import Agreement
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import EvalEvent, NoteEvent, StepEvent, TrustEvent, read_events
 from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
+from paceline.plan.start_up import PHASES
 from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, loop, run_training
 from paceline.train.divergence import find_bad_layer
-from paceline.train.observers import TensorBoardWriter
 from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
+from paceline.train.trackers import TensorBoardTracker, TrackerThread, check_trackers
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, watched
@@ -179,19 +180,21 @@ def test_notes_of_both_loaders_are_emitted_once_also_after_an_error(
 def test_tensorboard_scalars_can_be_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = TensorBoardWriter(tmp_path, 0)
+    notes: list[str] = []
+    writer = TrackerThread("tensorboard", lambda: TensorBoardTracker(tmp_path, 0), notes.append)
     writer.on_event(StepEvent(3, 0.5, 1.25, 0.1, 900.0, 0.1, 0.0))
     writer.on_event(EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7))
     writer.on_event(NoteEvent("not a number"))
     writer.close()
-    read = EventAccumulator(str(tmp_path))
+    assert notes == []
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     expected = {"train/loss": 1.25, "train/images_per_s": 900.0, "val/top1": 87.5, "val/loss": 0.5}
     for tag, value in expected.items():
         assert [(e.step, e.value) for e in read.Scalars(tag)] == [(3, value)]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
-        TensorBoardWriter(tmp_path, 0)
+        check_trackers(small_config(tmp_path / "run", run__tensorboard=True))
 
 
 LARS: dict[str, Any] = {"optim__name": "lars", "optim__trust_coefficient": 0.02}
@@ -368,3 +371,26 @@ def test_the_bad_layer_is_named() -> None:
         assert "output of layer2.0.conv2" in find_bad_layer(model, policy, shape)
         model.layer3[1].bn1.weight[3] = float("inf")
     assert "weight layer3.1.bn1.weight" in find_bad_layer(model, policy, shape)
+
+
+def _phases(rank: int, output: str) -> list[str]:
+    names: list[str] = []
+    agree = Agreement.agree
+
+    def noted(self: Agreement, phase: str, *details: Any, **given: Any) -> None:
+        names.append(phase)
+        agree(self, phase, *details, **given)
+
+    Agreement.agree = noted  # type: ignore[method-assign]
+    try:
+        run_small(output, run__batch_size=8, comm__fusion_mib=0.25)
+    finally:
+        Agreement.agree = agree  # type: ignore[method-assign]
+    return names
+
+
+def test_a_run_has_as_many_phases_as_the_planner_counts(tmp_path: Path) -> None:
+    """Each of them costs every rank a wait for the slowest; see `Group.phase`."""
+    first, second = run_ranks(2, _phases, str(tmp_path / "run"))
+    assert first == second
+    assert len(first) == PHASES, first

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from paceline.bench.ranks import RankGroup, interleaved
 from paceline.bench.timing import Times
-from paceline.comm.hybrid import HybridAllReduce, WireFormat
+from paceline.comm.hybrid import HybridAllReduce, PlannedAllReduce, WireFormat
 from paceline.core.errors import CommError
+from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, wire_bytes
 from paceline.plan.size_table import SizeTable
 
 NATIVE = "native"
@@ -45,11 +46,14 @@ class AllReduceBench:
 
     def __init__(self, ranks: RankGroup, job: AllReduceJob) -> None:
         self._ranks, self._job = ranks, job
-        self._made = {
-            name: HybridAllReduce(ranks.groups, SizeTable.single(name), job.wire)
-            for name in job.algorithms
-            if name not in (NATIVE, HYBRID)
-        }
+        self._made: dict[str, HybridAllReduce | _Quantized] = {}
+        if job.wire in EIGHT_BIT:
+            self._made[ALL_TO_ALL] = _Quantized(ranks, job.wire)
+            return
+        for name in job.algorithms:
+            if name not in (NATIVE, HYBRID):
+                table = SizeTable.single(name)
+                self._made[name] = HybridAllReduce(ranks.groups, table, job.wire)
         if job.table is not None:
             self._made[HYBRID] = HybridAllReduce(ranks.groups, job.table, job.wire)
 
@@ -74,8 +78,8 @@ class AllReduceBench:
         rows = []
         for name, seconds in samples.items():
             rows.append(self._row(size, name, Times(tuple(seconds)), native))
-            if name == HYBRID:
-                rows[-1]["chosen"] = self._made[HYBRID].choose(buffer)
+            if isinstance(by_size := self._made.get(name), HybridAllReduce) and name == HYBRID:
+                rows[-1]["chosen"] = by_size.choose(buffer)
         return rows
 
     def _row(self, size: int, name: str, times: Times, native_s: float) -> dict[str, Any]:
@@ -90,18 +94,29 @@ class AllReduceBench:
             "samples_s": list(times.seconds),
         }  # fmt: skip
         if self._job.link_mbit and hosts > 1:
-            travels = size if name == NATIVE else size * _width(self._job.wire) // 4
+            wire = "float32" if name == NATIVE else self._job.wire
+            travels = wire_bytes(size // 4, "float32", wire)
             least_s = 2 * (hosts - 1) / hosts * travels * 8 / (self._job.link_mbit * 1e6)
             row["link_share"] = least_s / median
         return row
 
 
-def _calling(made: HybridAllReduce, buffer: Tensor) -> Callable[[], object]:
+class _Quantized:
+    """An 8-bit format without error feedback: the sum of one call does not depend on earlier ones."""
+
+    def __init__(self, ranks: RankGroup, wire: str) -> None:
+        self._planned, self._wire = PlannedAllReduce(ranks.groups), wire
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        self._planned.carry(buffer, ALL_TO_ALL, self._wire)
+
+
+def _calling(made: HybridAllReduce | _Quantized, buffer: Tensor) -> Callable[[], object]:
     return lambda: made.all_reduce(buffer)
 
 
-def _width(wire: str) -> int:
-    return 4 if wire == "float32" else 2
+# The largest relative error of one rounding, of the largest number of a block for int8.
+_EIGHT_BIT_UNITS = {"int8": 1 / 254, "float8_e4m3": 1 / 16, "float8_e5m2": 1 / 8}
 
 
 def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
@@ -129,8 +144,12 @@ class Pattern:
         self._sum = torch.tensor(sums, dtype=torch.float32, device=device)[at]
         self._ones = float(world_size)
         # Integers are exact up to 1 / (2 · unit roundoff); beyond, each rank may round once.
-        unit = WireFormat.named(wire).unit_roundoff
         most = 2.0 * world_size
+        if wire in EIGHT_BIT:
+            # Each rank's numbers are rounded once, and the sum.
+            self._tolerance = 2 * most * _EIGHT_BIT_UNITS[wire]
+            return
+        unit = WireFormat.named(wire).unit_roundoff
         self._tolerance = 0.0 if most * unit <= 0.5 else most * unit * world_size
 
     def fill(self, buffer: Tensor) -> None:

@@ -36,7 +36,8 @@ _IMAGES = (
 
 def config_row(config: RunConfig, ranks: int, device: str, classes: int | None = None) -> StepRow:
     """The step that `config` trains on each of `ranks`, with a micro-batch of synthetic images."""
-    sizes = resolve_batch_sizes(config.run.global_batch_size, config.run.batch_size, ranks)
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    sizes = resolve_batch_sizes(first, config.run.batch_size, ranks)
     known = 10 if config.data.source == "embedded" else 1000
     usual = RunConfig().flat()
     switches = {

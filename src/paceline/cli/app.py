@@ -24,12 +24,14 @@ from paceline.cli import (
     doctor,
     dry_run,
     evaluate,
+    lr_find,
     models,
     plan,
     rehearse,
     report,
     train,
     tune,
+    watch,
 )
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
@@ -56,6 +58,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("rehearse")(rehearse.rehearse)
+app.command("lr-find")(lr_find.find_rate)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("recipes")(dry_run.recipes)
 app.command("predict")(evaluate.predict_images)
@@ -63,6 +66,7 @@ app.command("export")(evaluate.export_weights)
 app.command("models")(models.list_models)
 app.command("report")(report.report_run)
 app.command("compare")(report.compare_runs)
+app.command("watch")(watch.watch_runs)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)

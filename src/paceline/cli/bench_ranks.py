@@ -22,7 +22,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, LaunchError, nearest
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
-from paceline.plan.fusion_plan import WIRES
+from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names, check_name
 from paceline.plan.size_table import SizeTable
 
@@ -134,7 +134,9 @@ def allreduce(
     min_bytes: str = typer.Option("1KiB", help="First size, where --bytes is not given."),
     max_bytes: str = typer.Option("16MiB", help="Last size."),
     factor: float = typer.Option(4.0, help="From one size to the next."),
-    wire: str = typer.Option("float32", help="float32, float16 or bfloat16."),
+    wire: str = typer.Option(
+        "float32", help="float32, float16, bfloat16, int8, float8_e4m3 or float8_e5m2."
+    ),
     group_size: int = typer.Option(0, help="Ranks of a group; 0: those of a node."),
     iterations: int = typer.Option(20, help="Samples of each; the median counts."),
     warm_up: int = typer.Option(3, help="Samples before."),
@@ -148,8 +150,13 @@ def allreduce(
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
     if wire not in WIRES or wire == "auto":
-        raise ConfigError("--wire", wire, "unknown", "use float32, float16 or bfloat16")
+        raise ConfigError("--wire", wire, "unknown", f"use one of {', '.join(WIRES[1:])}")
     names = parse_algorithms(algorithms)
+    if wire in EIGHT_BIT and (algorithms != "all" or sizes is not None):
+        name, value = ("--sizes", str(sizes)) if sizes is not None else ("--algorithms", algorithms)
+        raise ConfigError(
+            name, value, f"cannot sum {wire} numbers", f"leave it out: {ALL_TO_ALL} does"
+        )
     table = None if sizes is None else SizeTable.read(sizes)
     check_at_least(1, {"--iterations": iterations})
     check_at_least(0, {"--warm-up": warm_up})

@@ -61,7 +61,13 @@ def _comment(name: str) -> str:
 def dry_run(config: RunConfig, ranks: int) -> int:
     """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
     from paceline.comm.group import Group
-    from paceline.train.inputs import apply_scaling, requested_batch, resolve_batch_sizes
+    from paceline.data import BatchPlan
+    from paceline.train.inputs import (
+        apply_scaling,
+        batch_stages,
+        requested_batch,
+        resolve_batch_sizes,
+    )
     from paceline.train.machine import choose_device, choose_threads
 
     resolve_batch_sizes(*requested_batch(config, ranks))
@@ -72,7 +78,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     config, scaling = apply_scaling(config, samples, ranks)
     if scaling:
         _show("scaling", scaling)
-    asked = (config.run.global_batch_size, config.run.batch_size, ranks)
+    asked = requested_batch(config, ranks)
     sizes = resolve_batch_sizes(*asked, samples=samples)
     device = choose_device(config, Topology())
     import torch
@@ -80,10 +86,15 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // ranks))
     with Group(Topology(), config.comm, device) as group:
         step_s = _measure(config, group, sizes, classes, samples / sizes.global_batch)
-    steps = -(-samples * config.run.epochs // sizes.global_batch)
+    stages = batch_stages(config.optim, sizes, ranks)
+    plan = BatchPlan(
+        samples, config.run.epochs, sizes.global_batch, sizes.micro_batch, ranks, stages
+    )
+    # A step costs as much as its samples.
+    train_s = plan.total_samples / sizes.global_batch * step_s
     _show("batch", sizes.describe(ranks))
-    _show("steps", f"{steps:,} in {config.run.epochs} epochs")
-    _show("time", f"about {format_duration(steps * step_s)} of training: {format_duration(step_s)} a "
+    _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
+    _show("time", f"about {format_duration(train_s)} of training: {format_duration(step_s)} a "
           f"step, from a few steps on {device} with synthetic images; without input, evaluation and "
           "the exchange between ranks")  # fmt: skip
     typer.echo("dry run: nothing was trained or written")

@@ -42,7 +42,7 @@ def train(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
-    opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb, or torch.optim:CLASS."),
+    opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb …, or torch.optim:CLASS."),
     lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),
@@ -66,6 +66,7 @@ def train(
         None, help="torch.compile: auto, off, blocks or model."),
     plan: str | None = typer.Option(None, help="plan.toml of `paceline tune` or `paceline plan`."),
     trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
+    watch: bool = typer.Option(False, "--watch", help="Serve the live report on this machine."),
     dry: bool = typer.Option(False, "--dry-run", help="Show settings, memory and time; train nothing."),
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
@@ -76,7 +77,8 @@ def train(
 ) -> int:  # fmt: skip
     """Train a model."""
     given = locals()
-    flags = parse_flags(given) | ({"run.trace": True} if trace else {})
+    switches = {"run.trace": trace, "run.watch": watch}
+    flags = parse_flags(given) | {name: True for name, on in switches.items() if on}
     config = resolve_trusted(recipe, flags, settings, trust)
     for flag, value, least in (
         ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
@@ -89,7 +91,7 @@ def train(
         return dry_run(config, nproc_per_node)
     with without_save_requests(config.checkpoint):
         if nproc_per_node > 1 or max_restarts > 0:
-            return _launch(config, nproc_per_node, master_port, max_restarts)
+            return launch_ranks(config, nproc_per_node, master_port, max_restarts)
         with interrupted_at_once():
             return train_here(config)
 
@@ -159,15 +161,18 @@ def is_run_config(recipe: str) -> bool:
     return path.name == "config.toml" and any(part.exists() for part in parts)
 
 
-def _launch(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
+def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
     """Checks what can be checked once, before the ranks start."""
     _refuse_to_nest(processes)
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
-    from paceline.train.inputs import requested_batch, resolve_batch_sizes
+    from paceline.train.inputs import batch_stages, requested_batch, resolve_batch_sizes
 
-    resolve_batch_sizes(*requested_batch(config, processes))
+    asked = requested_batch(config, processes)
+    sizes = resolve_batch_sizes(*asked)
+    if asked[:2] != (None, None):
+        batch_stages(config.optim, sizes, processes)
     return launch(
         processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
         max_restarts=max_restarts,

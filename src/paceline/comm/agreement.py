@@ -36,13 +36,17 @@ _STOP = "paceline/stop"
 _NEWS = "paceline/news"
 _SUSPECT = "paceline/suspect"
 _LEFT = "paceline/left"
+_ROLL = "paceline/roll"
 # Torch may log a wait that ends without its key, so waits are long. What ends one early, a fault or a
 # lost rank 0, wakes it.
 _SLICE_S = 30.0
 # Rank 0 alone polls, because it has to give up in time.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.01
 _GRACE_S = 15.0
-_NO_VERDICT = "none"
+# No value is this text: to compare a key with it only reads the key.
+_NOTHING = "none"
+SAME_SETTINGS = "start every rank with the same recipe and flags"
+Remedies = str | Mapping[str, str]
 
 
 class ActiveClock:
@@ -91,6 +95,12 @@ def came(store: Store, key: str, wait_s: float) -> bool:
     except RuntimeError:  # the time is over
         return bool(store.check([key]))
     return True
+
+
+def peek(store: Store, key: str) -> str:
+    """The value of a key, empty where it is not there. One request; torch's `get` makes two."""
+    found = store.compare_set(key, _NOTHING, "").decode()
+    return "" if found == _NOTHING else found
 
 
 class AgreedError(PacelineError):
@@ -175,9 +185,10 @@ class Agreement:
         phase: str,
         error: PacelineError | None = None,
         facts: Mapping[str, Any] | None = None,
-        remedy: str = "start every rank with the same recipe and flags",
+        remedy: Remedies = SAME_SETTINGS,
     ) -> None:
-        """Returns on every rank, or raises the same `AgreedError` on every rank."""
+        """Returns on every rank, or raises the same `AgreedError` on every rank. `remedy` is one for all
+        facts, or one for each by name."""
         try:
             verdict = self._verdict(phase, error, facts, remedy)
         except DistNetworkError as lost:
@@ -194,7 +205,7 @@ class Agreement:
         phase: str,
         error: PacelineError | None,
         facts: Mapping[str, Any] | None,
-        remedy: str,
+        remedy: Remedies,
     ) -> dict[str, Any]:
         """The one verdict about the reports of all ranks, on every rank."""
         self._number += 1
@@ -214,8 +225,9 @@ class Agreement:
     def _differs(self, base: str, facts: Mapping[str, Any]) -> str:
         """The digest of these facts where another rank has published other ones first, else "". The
         facts themselves are in the store for rank 0, the first rank, and those that differ."""
-        text = json.dumps(dict(facts), sort_keys=True)
-        digest, rank = hashlib.sha256(text.encode()).hexdigest()[:16], self._topology.rank
+        text, rank = json.dumps(dict(facts)), self._topology.rank
+        in_order = json.dumps(dict(facts), sort_keys=True)
+        digest = hashlib.sha256(in_order.encode()).hexdigest()[:16]
         first = self._store.compare_set(f"{base}/facts", "", f"{digest} {rank}").decode().split()
         if rank == 0 or first == [digest, str(rank)] or first[0] != digest:
             self._store.set(f"{base}/facts/{rank}", text)
@@ -226,7 +238,7 @@ class Agreement:
         key = f"paceline/verdict/{number}"
         return self._store.compare_set(key, "", json.dumps(verdict)).decode()
 
-    def _decide(self, base: str, remedy: str) -> dict[str, Any]:
+    def _decide(self, base: str, remedy: Remedies) -> dict[str, Any]:
         """With all reports there: the error of the lowest rank, else the first difference."""
         if not self._store.check([f"{base}/reports"]):
             return {"error": None, "code": 0}
@@ -243,15 +255,17 @@ class Agreement:
         rank = next(rank for rank in ranks if digests.get(rank, common) != expected)
         ours = json.loads(self._store.get(f"{base}/facts/0"))
         theirs = json.loads(self._store.get(f"{base}/facts/{rank if rank in digests else holder}"))
-        name = min(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+        # The first in the order in which the phase compares them: later ones may follow from it.
+        name = next(n for n in (ours | theirs) if ours.get(n) != theirs.get(n))
         text = (
             f"ranks differ in {name}: {ours.get(name)!r} on rank 0, {theirs.get(name)!r} on rank "
             f"{rank}"
         )
-        return {"error": f"{text}; {remedy}", "code": 2}
+        given = remedy if isinstance(remedy, str) else remedy.get(name, SAME_SETTINGS)
+        return {"error": f"{text}; {given}", "code": 2}
 
     def _await_verdict(
-        self, base: str, phase: str, attendance: Attendance, remedy: str
+        self, base: str, phase: str, attendance: Attendance, remedy: Remedies
     ) -> dict[str, Any]:
         """Returns early where a rank fails instead of arriving (`post_fault`)."""
         key = f"paceline/verdict/{self._number}"
@@ -263,8 +277,7 @@ class Agreement:
                 self._publish_verdict(self._number, late)
         else:
             self._await_key(key, phase)
-        # `get` makes two requests, one of them to wait; this returns the value of a key that is there.
-        found: dict[str, Any] = json.loads(self._store.compare_set(key, _NO_VERDICT, ""))
+        found: dict[str, Any] = json.loads(peek(self._store, key))
         return found
 
     def _polled(self, key: str) -> bool:
@@ -297,6 +310,19 @@ class Agreement:
             f"look into the log of rank {missing[0]}; comm.rendezvous_timeout_s sets the wait",
         )
         return {"error": str(error), "code": error.exit_code}
+
+    def post(self, name: str, text: str) -> None:
+        """For `read` on ranks that have passed a later phase; no other text under this name in this
+        run."""
+        with suppress(RuntimeError):  # the store is gone with its host: the next phase says so
+            self._store.set(f"paceline/post/{self.run}{name}", text)
+
+    def read(self, name: str) -> str:
+        """Empty where nothing was posted."""
+        try:
+            return peek(self._store, f"paceline/post/{self.run}{name}")
+        except RuntimeError:
+            return ""
 
     def post_fault(self, error: PacelineError) -> None:
         """Publishes this rank's error; the first one published stays. It becomes the verdict of the next
@@ -341,6 +367,26 @@ class Agreement:
             pass
         return ""
 
+    def call_roll(self) -> None:
+        """Asks every rank to show that it is alive (`answer_roll`)."""
+        self._store.set(_ROLL, "")
+        self.post_news()
+
+    def roll_is_called(self) -> bool:
+        return bool(self._store.check([_ROLL]))
+
+    def answer_roll(self) -> None:
+        """Once."""
+        Attendance(self._store, _ROLL, self._topology.world_size).arrive(self._topology.rank)
+
+    def missing_in_roll(self) -> set[int]:
+        """Ranks that have neither answered nor left the job by themselves."""
+        missing = set(Attendance(self._store, _ROLL, self._topology.world_size).missing())
+        if missing:
+            left = Attendance(self._store, _LEFT, self._topology.world_size)
+            missing &= set(left.missing())
+        return missing
+
     def announce_stop(self) -> None:
         """Tells ranks that received no signal, before the next collective, that one did."""
         with suppress(RuntimeError):
@@ -369,6 +415,11 @@ class Agreement:
                 self._store.set(f"{_LEFT}/all", "")
             if self._topology.is_main and self._topology.launcher != "torchrun":
                 self._store.wait([f"{_LEFT}/all"], timedelta(seconds=wait_s))
+
+    def left(self) -> set[int]:
+        """Ranks that have left."""
+        size = self._topology.world_size
+        return set(range(size)) - set(Attendance(self._store, _LEFT, size).missing())
 
     def have_left(self, ranks: Collection[int]) -> bool:
         left = Attendance(self._store, _LEFT, self._topology.world_size)

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.comm.memory import Memory
 from paceline.comm.progress import BucketInfo, ExchangeObserver
 from paceline.comm.tracing import ExposedTime, Reading
 from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
 from paceline.core.errors import RunError
 from paceline.core.flat_layout import FlatLayout, TensorSpec
-from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.fusion_plan import FusionPlan, wire_bytes
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,17 @@ class Message:
     @property
     def wire_bytes(self) -> int:
         """What travels."""
-        return (self.stop - self.start) * item_bytes(self.dtype, self.wire)
-
-
-def item_bytes(dtype: str, wire: str) -> int:
-    """Of one element on the wire. A format's name ends with its bits."""
-    name = dtype if wire == "auto" else wire
-    return int("".join(c for c in name if c.isdigit())) // 8
+        return wire_bytes(self.stop - self.start, self.dtype, self.wire)
 
 
 def plan_messages(
-    plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int
+    plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int, *, apart: bool = False
 ) -> list[list[Message]]:
     """One list for each bucket of the plan, with one contiguous piece per number format in it.
 
     The tensors of `layouts` lie in the plan's order. `tail` elements of signals lie behind the float32
     tensors. They travel with the last bucket, always in fp32: inside its piece if that is fp32 too, else
-    as a piece of their own.
+    as a piece of their own, as always where they must be `apart`.
     """
     found: list[list[Message]] = []
     for bucket in plan.buckets:
@@ -76,12 +71,12 @@ def plan_messages(
         found.append(
             [p if p is bulk else replace(p, algorithm=bucket.beside_algorithm) for p in pieces]
         )
-    _add_tail(found[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm)
+    _add_tail(found[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm, apart)
     return found
 
 
-def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> None:
-    for number, piece in enumerate(last):
+def _add_tail(last: list[Message], length: int, tail: int, algorithm: str, apart: bool) -> None:
+    for number, piece in enumerate(() if apart else last):
         if (piece.dtype, piece.stop) == ("float32", length) and piece.wire in ("auto", "float32"):
             last[number] = replace(piece, stop=length + tail)
             return
@@ -142,7 +137,9 @@ class GradientExchange:
         tail = len(SIGNALS) + len(self.names) + squares
         self._squares = torch.zeros((), device=group.device) if squares else None
         self._allocate(tail, accumulate=accumulate)
-        self.messages = plan_messages(self.plan, self.layouts, tail)
+        apart = self.transport.signals_apart
+        self.messages = plan_messages(self.plan, self.layouts, tail, apart=apart)
+        self._places = {m: self._tensor_places(m) for row in self.messages for m in row if apart}
         # Of this step: tensors with a gradient, buckets sent, and how to wait for them.
         self._used: set[str] = set()
         self._next = 0
@@ -203,6 +200,11 @@ class GradientExchange:
     def sent(self) -> int:
         """How many buckets of this step have been sent."""
         return self._next
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the transport remembers from step to step, if anything."""
+        return self.transport.memory
 
     def bucket_info(self) -> list[BucketInfo]:
         """The buckets of the plan, with the bytes that travel."""
@@ -352,6 +354,21 @@ class GradientExchange:
             self._used.update(found)
         self._drop_grads(names)
 
+    def _tensor_places(self, message: Message) -> tuple[tuple[int, int, int], ...]:
+        """Start and stop of each tensor in a message, and the rows of a matrix: a weight's first
+        dimension, where that is the outermost in memory."""
+        found = []
+        for slot in self.layouts[message.dtype]:
+            if message.start <= slot.offset and slot.stop <= message.stop:
+                parameter = self._trained[slot.name]
+                matrix = parameter.dim() > 1 and parameter.numel() > 0
+                outermost = matrix and (
+                    _dense_strides(parameter)[0] * parameter.shape[0] == parameter.numel()
+                )
+                rows = parameter.shape[0] if outermost else 0
+                found.append((slot.offset - message.start, slot.stop - message.start, rows))
+        return tuple(found)
+
     def _drop_grads(self, names: Iterable[str]) -> None:
         """So that backward hands its own tensors over without adding."""
         for name in names:
@@ -369,7 +386,8 @@ class GradientExchange:
             if total is not None:
                 stop = min(message.stop, total.numel())
                 piece[: stop - message.start].copy_(total[message.start : stop])
-            pieces.append(Piece(piece, message.algorithm, message.wire))
+            places = self._places.get(message, ())
+            pieces.append(Piece(piece, message.algorithm, message.wire, places))
         return pieces
 
     def _send(self) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.agreement import Agreement, PeerError
+from paceline.comm.agreement import SAME_SETTINGS, Agreement, PeerError, Remedies
 from paceline.comm.job import RankHosts, format_ranks
 from paceline.comm.process_groups import (
     abort_process_groups,
@@ -40,9 +41,22 @@ Made = TypeVar("Made")
 _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
-_SUSPECT_WAITS, _SUSPECT_PAUSE_S = 8, 0.25
+_SUSPECT_WAITS, _SUSPECT_PAUSE_S = 12, 0.25
 # How long aborting NCCL's communicators may take before the process ends regardless.
 _ABORT_WAIT_S = 3.0
+
+
+class SharedFacts:
+    """What must be equal on all ranks, collected in a `Group.phase`."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.remedies: dict[str, str] = {}
+
+    def compare(self, facts: Mapping[str, Any], remedy: str = SAME_SETTINGS) -> None:
+        """With the other ranks', at the end of the phase."""
+        self.values |= facts
+        self.remedies |= dict.fromkeys(facts, remedy)
 
 
 class Group:
@@ -55,9 +69,11 @@ class Group:
         device: torch.device,
         show_error: ShowError | None = None,
         shared: Mapping[str, Any] | None = None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
         """`show_error` shows an error when the watchdog ends this process. `shared`: settings that all
-        ranks of the job have in common, by which another job at the same port is recognized."""
+        ranks of the job have in common, by which another job at the same port is recognized. These
+        and `versions`, of the software, are compared once all ranks have met."""
         self.topology = topology
         self.device = device
         self._share_gpus = settings.share_gpus
@@ -87,7 +103,7 @@ class Group:
         if self.backend == "nccl":
             prepare_nccl(topology, share_gpus=settings.share_gpus)
         with ExitStack() as lookups:
-            store = self._join(settings, show_error, shared, lookups)
+            store = self._join(settings, show_error, shared or {}, versions or {}, lookups)
         self.watched(
             "joining the process group",
             lambda: dist.init_process_group(
@@ -104,7 +120,8 @@ class Group:
         self,
         settings: CommSettings,
         show_error: ShowError | None,
-        shared: Mapping[str, Any] | None,
+        shared: Mapping[str, Any],
+        versions: Mapping[str, str],
         lookups: ExitStack,
     ) -> Store:
         """Returns once all ranks have met, and have opened their watchdog's connection. Rank 0's store
@@ -120,15 +137,45 @@ class Group:
             )  # fmt: skip
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
-        facts = {"comm.backend": self.backend, "device": self.device.type}
+        facts = SharedFacts()
+        facts.compare(
+            {f"version of {name}": version for name, version in versions.items()},
+            "install the same software on every node",
+        )
+        facts.compare(shared)
+        facts.compare(
+            {"comm.backend": self.backend, "device": self.device.type},
+            "use the same kind of device everywhere",
+        )
         try:
-            self.agree("join", facts=facts, remedy="use the same kind of device everywhere")
+            self.agree("join", None, facts.values, facts.remedies)
         except PacelineError:
             self._agreement.leave(_LEAVE_WAIT_S)
             if self._watchdog is not None:
                 self._watchdog.close()
             raise
         return store
+
+    @property
+    def host_leader(self) -> int:
+        """The lowest rank on this rank's host."""
+        return self._hosts.leader(self.rank)
+
+    @property
+    def shares_host(self) -> bool:
+        """Whether another rank has this rank's host."""
+        return self._hosts.count(self.rank) > 1
+
+    def post_to_host(self, name: str, text: str) -> None:
+        """On the leader of a host, before a phase: a text for the other ranks of the host."""
+        if self._agreement is not None:
+            self._agreement.post(f"host/{self.rank}/{name}", text)
+
+    def read_of_host(self, name: str) -> str:
+        """After that phase: what the leader of this host has posted; empty where it has not."""
+        if self._agreement is None:
+            return ""
+        return self._agreement.read(f"host/{self.host_leader}/{name}")
 
     @property
     def rank(self) -> int:
@@ -147,6 +194,23 @@ class Group:
             self.completed("all-reduce", lambda: dist.all_reduce(tensor))
         else:
             self.watched("all-reduce", lambda: dist.all_reduce(tensor))
+
+    def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
+        """A sum over this rank's neighbours in groups of `size` ranks, one group after the other. All
+        ranks call this. The result does not wait for a GPU; over Gloo a sum is complete on return."""
+        made: Any = None
+        wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
+        for first in range(0, self.world_size, size):
+            members = list(range(first, first + size))
+            # Every rank goes through all of them, members or not: torch counts groups to name them.
+            make = partial(dist.new_group, members, timeout=wait, backend=self.backend)
+            found = self.watched("creating a group of ranks", make)
+            made = found if self.rank in members else made
+
+        def all_reduce(tensor: Tensor) -> None:
+            self.watched("batch-norm statistics", lambda: dist.all_reduce(tensor, group=made))
+
+        return all_reduce
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
@@ -218,13 +282,26 @@ class Group:
         phase: str,
         error: PacelineError | None = None,
         facts: Mapping[str, Any] | None = None,
-        remedy: str = "start every rank with the same recipe and flags",
+        remedy: Remedies = SAME_SETTINGS,
     ) -> None:
         """All ranks continue, or all raise the same error (see `Agreement.agree`)."""
         if self._agreement is not None:
             self._agreement.agree(phase, error, facts, remedy)
         elif error is not None:
             raise error
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[SharedFacts]:
+        """All ranks run the block, then all continue or all raise the same error: that of the lowest
+        rank on which the block failed, else the first fact that differs. Every phase costs all ranks a
+        wait for the slowest one and the store some requests, so a block does all that may fail between
+        two collectives, and contains none itself."""
+        facts, error = SharedFacts(), None
+        try:
+            yield facts
+        except PacelineError as caught:
+            error = caught
+        self.agree(name, error, facts.values, facts.remedies)
 
     def agree_on(self, phase: str, make: Callable[[], Made]) -> Made:
         """The result of `make` on this rank; if it fails on any rank, all raise the same error."""
@@ -267,8 +344,9 @@ class Group:
         fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
         if fault:
             return PeerError.from_agreed(fault)
-        suspect = suspect or self._silent()
-        return PeerError(f"{error.cause}{suspect and ': '}{suspect}", error.remedy)
+        gone = suspect or self._silent()
+        found = PeerError(f"{error.cause}{gone and ': '}{gone}", error.remedy)
+        return self._lost(found, bool(gone) and not suspect)
 
     def announce_stop(self) -> None:
         """This rank was asked to stop. The next collective tells the others; this tells them already
@@ -386,11 +464,24 @@ class Group:
             fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
             if fault is not None:
                 raise PeerError.from_agreed(fault) from error
-            gone = suspect or self._silent() or "another rank is gone"
-            raise PeerError(
-                f"{what} broke on rank {self.rank}: {gone} ({backend_reason(error)})",
-                "the log of the first rank to fail has the cause; resume with --resume auto",
+            gone = suspect or self._silent()
+            raise self._lost(
+                PeerError(
+                    f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
+                    f"({backend_reason(error)})",
+                    "the log of the first rank to fail has the cause; resume with --resume auto",
+                ),
+                bool(gone) and not suspect,
             ) from error
+
+    def _lost(self, error: PeerError, is_certain: bool) -> PeerError:
+        """Where the lost ranks are known for certain, posts that, so that ranks whose own connections
+        still stand end with the same line, and without a search of their own."""
+        if not is_certain or self._agreement is None:
+            return error
+        self._agreement.post_fault(error)
+        first = self._agreement.read_fault()
+        return error if first is None else PeerError.from_agreed(first)
 
     def _suspect(self, error: str) -> str:
         """Who is gone, by the peer's address in the backend's error; empty where that is unknown."""
@@ -406,8 +497,8 @@ class Group:
         return self._silent() if self._share_gpus else ""
 
     def _silent(self) -> str:
-        """Who is gone, as another rank has found, or by the heartbeats that have stopped; empty where
-        none has."""
+        """Who is gone, as another rank has found, or because it does not answer; empty where all
+        answer."""
         known = self._agreement.known_suspect() if self._agreement is not None else ""
         if known:
             return known

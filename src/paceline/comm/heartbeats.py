@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
@@ -27,6 +26,10 @@ _END_WAIT_S = 0.5
 _POLL_S = 0.02
 # How soon a rank learns that another was asked to stop.
 _LONGEST_LOOK_S = 1.0
+# How often a rank that calls all others reads who has answered, and how much longer than two looks it
+# waits for them: a host may have more ranks than cores.
+_CALLING_S = 0.1
+_ANSWER_S = 0.5
 # Up to so many ranks each may read the heartbeats of all.
 _ALL_READ = 64
 # A reader that has not renewed its claim for so many beats is replaced.
@@ -60,12 +63,15 @@ class HeartbeatChannel:
         self.verdict: AgreedError | None = None
         self.verdict_here: CommError | None = None  # the same, where this rank's proposal won
         self.heartbeats: dict[int, tuple[int, RankProgress]] = {}
+        self.left: set[int] = set()
         # What the thread reads with each beat. The watchdog asks for the others' progress once this rank
         # has waited for long, and for a posted error, which then is why it waits.
         self.reads_progress = False
         self.reads_fault = False
-        self._counting = False
         self.reads = False
+        # Whether this rank calls the others, and who has not answered as far as it has read.
+        self._calls_roll = self._answered_roll = False
+        self.unanswered: set[int] | None = None
         self._claim, self._claim_seen_s = "", 0.0
         self.fault: AgreedError | None = None
         self.stop_announced = False
@@ -98,27 +104,21 @@ class HeartbeatChannel:
         except RuntimeError:
             return
 
-    def silent_ranks(self, stop: Callable[[], bool]) -> set[int]:
-        """Ranks whose heartbeat does not advance. Waits for two beats, until all others have
-        advanced, or until `stop`. Rank 0, where the store that it hosts is gone."""
-        deadline = time.monotonic() + 2.5 * self._beat_s + _POLL_S
-        others = set(range(self._size)) - {self._rank}
-        before, first, alive = self.answers, dict[int, int](), set[int]()
-        self._counting = True
+    def silent_ranks(self) -> set[int]:
+        """Ranks whose process does not run any more. All ranks are called, and their heartbeat threads
+        answer at their next look, whatever else they do: also a rank that is about to leave, because
+        its connections broke with those of the lost one. Rank 0, where the store that it hosts is gone.
+        Waits for two looks, or until all have answered."""
+        look_s = min(self._beat_s, _LONGEST_LOOK_S)
+        deadline = time.monotonic() + 2.5 * look_s + _ANSWER_S
+        self._calls_roll = True
         self._wake.set()
-        while time.monotonic() < deadline and not self.lost and alive != others:
-            if stop():
-                first = {}
-                break
+        while time.monotonic() < deadline and not self.lost and self.unanswered != set():
             time.sleep(_POLL_S)
-            if self.answers > before:  # what was read before this call may be out of date
-                seen = {rank: number for rank, (number, _) in self.heartbeats.items()}
-                first = first or seen
-                alive |= {rank for rank in others & seen.keys() if seen[rank] > first[rank]}
-        self._counting = False
+        self._calls_roll = False
         if self.lost:
-            return {0} & others if rank_hosts_store() else set()
-        return others - alive if first else set()
+            return {0} - {self._rank} if rank_hosts_store() else set()
+        return self.unanswered or set()
 
     def close(self) -> None:
         self._closed = True
@@ -134,7 +134,8 @@ class HeartbeatChannel:
                 self.lost = True
                 return
             self.answers += 1
-            self._wake.wait(min(self._beat_s, _LONGEST_LOOK_S))
+            look_s = min(self._beat_s, _LONGEST_LOOK_S)
+            self._wake.wait(min(look_s, _CALLING_S) if self._calls_roll else look_s)
             self._wake.clear()
 
     def _beat(self) -> None:
@@ -148,10 +149,15 @@ class HeartbeatChannel:
             verdict = json.dumps({"error": str(fault), "code": fault.exit_code})
             self._store.compare_set(_VERDICT, "", verdict)
             self._agreement.post_news()
-        self.reads = (self.reads_progress or self._counting) and self._may_read()
-        if self.reads:
+        if self._calls_roll and not self._answered_roll:
+            self._agreement.call_roll()
+        self.reads = (self.reads_progress or self._calls_roll) and self._may_read()
+        if self.reads and self._calls_roll and self._answered_roll:
+            self.unanswered = self._agreement.missing_in_roll()
+        if self.reads and self.reads_progress:
             keys = [self._key(rank) for rank in range(self._size)]
             self.heartbeats = dict(enumerate(map(_parse, self._store.multi_get(keys))))
+            self.left = self._agreement.left()
         if self.reads_fault:
             self.fault = self._agreement.read_fault()
         if self._agreement.has_news():
@@ -159,6 +165,9 @@ class HeartbeatChannel:
 
     def _read_news(self) -> None:
         self.stop_announced = self.stop_announced or self._agreement.stop_announced()
+        if not self._answered_roll and self._agreement.roll_is_called():
+            self._agreement.answer_roll()
+            self._answered_roll = True
         if self._store.check([_VERDICT]):
             found = json.loads(self._store.get(_VERDICT))
             if found["error"] == f"rank {self._rank}: {self._proposal}":

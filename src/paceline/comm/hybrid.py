@@ -24,9 +24,10 @@ from torch.futures import Future
 
 from paceline.comm.executor import Executor, check_buffer
 from paceline.comm.process_groups import ProcessGroups, backend_reason
+from paceline.comm.quantized import QuantizedAllReduce, Residuals
 from paceline.core.errors import CommError, ConfigError, nearest
 from paceline.core.topology import Topology
-from paceline.plan.fusion_plan import SHORT_WIRES
+from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, SHORT_WIRES
 from paceline.plan.size_table import SizeTable
 
 __all__ = ["CommThread", "HybridAllReduce", "PlannedAllReduce", "SizeTable", "WireFormat"]
@@ -51,6 +52,11 @@ class WireFormat:
     def named(cls, name: str, world_size: int = 1, *, scaled: bool | None = None) -> Self:
         """`scaled`: room for a sum over `world_size` ranks; None means for fp16 alone."""
         full = SHORT_WIRES.get(name, name)
+        if full in EIGHT_BIT:
+            raise ConfigError(
+                "comm.wire", name, "8-bit formats need buckets that never change, for their residuals",
+                "use `paceline train`, or fp16 here",
+            )  # fmt: skip
         if full not in _DTYPES:
             raise ConfigError("comm.wire", name, "unknown format", nearest(str(name), WIRES))
         wanted = full == "float16" if scaled is None else scaled
@@ -190,10 +196,12 @@ class PlannedAllReduce:
     every later one, with a `CommError`; the timeout is that of the process groups.
     """
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    def __init__(self, groups: ProcessGroups, residuals: Residuals | None = None) -> None:
+        """`residuals`: error feedback of 8-bit formats."""
         self.groups = groups
         self._executor = Executor(groups)
         self.staging = self._executor.staging
+        self.quantized = QuantizedAllReduce(groups, self.staging, residuals)
         self._thread = CommThread()
 
     def prepare(self, algorithm: str) -> None:
@@ -205,7 +213,11 @@ class PlannedAllReduce:
 
         The sum must not overflow the format; that of shares of a mean does not.
         """
-        self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
+        if wire in EIGHT_BIT:
+            check_buffer(buffer)
+            self._guarded(ALL_TO_ALL, buffer, lambda: self.quantized.run(buffer, wire))
+        else:
+            self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
 
     def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
         """`run` on the communication thread, once what `device` still computes is there."""
@@ -240,8 +252,12 @@ class PlannedAllReduce:
         wire.decode(travelling, buffer, divide_by)
 
     def _all_reduce(self, algorithm: str, buffer: Tensor) -> None:
+        self._guarded(algorithm, buffer, lambda: self._executor.all_reduce(buffer, algorithm))
+
+    def _guarded(self, algorithm: str, buffer: Tensor, reduce: Callable[[], None]) -> None:
+        """Names the exchange that broke."""
         try:
-            self._executor.all_reduce(buffer, algorithm)
+            reduce()
         except torch.AcceleratorError:
             raise  # this rank's own device failed
         except RuntimeError as error:

@@ -162,6 +162,7 @@ class RankHosts:
 
     @classmethod
     def read(cls, store: Store) -> RankHosts:
+        # Ranks that have their place may come before rank 0 has posted it: `get` waits.
         runs = json.loads(zlib.decompress(base64.b64decode(store.get(_HOSTS_KEY))))
         return cls([RankHost(name, address) for name, address, n in runs for _ in range(n)])
 
@@ -175,6 +176,14 @@ class RankHosts:
 
     def of(self, rank: int) -> RankHost | None:
         return self._hosts[rank] if self.several and rank < len(self._hosts) else None
+
+    def leader(self, rank: int) -> int:
+        """The lowest rank on the host of `rank`; the rank itself where hosts are unknown."""
+        return self._hosts.index(self._hosts[rank]) if rank < len(self._hosts) else rank
+
+    def count(self, rank: int) -> int:
+        """How many ranks the host of `rank` has."""
+        return self._hosts.count(self._hosts[rank]) if rank < len(self._hosts) else 1
 
     def rank_label(self, rank: int) -> str:
         """`rank 3`, or `rank 3 on node7 (10.0.0.7)`."""

@@ -13,14 +13,20 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from paceline.comm.exchange import item_bytes
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.flat_layout import TensorSpec
-from paceline.plan.fusion_plan import WIRES, FusionBucket, FusionPlan
+from paceline.plan.fusion_plan import (
+    ALL_TO_ALL,
+    EIGHT_BIT,
+    WIRES,
+    FusionBucket,
+    FusionPlan,
+    wire_bytes,
+)
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.plan.schedules import check_name
+from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import SizeTable
 
 # What goes beside the bulk of a bucket is some hundred numbers long: the signals, norms, biases.
@@ -74,6 +80,8 @@ class PlanChoice:
         return FusionPlan(tuple(self._with_algorithms(pool, by_name) for pool in pools.buckets))
 
     def _with_algorithms(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> FusionBucket:
+        if self.settings.wire in EIGHT_BIT:
+            return replace(pool, algorithm=ALL_TO_ALL, beside=NATIVE)
         bulk = self.table.choose(self._bulk_bytes(pool, by_name))
         small = self.table.choose(_BESIDE_BYTES)
         return replace(pool, algorithm=bulk, beside=small if small != bulk else "")
@@ -88,7 +96,7 @@ class PlanChoice:
 
     def _bytes(self, spec: TensorSpec) -> int:
         """On the wire."""
-        return spec.length * item_bytes(spec.dtype, self.settings.wire)
+        return wire_bytes(spec.length, spec.dtype, self.settings.wire)
 
     def _bulk_bytes(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> int:
         """Tensors of one format travel as one message; the largest counts."""
@@ -118,7 +126,13 @@ def _checked_plan(
     plan, path = file.plan, file.path
     file.check(ModelFacts.of((spec.name, spec.length) for spec in tensors), cluster, path)
     for number, bucket in enumerate(plan.buckets, start=1):
-        check_name(bucket.algorithm, f"{path}: bucket {number}: algorithm")
+        if bucket.wire in EIGHT_BIT and bucket.algorithm != ALL_TO_ALL:
+            raise ConfigError(
+                f"{path}: bucket {number}: algorithm", bucket.algorithm,
+                f"cannot sum {bucket.wire} numbers", f"use {ALL_TO_ALL!r}, or another wire format",
+            )  # fmt: skip
+        if bucket.wire not in EIGHT_BIT:
+            check_name(bucket.algorithm, f"{path}: bucket {number}: algorithm")
         check_name(bucket.beside_algorithm, f"{path}: bucket {number}: beside")
         if bucket.wire not in WIRES:
             name = f"{path}: bucket {number}: wire"

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from paceline.core.errors import CommError, ConfigError
 from paceline.core.topology import Topology
+from paceline.plan.start_up import parts_used
 from paceline.plan.steps import Groups
 
 
@@ -116,10 +117,12 @@ class ProcessGroups:
         timeout_s: float = 600.0,
         grace_s: float = 0.0,
         subgroups: bool | None = None,
+        algorithms: Collection[str] | None = None,
     ) -> None:
         """`grace_s`: how much longer the backend waits, where a watchdog keeps `timeout_s`.
         `subgroups`: None makes them where the backend is NCCL. Over Gloo the explicit algorithms
-        need the group of all ranks only, and each further group is a mesh of sockets."""
+        need the group of all ranks only, and each further group is a mesh of sockets. `algorithms`:
+        only the sub-groups that these need; None makes all."""
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.timeout_s = timeout_s
@@ -143,17 +146,21 @@ class ProcessGroups:
         self.layout = Groups(_agree(topology, k, timeout_s), nested)
         self.world = self._make(self.layout.order)
         if nested:
-            self._make_parts()
+            every = frozenset({"rows", "columns", "masters"})
+            self._make_parts(every if algorithms is None else parts_used(algorithms, self.layout))
 
-    def _make_parts(self) -> None:
+    def _make_parts(self, used: Collection[str]) -> None:
         # Every rank goes through all of them, members or not: torch counts groups to name them.
-        for row in self.layout.groups:
+        for row in self.layout.groups if "rows" in used else ():
             self.row = self._make(row) or self.row
-        for number, column in enumerate(self.layout.columns):
-            made = self._make(column)
+        masters = self.layout.masters
+        if "masters" in used or "columns" in used:
+            self.masters = self._make(masters)
+        for number, column in enumerate(self.layout.columns if "columns" in used else ()):
+            # The first column is that of the masters.
+            made = self._make(column) if column != masters else self.masters
             if made is not None:
                 self.columns[number] = made
-        self.masters = self._make(self.layout.masters)
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """The group, or None on ranks that are not in it."""

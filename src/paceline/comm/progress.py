@@ -12,7 +12,8 @@ import json
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from paceline.comm.job import RankHost, RankHosts, format_ranks
 from paceline.core.errors import CommError
@@ -121,20 +122,21 @@ class RankProgress:
 
 
 class ProgressBoard(ExchangeObserver):
-    """This rank's progress. Threads may write and read at once."""
+    """This rank's progress. Threads may write and read at once. Every step writes it many times, and a
+    background thread reads it now and then, so writing is what has to be fast."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._progress = RankProgress()
+        self._now: dict[str, Any] = asdict(RankProgress())
 
     @property
     def progress(self) -> RankProgress:
         with self._lock:
-            return self._progress
+            return RankProgress(**self._now)
 
     def _update(self, **changes: int | str | bool) -> None:
         with self._lock:
-            self._progress = replace(self._progress, **changes)  # type: ignore[arg-type]
+            self._now.update(changes)
 
     def step_begun(self, step: int) -> None:
         self._update(step=step, begun=0, ended=0, computes=True)
@@ -151,9 +153,9 @@ class ProgressBoard(ExchangeObserver):
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
         """Within a collective of the group. After one that fails the rank ends, and `call` stays."""
-        now = self.progress
+        now = self._now
         # Inside a step ranks may differ, where one replays a CUDA graph; there buckets are counted.
-        self._update(calls=now.calls + (not now.computes), call=call)
+        self._update(calls=now["calls"] + (not now["computes"]), call=call)
         yield
         self._update(call="")
 

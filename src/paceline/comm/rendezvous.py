@@ -32,7 +32,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came
+from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came, peek
 from paceline.comm.attendance import Attendance
 from paceline.comm.job import JobIdentity, RankHost, format_ranks, post_hosts, rank_hosts_store
 from paceline.comm.store import forget_store, store_of_job
@@ -49,6 +49,8 @@ _WAIT_S = 30.0
 # the right one after refusing the wrong one.
 _REFUSED_S = 30.0
 _LINGER_S = 1.0
+# For rank 0's answer to a rank of this job that it refuses.
+_REFUSAL_WAIT_S = 5.0
 # How long rank 0 stays after a rendezvous that failed, for ranks that have yet to read why.
 _DISMISS_S = 3.0
 _COMPLETE = "all of its ranks have joined already"
@@ -123,12 +125,23 @@ class _JoiningRank:
         number = self._store.add(_COUNT, 1)
         self._store.set(f"{_LOBBY}/greeting/{number}", json.dumps(greeting))
         answer_key = f"{_LOBBY}/answer/{token}"
-        self._check_job()
+        try:
+            self._check_job()
+        except _StartedOtherwiseError as refusal:
+            # Rank 0 fails for the same reason; then this rank has the line that all others have.
+            if not came(self._store, answer_key, _REFUSAL_WAIT_S):
+                raise
+            answer = json.loads(peek(self._store, answer_key))
+            if "failed" in answer:
+                raise PeerError.from_agreed(
+                    AgreedError(answer["failed"], refusal.exit_code)
+                ) from refusal
+            raise
         while not came(self._store, answer_key, min(_WAIT_S, timeout_s)):
             self._check_job()
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
-        answer = json.loads(self._store.get(answer_key))
+        answer = json.loads(peek(self._store, answer_key))
         if "failed" in answer:
             raise PeerError.from_agreed(AgreedError(answer["failed"], CommError("").exit_code))
         if "refused" in answer:
@@ -143,9 +156,10 @@ class _JoiningRank:
 
     def _check_job(self) -> None:
         """Fails where the store is another job's, also one whose rank 0 answers no more."""
-        if not self._store.check([_JOB]):
+        text = peek(self._store, _JOB)
+        if not text:
             return
-        published = json.loads(self._store.get(_JOB))
+        published = json.loads(text)
         job = JobIdentity.from_table(published["job"])
         if published["agent"]:
             conflict = "their job ids differ" if job.same_id(self._job) is False else ""
@@ -154,7 +168,10 @@ class _JoiningRank:
             if not conflict and published["complete"]:
                 conflict = _COMPLETE
         if conflict:
-            raise self._refusal(job, conflict)
+            refusal = self._refusal(job, conflict)
+            if not published["agent"] and not published["complete"] and _is_same(job, self._job):
+                raise _StartedOtherwiseError(refusal.cause, refusal.remedy)
+            raise refusal
 
     def _refusal(self, there: JobIdentity, conflict: str) -> CommError:
         rank, where = self._topology.rank, _where(self._topology)
@@ -164,6 +181,17 @@ class _JoiningRank:
             "give each job a MASTER_PORT (torchrun: --master-port) of its own, or start all ranks of "
             "one job alike",
         )
+
+
+class _StartedOtherwiseError(CommError):
+    """A rank that belongs to the job beyond doubt, and yet cannot join it."""
+
+
+def _is_same(job: JobIdentity, other: JobIdentity) -> bool:
+    """Whether both are ranks of one job beyond doubt, however they were started."""
+    return bool(job.same_id(other)) or (
+        job.same_id(other) is None and job.settings == other.settings
+    )
 
 
 class _Coordinator:
@@ -268,7 +296,7 @@ class _Coordinator:
         if self._complete and not conflict:
             conflict = _COMPLETE
         answer: dict[str, Any] = {"refused": conflict, "job": self._job.to_table()}
-        if self._failure and not conflict:
+        if self._failure and (not conflict or _is_same(self._job, theirs)):
             answer = {"failed": f"rank 0: {self._failure}"}
         elif self._complete or self._failure:
             pass
@@ -280,8 +308,9 @@ class _Coordinator:
             # Perhaps a rank of this job that was started with other settings. In an agent's store it may
             # be one of an earlier attempt.
             self._refused[rank], self._refused_s = conflict, clock.now_s()
-            if self._job.same_id(theirs) or self._job.settings == theirs.settings:
+            if _is_same(self._job, theirs):
                 self._refuses.append(rank)
+                answer = {"failed": f"rank 0: {self._mismatch(self._refuses[0])}"}
         return f"{_LOBBY}/answer/{greeting['token']}", json.dumps(answer)
 
     def _send(self, answers: Mapping[str, str]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.plan.fusion_plan import WIRES
+from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
+MODES = ("synchronous", "asynchronous")
+HOOKS = ("none", "powersgd", "post_local_sgd")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
@@ -38,8 +40,30 @@ class CommSettings:
     fusion_mib: float = 16.0
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately."""
     wire: str = "auto"
-    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, or `auto` (the gradients'
-    own)."""
+    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, the 8-bit formats `int8`,
+    `float8_e4m3` and `float8_e5m2`, or `auto` (the gradients' own)."""
+    error_feedback: bool = True
+    """For 8-bit wire formats: add what rounding cut off to the gradients of the next step."""
+    mode: str = "synchronous"
+    """`synchronous`, or `asynchronous`: ranks push gradients to parameter servers and pull weights,
+    without waiting for one another."""
+    staleness: int = 4
+    """Asynchronous mode: steps by which ranks may drift apart."""
+    servers: int = 0
+    """Asynchronous mode: the first ranks that serve a shard of the weights; 0 means all ranks."""
+    hook: str = "none"
+    """A communication hook of torch in place of the all-reduce: `powersgd`, `post_local_sgd`, or
+    `none`."""
+    powersgd_rank: int = 1
+    """PowerSGD: rank of the matrices that approximate the gradients."""
+    powersgd_start_step: int = 100
+    """PowerSGD: steps with whole gradients before it starts, at least 2."""
+    local_steps: int = 4
+    """Post-local SGD: steps that ranks train apart between two averages of their weights."""
+    local_start_step: int = 100
+    """Post-local SGD: synchronous steps before ranks train apart."""
+    local_group_size: int = 1
+    """Post-local SGD: ranks in a row that go on summing their gradients in every step."""
     group_size: int = 0
     """Ranks of a group in `hierarchical` and `torus2d`; 0 takes the ranks of a node."""
     overlap: str = "auto"
@@ -57,6 +81,8 @@ class CommSettings:
             ("algorithm", ("auto", "hybrid", *algorithm_names())),
             ("wire", WIRES),
             ("overlap", OVERLAPS),
+            ("hook", HOOKS),
+            ("mode", MODES),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -73,7 +99,52 @@ class CommSettings:
             )
         if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
             raise ConfigError("comm.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
+        for name, least in (
+            ("powersgd_rank", 1), ("powersgd_start_step", 2), ("local_steps", 2),
+            ("local_start_step", 0), ("local_group_size", 1), ("staleness", 0), ("servers", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"comm.{name}", getattr(self, name), f"must be {least} or more")
+        self._check_mode()
+        self._check_hook()
         self._check_together()
+
+    def _check_mode(self) -> None:
+        """Asynchronous ranks have no all-reduce."""
+        if self.mode == "synchronous":
+            return
+        for name, usual in (
+            ("algorithm", "auto"), ("wire", "auto"), ("plan", ""), ("hook", "none"), ("group_size", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value != usual:
+                raise ConfigError(
+                    f"comm.{name}", value,
+                    "but comm.mode = 'asynchronous' has no all-reduce: gradients go to parameter servers",
+                    "leave one of the two out",
+                )  # fmt: skip
+        if self.overlap == "on":
+            raise ConfigError(
+                "comm.overlap", "on", "comm.mode = 'asynchronous' pushes whole gradients, after backward",
+                "use 'auto' or 'off'",
+            )  # fmt: skip
+
+    def _check_hook(self) -> None:
+        """A hook decides itself how gradients travel."""
+        if self.hook == "none":
+            return
+        for name in ("algorithm", "wire", "plan"):
+            value = getattr(self, name)
+            if value not in ("auto", ""):
+                raise ConfigError(
+                    f"comm.{name}", value, f"but comm.hook = {self.hook!r} decides how gradients travel",
+                    "leave one of the two out",
+                )  # fmt: skip
+        if self.overlap == "on":
+            raise ConfigError(
+                "comm.overlap", "on", f"comm.hook = {self.hook!r} runs after the backward pass",
+                "use 'auto' or 'off'",
+            )  # fmt: skip
 
     def _check_together(self) -> None:
         """Settings that contradict one another are refused: none is ignored in silence."""
@@ -86,6 +157,16 @@ class CommSettings:
                         "leave one of the two out",
                     )  # fmt: skip
             return
+        if self.wire in EIGHT_BIT and self.algorithm != "auto":
+            raise ConfigError(
+                "comm.algorithm", self.algorithm, f"cannot sum {self.wire} numbers",
+                f"leave it out: 8-bit formats travel by {ALL_TO_ALL}; or use comm.wire = 'float16'",
+            )  # fmt: skip
+        if not self.error_feedback and self.wire not in EIGHT_BIT:
+            raise ConfigError(
+                "comm.error_feedback", False, f"has no meaning with comm.wire = {self.wire!r}",
+                f"it belongs to {', '.join(EIGHT_BIT)}",
+            )  # fmt: skip
         if self.sizes and self.eta_kib is not None:
             raise ConfigError(
                 "comm.eta_kib", self.eta_kib, f"but comm.sizes = {self.sizes!r} is a table already",

@@ -2,8 +2,8 @@
 
 `create_transport` chooses one by the plan: `DirectTransport`, the backend's own all-reduce in the
 caller's thread, for a single bucket; `NativeTransport`, NCCL's all-reduce on NCCL's stream, where every
-algorithm is native; else `ThreadTransport`, which runs the plan's algorithms on the communication
-thread.
+algorithm is native; `HookTransport` for a hook of torch; else `ThreadTransport`, which runs the plan's
+algorithms on the communication thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.hybrid import PlannedAllReduce, WireFormat
+from paceline.comm.memory import Memory
 from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.quantized import Residuals
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
+from paceline.comm.torch_hooks import HookReducer, Place, create_hook
 from paceline.core.errors import CommError
-from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
 
 Wait = Callable[[], None]
 Notify = Callable[[], None]
@@ -32,6 +35,8 @@ class Piece(NamedTuple):
     tensor: Tensor
     algorithm: str
     wire: str
+    # Where the tensors lie in it; none in the message of the signals. For a hook of torch.
+    places: tuple[Place, ...] = ()
 
 
 class Transport(Protocol):
@@ -50,6 +55,16 @@ class Transport(Protocol):
         been called. `begun` and `ended` are called when the bucket is sent and when it is complete."""
         ...
 
+    @property
+    def signals_apart(self) -> bool:
+        """Whether the signals must be a message of their own."""
+        ...
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the exchange remembers from step to step, if anything."""
+        ...
+
     def close(self) -> None:
         """Gives threads and groups back; does not wait for buckets that are still under way."""
         ...
@@ -60,6 +75,8 @@ class DirectTransport:
 
     overlaps = False
     capturable = False
+    signals_apart = False
+    memory = None
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -84,6 +101,8 @@ class NativeTransport:
 
     overlaps = True
     capturable = True
+    signals_apart = False
+    memory = None
 
     def __init__(self, group: Group, groups: ProcessGroups) -> None:
         self._group = group
@@ -139,11 +158,16 @@ class ThreadTransport:
 
     overlaps = True
     capturable = False
+    signals_apart = False
 
     def __init__(self, group: Group, planned: PlannedAllReduce) -> None:
         self._group = group
         self.planned = planned
         self._under_way = 0
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.planned.quantized.residuals
 
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
         def run() -> Tensor:
@@ -176,8 +200,55 @@ class ThreadTransport:
             self.planned.close()
 
 
+class LocalTransport:
+    """Sends nothing: every rank keeps its own gradients and signals, as asynchronous training wants."""
+
+    overlaps = False
+    capturable = False
+    signals_apart = False
+    memory = None
+
+    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
+        begun()
+        ended()
+        return lambda: None
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class HookTransport:
+    """A hook of torch (`paceline.comm.torch_hooks`), in the caller's thread."""
+
+    overlaps = False
+    capturable = False
+    signals_apart = True
+
+    def __init__(self, reducer: HookReducer) -> None:
+        self._reducer = reducer
+
+    @property
+    def memory(self) -> Memory | None:
+        return self._reducer.hook.memory
+
+    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
+        begun()
+        for piece in pieces:
+            self._reducer.run(piece.tensor, piece.places)
+        ended()
+        return lambda: None
+
+    def close(self) -> None:
+        """Holds nothing but subgroups, which end with the process group."""
+
+
 def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> Transport:
     """The transport that a plan needs; where it makes process groups, all ranks make them at once."""
+    if settings.mode == "asynchronous":
+        return LocalTransport()
+    if settings.hook != "none" and group.world_size > 1:
+        hook = group.watched("the creation of process groups", lambda: create_hook(settings, group))
+        return HookTransport(HookReducer(group, hook))
     native = all(b.algorithm == b.beside_algorithm == "native" for b in plan.buckets)
     if native and len(plan.buckets) == 1 and plan.buckets[0].wire == "auto":
         return DirectTransport(group)
@@ -190,11 +261,14 @@ def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> 
             timeout_s=settings.timeout_s,
             grace_s=BACKEND_GRACE_S,
             subgroups=False if only_world else None,
+            algorithms={a for b in plan.buckets for a in (b.algorithm, b.beside_algorithm)},
         )
         if only_world:
             return NativeTransport(group, groups)
         # The first collective of the new groups, while all ranks are at the same point.
         groups.check_same({"the fusion plan": plan.fingerprint})
-        return ThreadTransport(group, PlannedAllReduce(groups))
+        eight_bit = any(bucket.wire in EIGHT_BIT for bucket in plan.buckets)
+        residuals = Residuals() if eight_bit and settings.error_feedback else None
+        return ThreadTransport(group, PlannedAllReduce(groups, residuals))
 
     return group.watched("the creation of process groups", make)

@@ -116,10 +116,9 @@ class Watchdog:
             self._thread.join()
 
     def silent_ranks(self) -> set[int]:
-        """Ranks whose heartbeat has stopped, for a collective that broke. Waits for two beats at
-        most, and not at all where a launcher has asked this rank to stop: the launcher knows which
-        rank ended."""
-        return self._channel.silent_ranks(self.asked_to_stop)
+        """Ranks whose process does not run any more, for a collective that broke. Waits for their
+        answers for some seconds."""
+        return self._channel.silent_ranks()
 
     @property
     def all_read(self) -> bool:
@@ -231,11 +230,13 @@ class Watchdog:
         return stall_error(known, silent, self.buckets, waited_s, self._timeout_s, self._hosts)
 
     def _silent(self) -> set[int]:
-        """Ranks without a new heartbeat for three beats."""
+        """Ranks without a new heartbeat for three beats that have not left the job, as ranks do whose
+        connections broke with those of a lost one."""
         return {
             rank
             for rank, (_, seen_s) in self._last_beat.items()
             if rank != self._topology.rank
+            and rank not in self._channel.left
             and self._now_s - seen_s > min(self._silence_s, 3 * self._beat_s)
         }
 

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +26,7 @@ class Event:
     kind: ClassVar[str] = "event"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"event": self.kind, **asdict(self)}
+        return {"event": self.kind, **vars(self)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class StartEvent(Event):
     chosen: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, str] = field(default_factory=dict)
+    # The command line of the whole run, and the settings that differ from their defaults.
+    command: str = ""
+    changed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,13 @@ class StepEvent(Event):
     grad_signal: float | None = None
     grad_variance: float | None = None
     noise_scale: float | None = None
+    # Samples of this step over all ranks; None where `optim.batch_schedule` is empty.
+    batch_size: int | None = None
+    # None where the schedule leaves `optim.momentum` as it is.
+    momentum: float | None = None
+    # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
+    # other ranks between a pull and the push); None elsewhere.
+    staleness: dict[str, int] | None = None
     # Of a rehearsal: seconds on the cluster from its start to here, as the planner predicts them.
     predicted_s: float | None = None
 
@@ -120,13 +130,15 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
-    """A checkpoint is in its place."""
+    """A checkpoint is in its place, `save_s` seconds after the save began. The steps stood still for
+    `stall_s` of them: all, unless it was written in the background."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int
     path: str
     save_s: float
     best: bool = False
+    stall_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +200,11 @@ class JsonlWriter:
     def write(self, event: Event, moment: float) -> None:
         """An event of an earlier moment."""
         record = {**event.to_dict(), "time": round(moment, 6)}
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        try:
+            text = json.dumps(record, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(record), allow_nan=False)
+        self._file.write(text + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -233,13 +249,18 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                record = parse_json(line)
-            except ParseError:
-                record = None
-            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-                raise DataError(
-                    f"{path}: line {number} is not an event record",
-                    "restore the file, or delete that line",
-                )
-            yield record
+            yield parse_event(line, path, number)
+
+
+def parse_event(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The record of line `number` of `path`; a `DataError` where it is none."""
+    try:
+        record = parse_json(line)
+    except ParseError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        raise DataError(
+            f"{path}: line {number} is not an event record",
+            "restore the file, or delete that line",
+        )
+    return record

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, nearest
 from paceline.custom_loop.context import agree, several_ranks
 from paceline.custom_loop.data_parallel import DataParallel, wire_of
-from paceline.optim.build import set_rate
+from paceline.optim.schedule import set_rate
 from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import ModelFacts
 from paceline.precision.policy import LossScale, Policy, choose_policy

@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from paceline.data.sources.dataset import DatasetSource
     from paceline.data.sources.labels import numbered_classes
     from paceline.data.sources.layouts import SyntheticImages
+    from paceline.data.sources.opened_files import OpenedFiles
 
 __all__ = [
     "Batch", "BatchAugment", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings",
     "DatasetSource", "Decoder", "EvalBatches", "EvalLoader", "EvalTransform", "ImageAugment",
-    "ImageLoader", "Int64", "Normalizer", "PackOptions", "PackedSplit", "RegionUnavailableError",
-    "SampleOrder", "Source", "Split", "SyntheticImages", "TrainBatches", "TrainLoader",
+    "ImageLoader", "Int64", "Normalizer", "OpenedFiles", "PackOptions", "PackedSplit",
+    "RegionUnavailableError", "SampleOrder", "Source", "Split", "SyntheticImages", "TrainBatches",
+    "TrainLoader",
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
     "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
     "open_data", "open_source", "open_splits", "pack_splits", "random_box", "region_library",
@@ -76,6 +78,7 @@ _MODULES = {
     "sources.dataset": "DatasetSource",
     "sources.labels": "numbered_classes",
     "sources.layouts": "SyntheticImages",
+    "sources.opened_files": "OpenedFiles",
 }
 __getattr__, __dir__ = lazy_exports(
     __name__, {name: module for module, names in _MODULES.items() for name in names.split()}

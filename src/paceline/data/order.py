@@ -8,9 +8,10 @@ draw), the same on every machine and in every thread, so there is no state to sa
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -184,6 +185,11 @@ class BatchPlan:
 
     Steps count from 0. A global batch may span an epoch's end; only the last may be short. The
     micro-batches of a step do not depend on the number of ranks, only their owners do.
+
+    `growth` lists (epoch, global batch): a step takes the batch of the last epoch that lies at or before
+    its first sample, and `global_batch` before the first of them. Stages thus never cut a batch short.
+    `shares` are the samples of each rank in a full global batch, where ranks differ in speed; empty, all
+    are equal.
     """
 
     samples: int
@@ -191,16 +197,43 @@ class BatchPlan:
     global_batch: int
     micro_batch: int
     world_size: int
+    growth: tuple[tuple[float, int], ...] = ()
+    shares: tuple[int, ...] = ()
+    # First step, its position and the batch of each stage.
+    _stages: tuple[tuple[int, int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.shares and (
+            len(self.shares) != self.world_size
+            or sum(self.shares) != self.global_batch
+            or min(self.shares) < 1
+        ):
+            raise ValueError(
+                f"shares = {self.shares}: must be {self.world_size} that add up to "
+                f"{self.global_batch}"
+            )
         for name in ("samples", "epochs", "global_batch", "micro_batch", "world_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if self.global_batch % (self.micro_batch * self.world_size):
-            raise ValueError(
-                f"global_batch = {self.global_batch} is not a multiple of micro_batch · "
-                f"world_size = {self.micro_batch} · {self.world_size}"
-            )
+        epochs = [epoch for epoch, _ in self.growth]
+        if epochs != sorted(set(epochs)) or any(not 0 < epoch < math.inf for epoch in epochs):
+            raise ValueError(f"growth = {self.growth}: epochs must rise, from above 0")
+        for batch in (self.global_batch, *(batch for _, batch in self.growth)):
+            if batch < 1 or batch % (self.micro_batch * self.world_size):
+                raise ValueError(
+                    f"global_batch = {batch} is not a multiple of micro_batch · "
+                    f"world_size = {self.micro_batch} · {self.world_size}"
+                )
+        object.__setattr__(self, "_stages", tuple(self._find_stages()))
+
+    def _find_stages(self) -> Iterator[tuple[int, int, int]]:
+        step, position, batch = 0, 0, self.global_batch
+        yield step, position, batch
+        for epoch, grown in self.growth:
+            missing = math.ceil(epoch * self.samples) - position
+            steps = max(-(-missing // batch), 0)
+            step, position, batch = step + steps, position + steps * batch, grown
+            yield step, position, batch
 
     @property
     def total_samples(self) -> int:
@@ -208,23 +241,52 @@ class BatchPlan:
 
     @property
     def total_steps(self) -> int:
-        return -(-self.total_samples // self.global_batch)
+        step, position, batch = next(
+            stage for stage in reversed(self._stages) if stage[1] < self.total_samples
+        )
+        return step - (position - self.total_samples) // batch
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that each rank takes in a full step."""
-        return self.global_batch // (self.micro_batch * self.world_size)
+        """Micro-batches that each rank takes in a full step; of the largest batch where it grows."""
+        largest = max(batch for _, _, batch in self._stages)
+        return largest // (self.micro_batch * self.world_size)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """On average over the run, where the batch grows."""
+        if self.growth:
+            return self.total_steps / self.epochs
+        return self.samples / self.global_batch
+
+    @property
+    def last_batch(self) -> int:
+        """The global batch at the end of the run."""
+        return self.batch_at(self.total_steps - 1)
+
+    def batch_at(self, step: int) -> int:
+        """The global batch of `step`, which only the last step may fall short of."""
+        return self._stage(step)[2]
+
+    def position(self, step: int) -> int:
+        """Samples that full batches before `step` take; past the last step it goes on counting."""
+        first, position, batch = self._stage(step)
+        return position + (step - first) * batch
+
+    def _stage(self, step: int) -> tuple[int, int, int]:
+        # Of two stages that begin with the same step, the later one counts.
+        return next(stage for stage in reversed(self._stages) if stage[0] <= max(step, 0))
 
     def step_range(self, step: int) -> Stretch:
         """Positions of the stream that `step` consumes."""
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} of {self.total_steps}")
-        start = step * self.global_batch
-        return start, min(start + self.global_batch, self.total_samples)
+        start = self.position(step)
+        return start, min(start + self.batch_at(step), self.total_samples)
 
     def epoch_at(self, step: int) -> float:
         """Epochs consumed once `step` steps are done."""
-        return min(step * self.global_batch, self.total_samples) / self.samples
+        return min(self.position(step), self.total_samples) / self.samples
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
         """This rank's share of `step`; none in a last step too short for all ranks.
@@ -236,11 +298,29 @@ class BatchPlan:
             raise IndexError(f"rank {rank} of {self.world_size}")
         start, stop = self.step_range(step)
         length = stop - start
+        if self.shares:
+            return self._by_shares(start, length, rank)
         pieces = -(-length // self.micro_batch)
         return [
             (start + j * length // pieces, start + (j + 1) * length // pieces)
             for j in range(rank, pieces, self.world_size)
         ]
+
+    def _by_shares(self, start: int, length: int, rank: int) -> list[Stretch]:
+        """Ranks take neighbouring stretches in proportion to their shares, each in as many micro-batches
+        as in a full step, or fewer where it has fewer samples."""
+        before = sum(self.shares[:rank])
+        first = start + length * before // self.global_batch
+        last = start + length * (before + self.shares[rank]) // self.global_batch
+        pieces = min(self.accumulation, last - first)
+        return [
+            (first + j * (last - first) // pieces, first + (j + 1) * (last - first) // pieces)
+            for j in range(pieces)
+        ]
+
+    def usual_micro_batch(self, rank: int) -> int:
+        """Samples of nearly every micro-batch of this rank."""
+        return self.shares[rank] // self.accumulation if self.shares else self.micro_batch
 
     def ends_epoch(self, step: int, every: int = 1) -> bool:
         """Whether an epoch is complete after `step` that was not before it, and whose number

@@ -19,6 +19,7 @@ __all__ = ["MODEL_NAMES", "ModelSettings", "check_model_name", "check_trust", "r
 
 # Images up to this size lose too much in a 7x7/2 convolution followed by a pool.
 SMALL_STEM_MAX_PIXELS = 64
+NORM_STATISTICS = ("average", "last")
 # Keyword arguments with which timm and torchvision read weights or configurations from elsewhere.
 _LOADING = ("checkpoint", "pretrained", "weights", "cache_dir", "url", "hf_")
 
@@ -48,9 +49,22 @@ class ModelSettings:
     """Dropout of the AlexNets; no effect on ResNets."""
     pool5_norm: bool = True
     """Batch norm after pool5 of `alexnet_bn`; `false` is for ablations."""
+    norm_group: int = 1
+    """Ranks, one after the other, over whose micro-batches batch norm computes its statistics; 1: each
+    rank by itself."""
+    norm_statistics: str = "average"
+    """Batch-norm statistics for evaluation: `average` (moving averages) or `last` (those of the last
+    micro-batch of each rank, averaged over ranks before evaluation)."""
 
     def __post_init__(self) -> None:
         check_model_name(self.name)
+        if self.norm_group < 1:
+            raise ConfigError("model.norm_group", self.norm_group, "must be at least 1")
+        if self.norm_statistics not in NORM_STATISTICS:
+            raise ConfigError(
+                "model.norm_statistics", self.norm_statistics, "unknown",
+                nearest(self.norm_statistics, NORM_STATISTICS),
+            )  # fmt: skip
         if self.num_classes is not None and self.num_classes < 1:
             raise ConfigError(
                 "model.num_classes",

@@ -9,12 +9,16 @@ from paceline.core import lazy_exports
 if TYPE_CHECKING:
     from paceline.optim.adam import LAMB, AdamW
     from paceline.optim.base import MasterOptimizer
-    from paceline.optim.build import LrSchedule, create_optimizer, set_rate
+    from paceline.optim.batch_growth import BatchGrowth
+    from paceline.optim.build import create_optimizer
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
+    from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
+    from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
     from paceline.optim.soap import SOAP
+    from paceline.optim.svrg import SVRG, quantize
     from paceline.optim.wrapped import WrappedOptimizer
 
 __all__ = [
@@ -22,17 +26,22 @@ __all__ = [
     "LARS",
     "SGD",
     "SOAP",
+    "SVRG",
     "AdamW",
+    "BatchGrowth",
     "LrSchedule",
     "MasterOptimizer",
     "Muon",
     "OptimSettings",
+    "RMSpropWarmup",
     "SharedProducts",
     "WrappedOptimizer",
     "create_optimizer",
     "is_matrix",
     "orthogonalize",
+    "quantize",
     "set_rate",
+    "sgd_share",
     "share_out",
 ]
 __getattr__, __dir__ = lazy_exports(
@@ -42,17 +51,22 @@ __getattr__, __dir__ = lazy_exports(
         "LARS": "lars",
         "SGD": "lars",
         "SOAP": "soap",
+        "SVRG": "svrg",
         "AdamW": "adam",
-        "LrSchedule": "build",
+        "BatchGrowth": "batch_growth",
+        "LrSchedule": "schedule",
         "MasterOptimizer": "base",
         "Muon": "muon",
         "OptimSettings": "settings",
+        "RMSpropWarmup": "rms_warmup",
         "SharedProducts": "orthogonal",
         "WrappedOptimizer": "wrapped",
         "create_optimizer": "build",
         "is_matrix": "orthogonal",
         "orthogonalize": "orthogonal",
-        "set_rate": "build",
+        "quantize": "svrg",
+        "set_rate": "schedule",
+        "sgd_share": "rms_warmup",
         "share_out": "orthogonal",
     },
 )

@@ -59,6 +59,8 @@ class MasterOptimizer(Optimizer):
     # fp32 state of each parameter beside its master, in its shape; then other state that is saved.
     BUFFERS: ClassVar[tuple[str, ...]]
     NUMBERS: ClassVar[tuple[str, ...]] = ()
+    # Formats of parameters.
+    FORMATS: ClassVar[tuple[torch.dtype, ...]] = FORMATS
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, fused: bool | None = None
@@ -114,10 +116,11 @@ class MasterOptimizer(Optimizer):
         if len(names) < len(group["params"]):
             raise ValueError("a parameter appears twice in one group; pass each once")
         for p in group["params"]:
-            if p.dtype not in FORMATS or p.layout != torch.strided:
+            if p.dtype not in self.FORMATS or p.layout != torch.strided:
                 raise PacelineError(
                     f"parameter of shape {tuple(p.shape)} is {p.dtype}, {p.layout}",
-                    "use dense float32, float16 or bfloat16",
+                    "use dense "
+                    + " or ".join(str(kind).removeprefix("torch.") for kind in self.FORMATS),
                 )
         self.param_groups.append(group)
 
@@ -237,6 +240,11 @@ class MasterOptimizer(Optimizer):
         self._ready()
         return [self.state[p].get(MASTER, p) for p in self._parameters()]
 
+    def state_bytes(self) -> int:
+        """Bytes of all state beside the parameters themselves, masters included."""
+        self._ready()
+        return sum(tensor_bytes(self.state[p]) for p in self._parameters())
+
     @torch.no_grad()
     def reset_masters(self) -> None:
         """Copies the parameters into their masters: call it after weights were loaded into the
@@ -294,3 +302,8 @@ class MasterOptimizer(Optimizer):
         if "_outcome" not in self.__dict__:
             self._set_up()
         self._ready_for = -1
+
+
+def tensor_bytes(state: Mapping[str, Any]) -> int:
+    tensors = (value for value in state.values() if isinstance(value, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.imports import import_object
@@ -16,8 +12,10 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD
 from paceline.optim.muon import Muon, split_matrices
-from paceline.optim.settings import SOAP_BETA2, OptimSettings
+from paceline.optim.rms_warmup import RMSpropWarmup
+from paceline.optim.settings import OPTIMIZERS_OF_SVRG, SOAP_BETA2, OptimSettings
 from paceline.optim.soap import SOAP
+from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap
 
 
@@ -26,9 +24,10 @@ def create_optimizer(
     groups: Sequence[dict[str, Any]],
     lr: float,
     factory: Callable[..., Any] | None = None,
+    seed: int = 0,
 ) -> MasterOptimizer:
     """The optimizer that the settings name, or the one that `factory` makes of groups. Groups of role
-    `bias_norm` are not adapted unless the settings say so."""
+    `bias_norm` are not adapted unless the settings say so. `seed` is that of stochastic rounding."""
     if factory is not None:
         return wrap("optimizer", getattr(factory, "__name__", "given"), factory, groups)
     if settings.is_class:
@@ -38,6 +37,16 @@ def create_optimizer(
     for device in devices if fused else ():
         if problem := triton_unavailable(device):
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
+    if settings.name in OPTIMIZERS_OF_SVRG:
+        return SVRG(
+            groups, lr, form=settings.name, bits=settings.bits, mu=settings.halp_mu,
+            span=settings.lp_span, seed=seed,
+        )  # fmt: skip
+    if settings.name == "rmsprop_warmup":
+        return RMSpropWarmup(
+            groups, lr, settings.momentum, beta2=settings.rms_beta, eps=settings.adam_eps,
+            rms_rate=settings.rms_rate,
+        )  # fmt: skip
     if settings.name in ("adamw", "lamb"):
         return _create_adam(settings, groups, lr, fused)
     common: dict[str, Any] = {
@@ -116,72 +125,3 @@ def _muon_groups(settings: OptimSettings, groups: Sequence[dict[str, Any]]) -> l
             adapted = _is_adapted(settings, group)
             made.append(group | {"params": rest, "adapt": adapted, "orthogonal": False})
     return made
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of all groups, times their `lr_scale`."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
-
-
-# The learning rate as a pure function of the step: a resumed run needs no schedule state.
-
-
-@dataclass(frozen=True)
-class LrSchedule:
-    """Linear warm-up from `warmup_start` to `peak`, then the decay that the settings name."""
-
-    settings: OptimSettings
-    peak: float
-    total_steps: int
-    steps_per_epoch: float
-
-    @property
-    def warmup_steps(self) -> float:
-        wanted = self.settings.warmup_epochs * self.steps_per_epoch
-        return self._most_warmup_steps if self._cuts_warmup else wanted
-
-    @property
-    def _most_warmup_steps(self) -> float:
-        return self.settings.warmup_max_share * self.total_steps
-
-    @property
-    def _cuts_warmup(self) -> bool:
-        """Whether `warmup_max_share` shortens the warm-up by at least one step."""
-        wanted = self.settings.warmup_epochs * self.steps_per_epoch
-        return wanted >= self._most_warmup_steps + 1
-
-    def describe_cut(self) -> str:
-        """Describes a warm-up shorter than `warmup_epochs`; otherwise empty."""
-        if not self._cuts_warmup or self.settings.warmup_max_share == 1:
-            return ""
-        epochs = self.warmup_steps / self.steps_per_epoch
-        return (
-            f"{epochs:.3g} epochs instead of {self.settings.warmup_epochs:g}: at most "
-            f"{self.settings.warmup_max_share:.0%} of a run (--warmup-epochs overrides)"
-        )
-
-    def rate(self, step: int) -> float:
-        """The rate of `step`, counted from 0. The first warm-up step is not 0, which would waste it."""
-        if step + 1 < self.warmup_steps:
-            start = self.settings.warmup_start
-            return start + (self.peak - start) * (step + 1) / self.warmup_steps
-        return self._decayed(step)
-
-    def _decayed(self, step: int) -> float:
-        kind, end = self.settings.schedule, self.settings.lr_end
-        if kind == "constant":
-            return self.peak
-        if kind == "step":
-            passed = sum(
-                step >= epoch * self.steps_per_epoch for epoch in self.settings.decay_epochs
-            )
-            return self.peak * float(self.settings.decay_rate**passed)
-        over = self.settings.decay_over_epochs
-        goal = self.total_steps if over is None else over * self.steps_per_epoch
-        span = max(goal - self.warmup_steps, 1.0)
-        left = 1.0 - min(max(step - self.warmup_steps, 0.0) / span, 1.0)
-        if kind == "poly":
-            return end + (self.peak - end) * float(left**self.settings.poly_power)
-        assert kind == "cosine", kind
-        return end + (self.peak - end) * 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))

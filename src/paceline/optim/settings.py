@@ -8,10 +8,16 @@ from typing import Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.imports import check_module, split_name
 from paceline.core.untrusted import ParseError, parse_toml
+from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 
-OPTIMIZERS_OF_SGD = ("lars", "muon", "sgd", "soap")
+# SVRG and its relatives in low precision; the first three need gradients at an anchor.
+ANCHORED = ("halp", "lp_svrg", "svrg")
+OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
+OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", "soap", *OPTIMIZERS_OF_SVRG)
 ORTHOGONAL_OPTIMIZERS = ("muon", "soap")
 SOAP_BETA2 = 0.95
+# Those without Triton kernels and without a form in half precision.
+WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
@@ -19,7 +25,8 @@ PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all")
 SCALINGS = ("off", "auto")
 SHARES = ("auto", "on", "off")
-SCHEDULES = ("constant", "cosine", "poly", "step")
+CYCLES = ("one_cycle", "triangular")
+SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,8 @@ class OptimSettings:
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
-    """`sgd`, `lars`, `muon`, `soap`, `adamw`, `lamb`, or a class of torch.optim or of another module, as
-    in `torch.optim:RAdam`."""
+    """`sgd`, `lars`, `muon`, `soap`, `adamw`, `lamb`, `rmsprop_warmup`, `svrg`, `halp`, `lp_svrg`,
+    `lp_sgd`, or a class of torch.optim or of another module, as in `torch.optim:RAdam`."""
     arguments: str = ""
     """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
     `{betas = [0.9, 0.95]}`."""
@@ -59,7 +66,26 @@ class OptimSettings:
     """AdamW, LAMB and SOAP: decay of the average of squared gradients; the default stands for 0.95 with
     `soap`."""
     adam_eps: float = 1e-8
-    """AdamW and LAMB: added to the root of the average of squares."""
+    """AdamW, LAMB and `rmsprop_warmup`: added to the root of the average of squares."""
+    bits: int = 8
+    """`halp`, `lp_svrg` and `lp_sgd`: bits of the integers that hold the offset or the weights, 8 or
+    16."""
+    halp_mu: float = 0.1
+    """`halp`: assumed strong convexity μ; the offset reaches ‖full gradient‖ / μ."""
+    lp_span: float = 0.0
+    """`lp_svrg` and `lp_sgd`: largest weight that the integers hold; 0 takes twice the largest initial
+    weight of each tensor."""
+    center_epochs: float = 1.0
+    """`svrg`, `halp` and `lp_svrg`: epochs from one full gradient to the next."""
+    rms_rate: float = 3e-4
+    """`rmsprop_warmup`: learning rate of its RMSprop part."""
+    rms_beta: float = 0.99
+    """`rmsprop_warmup`: decay of the average of squared gradients."""
+    rms_center_epochs: float = 10.0
+    """`rmsprop_warmup`: epoch at which SGD and RMSprop have equal shares."""
+    rms_width_epochs: float = 5.0
+    """`rmsprop_warmup`: width of the transition in epochs; it is over half of it after
+    `rms_center_epochs`."""
     clip_norm: float = 0.0
     """Largest norm of all gradients together; larger ones are scaled down to it; 0 clips nothing."""
     layer_decay: float = 1.0
@@ -76,21 +102,49 @@ class OptimSettings:
     """Largest share of the run that warm-up may take; the command line sets 0.2, or the share in
     the recipe if larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
-    """Decay after warm-up: `constant`, `cosine`, `poly` or `step`."""
+    """Decay after warm-up: `constant`, `cosine`, `poly`, `step` or `piecewise`; `one_cycle` and
+    `triangular` rise by themselves and have no warm-up; `range` is that of `paceline lr-find`."""
     schedule_free: float = 0.0
     """Schedule-free training: share of the average in the weights at which gradients are taken; 0 is off,
     0.9 common; needs `schedule = "constant"`."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Epochs at which `step` multiplies the rate by `decay_rate`."""
+    """Epochs at which `step` multiplies the rate by `decay_rate`, and `piecewise` takes the next of
+    `decay_factors`."""
+    decay_factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
+    """`piecewise`: shares of the peak rate, before the first of `decay_epochs` and from each of
+    them on."""
+    cycle_floor: float = 0.1
+    """`one_cycle` and `triangular`: lowest rate of a cycle, as a share of the peak rate."""
+    cycle_momentum: tuple[float, ...] = (0.85, 0.95)
+    """`one_cycle` and `triangular`: momentum (β₁ of AdamW and LAMB) at the highest and at the lowest
+    rate of a cycle; an empty list keeps `momentum`."""
+    cycle_tail: float = 0.1
+    """`one_cycle`: share of the run after the cycle, in which the rate falls on to `lr_end`."""
+    cycle_epochs: float = 8.0
+    """`triangular`: epochs of one cycle, up and down."""
+    cycle_decay: float = 1.0
+    """`triangular`: factor of a cycle's height to the next one's; 0.5 is Smith's `triangular2`."""
+    range_lr: tuple[float, float] = (1e-5, 10.0)
+    """`range`: first and last rate; it grows by the same factor with every step."""
+    range_steps: int = 100
+    """`range`: steps from the first rate to the last."""
     decay_rate: float = 0.1
     """Factor of each decay of `step`."""
     poly_power: float = 2.0
     """Exponent of `poly`."""
     lr_end: float = 0.0
-    """Final learning rate of `cosine` and `poly`."""
+    """Final learning rate of `cosine`, `poly` and `one_cycle`."""
     decay_over_epochs: float | None = None
     """Epoch at which `cosine` and `poly` reach `lr_end`, warm-up included; unset, the end of the
     run."""
+    batch_schedule: str = ""
+    """Global batches by epoch, as in `0:256,8:1024,12:4096`, or `x4`: four times the batch at each of
+    `decay_epochs`; empty keeps the batch."""
+    batch_limit: int | None = None
+    """Largest global batch that a rule such as `x4` reaches; from then on the rate decays alone."""
+    batch_rate: str = "auto"
+    """How the rate follows the batch of `batch_schedule`: `constant` (not at all), `linear` (times batch
+    / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
     trust_coefficient: float = 0.001
     """Trust coefficient η of LARS and Muon; LAMB has none."""
     eps: float = 0.0
@@ -147,6 +201,9 @@ class OptimSettings:
             "trust_log_interval",
             "clip_norm",
             "adam_eps",
+            "rms_rate",
+            "rms_center_epochs",
+            "lp_span",
         ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -167,7 +224,11 @@ class OptimSettings:
                 f"must lie behind the warm-up of {self.warmup_epochs:g} epochs",
                 "leave it unset to decay over the whole run",
             )
-        for name in ("beta1", "beta2"):
+        if not 0 < self.rms_width_epochs < float("inf"):
+            raise ConfigError(
+                "optim.rms_width_epochs", self.rms_width_epochs, "must be above 0", "try 5"
+            )
+        for name in ("beta1", "beta2", "rms_beta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)")
         if not 0 < self.layer_decay <= 1:
@@ -190,6 +251,15 @@ class OptimSettings:
             )
         if self.known_good_batch is not None and self.known_good_batch < 1:
             raise ConfigError("optim.known_good_batch", self.known_good_batch, "must be at least 1")
+        if self.scaling == "auto" and self.batch_schedule:
+            raise ConfigError(
+                "optim.batch_schedule", self.batch_schedule,
+                "does not go with optim.scaling = 'auto', whose rule is for one batch",
+                "leave one of them out",
+            )  # fmt: skip
+        self._check_schedule()
+        self._check_batches()
+        self._check_svrg()
         self._check_lars()
         self._check_muon()
         self._check_others()
@@ -216,12 +286,112 @@ class OptimSettings:
             )
         return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
 
+    def _check_schedule(self) -> None:
+        factors = len(self.decay_factors)
+        if self.schedule == "piecewise" and factors != len(self.decay_epochs) + 1:
+            raise ConfigError(
+                "optim.decay_factors", list(self.decay_factors),
+                f"{factors} factors for {len(self.decay_epochs)} optim.decay_epochs",
+                f"give {len(self.decay_epochs) + 1}: one before the first epoch, one from each on",
+            )  # fmt: skip
+        if any(not 0 <= factor < float("inf") for factor in self.decay_factors):
+            raise ConfigError("optim.decay_factors", list(self.decay_factors), "must be 0 or more")
+        if not 0 <= self.cycle_floor <= 1:
+            raise ConfigError("optim.cycle_floor", self.cycle_floor, "must be in [0, 1]", "try 0.1")
+        if not 0 <= self.cycle_tail < 1:
+            raise ConfigError("optim.cycle_tail", self.cycle_tail, "must be in [0, 1)", "try 0.1")
+        if not 0 < self.cycle_decay <= 1:
+            raise ConfigError("optim.cycle_decay", self.cycle_decay, "must be in (0, 1]", "try 0.5")
+        if not 0 < self.cycle_epochs < float("inf"):
+            raise ConfigError("optim.cycle_epochs", self.cycle_epochs, "must be above 0", "try 8")
+        momenta = self.cycle_momentum
+        if momenta and not (len(momenta) == 2 and 0 <= momenta[0] <= momenta[1] < 1):
+            raise ConfigError(
+                "optim.cycle_momentum", list(momenta), "must be a lower and a higher value in [0, 1)",
+                "try [0.85, 0.95], or [] to keep optim.momentum",
+            )  # fmt: skip
+        if self.schedule in CYCLES and momenta and self.is_class:
+            raise ConfigError(
+                "optim.cycle_momentum", list(momenta), f"{self.name} keeps its own momentum",
+                "set it to []",
+            )  # fmt: skip
+        low, high = self.range_lr
+        if not 0 < low < high < float("inf"):
+            raise ConfigError(
+                "optim.range_lr", [low, high], "must be a lower and a higher rate above 0",
+                "try [1e-5, 10.0]",
+            )  # fmt: skip
+        if self.range_steps < 2:
+            raise ConfigError("optim.range_steps", self.range_steps, "must be at least 2")
+
+    def _check_svrg(self) -> None:
+        if self.bits not in (8, 16):
+            raise ConfigError("optim.bits", self.bits, "must be 8 or 16", "try 8")
+        for name in ("halp_mu", "center_epochs"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"optim.{name}", getattr(self, name), "must be above 0")
+        if self.name not in OPTIMIZERS_OF_SVRG:
+            return
+        for name, wanted in (
+            ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
+            ("schedule_free", 0.0), ("scaling", "off"),
+        ):  # fmt: skip
+            if getattr(self, name) != wanted:
+                raise ConfigError(
+                    f"optim.{name}", getattr(self, name), f"{self.name} is not defined with it",
+                    f"set optim.{name} = {wanted!r}",
+                )  # fmt: skip
+        if self.schedule in CYCLES and self.cycle_momentum:
+            raise ConfigError(
+                "optim.cycle_momentum", list(self.cycle_momentum),
+                f"{self.name} is not defined with momentum", "set it to []",
+            )  # fmt: skip
+
+    def _check_batches(self) -> None:
+        if self.batch_rate not in BATCH_RATES:
+            raise ConfigError(
+                "optim.batch_rate",
+                self.batch_rate,
+                "unknown",
+                nearest(self.batch_rate, BATCH_RATES),
+            )
+        growth = self.batch_growth
+        if growth and self.scaling == "auto":
+            raise ConfigError(
+                "optim.scaling", "auto", "derives settings for one batch, but optim.batch_schedule "
+                "has several", "use 'off'",
+            )  # fmt: skip
+        if self.batch_limit is not None and (growth.factor == 1 or self.batch_limit < 1):
+            raise ConfigError(
+                "optim.batch_limit", self.batch_limit, "is the limit of a rule such as 'x4'",
+                "leave it out, or set optim.batch_schedule = 'x4'",
+            )  # fmt: skip
+        if growth.factor > 1 and self.schedule != "step":
+            raise ConfigError(
+                "optim.batch_schedule", self.batch_schedule,
+                f"grows the batch at optim.decay_epochs, which {self.schedule!r} does not have",
+                "use optim.schedule = 'step', or a list as in '0:256,8:1024'",
+            )  # fmt: skip
+
+    @property
+    def batch_growth(self) -> BatchGrowth:
+        """`batch_schedule`, read."""
+        return BatchGrowth.parse(self.batch_schedule)
+
     def _check_others(self) -> None:
         if self.arguments_table() and not self.is_class:
             raise ConfigError(
                 "optim.arguments", self.arguments, f"{self.name} takes none",
                 "it is for optim.name = 'module:Class'",
             )  # fmt: skip
+        if self.name in WITHOUT_KERNELS and self.fused == "triton":
+            raise ConfigError(
+                "optim.fused", self.fused, f"there are no kernels for {self.name}", "use 'auto'"
+            )
+        if self.in_half and self.name in WITHOUT_KERNELS:
+            raise ConfigError(
+                "optim.in_half", True, f"{self.name} has no such form", "use optim.name = 'lars'"
+            )
         if self.name in OPTIMIZERS_OF_SGD:
             return
         if self.in_half:

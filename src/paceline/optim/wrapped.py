@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, RunError
 from paceline.core.imports import first_line
-from paceline.optim.base import MasterOptimizer
+from paceline.optim.base import MasterOptimizer, tensor_bytes
 from paceline.optim.fused import FusedStep
 from paceline.optim.lars_foreach import put
 from paceline.optim.state import MASTER, Gates, Outcome, Row
@@ -193,6 +193,10 @@ class WrappedOptimizer(MasterOptimizer):
                 master.copy_(value)
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def state_bytes(self) -> int:
+        """Of the masters, and of the inner optimizer, whose state exists once it has stepped."""
+        return super().state_bytes() + sum(map(tensor_bytes, self.inner.state.values()))
 
     def prepare(self) -> None:
         """Creates the masters."""

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import LONGEST_S, SHORTEST_S
 from paceline.plan.cluster import Cluster, Link
+from paceline.plan.fusion_plan import ALL_TO_ALL
 from paceline.plan.schedules import algorithm, check_name
 from paceline.plan.steps import (
     Collective,
@@ -64,7 +65,8 @@ def all_reduce_s(name: str, cluster: Cluster, sizes: npt.ArrayLike) -> Seconds:
 
 def is_priced(name: str, cluster: Cluster) -> bool:
     """Whether there is a closed form, or few enough ranks to play the schedule."""
-    check_name(name, "--algorithm")
+    if name != ALL_TO_ALL:
+        check_name(name, "--algorithm")
     return name in COSTS or cluster.ranks <= PLAYED_RANKS
 
 
@@ -150,6 +152,14 @@ def _native(c: Cluster, m: Seconds) -> Seconds:
     return np.minimum(ring, tree)
 
 
+def _all_to_all(c: Cluster, m: Seconds) -> Seconds:
+    """Every rank sends each other one its chunk, twice; the ranks of a node share its links."""
+    p, link = c.ranks, c.slowest
+    shares = max(1.0, c.ranks_per_node / c.links) if c.nodes > 1 else 1.0
+    share = (p - 1) / p
+    return 2 * (p - 1) * link.alpha_s + share * m * (2 * shares * link.beta_s + c.gamma_s)
+
+
 COSTS: dict[str, Cost] = {
     "native": _native,
     "ring": _ring,
@@ -158,6 +168,7 @@ COSTS: dict[str, Cost] = {
     "halving_doubling": _halving_doubling,
     "tree": _tree,
     "central": _central,
+    ALL_TO_ALL: _all_to_all,
 }
 
 

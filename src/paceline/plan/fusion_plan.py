@@ -18,9 +18,22 @@ from paceline.core.flat_layout import DEFAULT_ALIGN
 
 # The more exact first: of two that end as soon, the earlier one is taken. float32 comes after auto,
 # because what is computed in 16 bits gains little from a wider sum and takes twice the bytes.
-WIRES = ("auto", "float32", "float16", "bfloat16")
-SHORT_WIRES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+WIRES = ("auto", "float32", "float16", "bfloat16", "int8", "float8_e4m3", "float8_e5m2")
+SHORT_WIRES = {
+    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3",
+    "e5m2": "float8_e5m2",
+}  # fmt: skip
+# No backend and no schedule can sum these: they have an all-reduce of their own, `ALL_TO_ALL`.
+EIGHT_BIT = ("int8", "float8_e4m3", "float8_e5m2")
+ALL_TO_ALL = "all_to_all"
+# Elements of an 8-bit format that share an fp32 scale.
+WIRE_BLOCK = 256
+_WIDTHS: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(
+    EIGHT_BIT, 1 + 4 / WIRE_BLOCK
+)
+# What quantizing an element takes, in casts from 32 to 16 bits and back: int8's on a CPU, where fp8's
+# takes two to five times that (records/2026-11-17_eight-bit-wires_2-core-cpu).
+_QUANTIZING_CASTS = 8
 # Beside the gradients travel, in fp32, six numbers of the step and one for each tensor.
 _SIGNALS = 11
 
@@ -150,8 +163,19 @@ def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
     """Bytes of the message with what is held in 16 bits and of that with the rest, and the elements
     that are cast there and back."""
     width = _WIDTHS.get(wire)
+    if wire in EIGHT_BIT:
+        return half * width, full * width, (half + full) * _QUANTIZING_CASTS
     cast = half * (width == 4) + full * (width == 2)
     return half * (width or 2), full * (width or 4), cast
+
+
+def wire_bytes(elements: int, dtype: str, wire: str) -> int:
+    """Of `elements` numbers of the format `dtype` on the wire, scales included."""
+    name = dtype if wire == "auto" else wire
+    if name in EIGHT_BIT:
+        return elements + 4 * -(-elements // WIRE_BLOCK)
+    # A format's name ends with its bits.
+    return elements * int("".join(c for c in name if c.isdigit())) // 8
 
 
 def padded(elements: Any) -> Any:

@@ -8,6 +8,7 @@ predict with it, and a run keeps in it what it executed. Each part may be missin
     [cluster]     ranks and nodes; and as probed: backend, device, hidden_cost, and the cost of a message
                   inside a node, [cluster.intra], and between nodes, [cluster.inter]
     [expected]    what the planner predicts for the plan, so that a run can be compared with it
+    [start_up]    what it predicts for the time before the first step, and the process groups
     [[buffer]]    the plan: tensors that travel together, algorithm, wire format
     [[sizes]]     which algorithm carries a buffer of which size
     [[measured]]  the medians of every size and algorithm
@@ -41,13 +42,14 @@ from paceline.plan.cluster import RANKS_LIMIT, Cluster, Link
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import MeasuredSize, SizeTable
+from paceline.plan.start_up import StartUp
 
 if TYPE_CHECKING:  # what reads a file needs no NumPy
     from paceline.plan.prediction import Prediction
     from paceline.plan.workload import Workload
 
 _SECTIONS = (
-    "why", "model", "cluster", "expected", "buffer", "sizes", "measured", "workload",
+    "why", "model", "cluster", "expected", "start_up", "buffer", "sizes", "measured", "workload",
 )  # fmt: skip
 # To bring an element into a 16-bit format and back. A core of this project's CPU machine takes 0.15 to
 # 0.5 ns, by size and format; a GPU moves 12 bytes, at 1 TB/s or more. Neither is worth measuring: a
@@ -224,6 +226,7 @@ class PlanFile:
     probed: ProbedCluster | None = None
     workload: Workload | None = None
     why: tuple[str, ...] = ()
+    start_up: StartUp | None = None
     path: str = field(default="", compare=False)
 
     @property
@@ -302,6 +305,8 @@ class PlanFile:
             tables["cluster"] = asdict(self.cluster)
         if self.expected is not None:
             tables["expected"] = self.expected.to_table()
+        if self.start_up is not None:
+            tables["start_up"] = self.start_up.to_table()
         if self.fusion is not None:
             tables |= self.fusion.to_table()
         if self.sizes is not None:
@@ -386,8 +391,9 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
     why = convert(tables.get("why", []), tuple[str, ...], "why")
     sizes = SizeTable.from_table(tables) if "sizes" in tables else None
     expected = Expected.from_table(tables.get("expected"))
+    start_up = StartUp.from_table(tables.get("start_up"))
     return PlanFile(
-        fusion, model, cluster, expected, sizes, measured, chosen, probed, workload, why
+        fusion, model, cluster, expected, sizes, measured, chosen, probed, workload, why, start_up
     )
 
 

@@ -19,12 +19,11 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.networks import analytic_workload, network
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict, slowest_of
+from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Affine, Workload
 
 # Interpreter, torch, model and first kernels of a rank, beside the ranks' meeting: an assumption.
 _PROCESS_START_S = 20.0
-# Measured on this project's CPU machine with up to 1,024 ranks: meeting, and 21 phases of agreement.
-_MEETING_S_PER_RANK = 0.3e-3 + 21 * 50e-6
 # The order of additions is worked out with memory in proportion to the square of the ranks.
 MOST_RANKS = 8192
 
@@ -120,6 +119,19 @@ class RehearseSettings:
             work = replace(work, input=Affine(0.0, 1 / self.input_images_per_s))
         return work
 
+    def start_up(self, plan: FusionPlan) -> StartUp:
+        """Meeting, agreement and process groups of the cluster's ranks."""
+        probed = (
+            PlanFile.read(Path(self.cluster), "rehearse.cluster").probed if self.cluster else None
+        )
+        algorithms = {
+            name for bucket in plan.buckets for name in (bucket.algorithm, bucket.beside_algorithm)
+        }
+        return StartUp.of(
+            self.nodes, self.gpus_per_node, algorithms, buckets=len(plan.buckets),
+            nccl=probed is None or probed.backend == "nccl",
+        )  # fmt: skip
+
     def place(self) -> Cluster:
         """The cluster's links."""
         if self.cluster:
@@ -196,7 +208,7 @@ def cluster_clock(
         )
     startup_s = settings.startup_s
     if startup_s is None:
-        startup_s = _PROCESS_START_S + _MEETING_S_PER_RANK * place.ranks
+        startup_s = _PROCESS_START_S + settings.start_up(plan).total_s
     return ClusterClock(
         ranks=place.ranks,
         step_s=step_s,

@@ -5,18 +5,21 @@ What is equal in all rows is in the caption instead of a column.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from paceline.core.units import UNKNOWN, format_duration, format_percent
+from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
-from paceline.report.html import document, figures, list_section, section
+from paceline.report.curves import MAX_POINTS, over_cluster_time, spans_decades
+from paceline.report.html import document, figures, link_to, list_section, section
 from paceline.report.quantities import count, loss, markup, number, plural, rate, text_of
-from paceline.report.run_page import MAX_POINTS, over_cluster_time, spans_decades
+from paceline.report.run_page import REPORT_NAME
 from paceline.report.tables import Table
 
 # Curves of a shorter run are cut into this many parts instead of epochs.
@@ -50,9 +53,13 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("val loss", lambda row: loss(row.val_loss)),
         _Column("images/s", lambda row: rate(row.images_per_s)),
         _Column("train time", lambda row: format_duration(row.train_s)),
-        _Column("cluster time", lambda row: _known(row.predicted_s, format_duration)),
-        _Column("cost", lambda row: _known(row.cost, number)),
-        _Column("kWh", lambda row: _known(row.energy_kwh, number)),
+        _Column("cluster time", lambda row: _shown(row.predicted_s, format_duration)),
+        _Column("cost", lambda row: _shown(row.cost, number)),
+        _Column("kWh", lambda row: _shown(row.energy_kwh, number)),
+        _Column("updates", _updates),
+        _Column("exposed", lambda row: _shown(row.exposed_s, format_duration)),
+        _Column("state B/param", _state, lambda row: f"{_state(row)} state bytes a parameter"),
+        _Column("sent/step", _sent, lambda row: f"{_sent(row)} sent in a step"),
         _Column("epochs", _epochs, lambda row: f"{_epochs(row)} epochs"),
         _Column(
             "batch",
@@ -70,9 +77,22 @@ def _columns(comparison: Comparison) -> list[_Column]:
     ]
 
 
-def _known(value: float | None, show: Callable[[float], str]) -> str:
+def _shown(value: float | None, show: Callable[[float], str]) -> str:
     """Empty where it is unknown: a column that is empty in every row is left out."""
     return "" if value is None else show(value)
+
+
+def _updates(row: CompareRow) -> str:
+    """Where the batch grows, epochs and batch do not tell them."""
+    return count(round(row.steps or 0)) if row.settings.get("optim.batch_schedule") else ""
+
+
+def _state(row: CompareRow) -> str:
+    return _shown(row.state_bytes_per_parameter, number)
+
+
+def _sent(row: CompareRow) -> str:
+    return _shown(row.exchange_bytes_per_step, format_bytes)
 
 
 def _top1(row: CompareRow) -> str:
@@ -129,7 +149,9 @@ def compare_caption(comparison: Comparison) -> str:
     common += [
         column.in_caption(first)
         for column in _columns(comparison)
-        if column.in_caption is not None and column.is_common(comparison.rows)
+        if column.in_caption is not None
+        and column.is_common(comparison.rows)
+        and column.cell(first)
     ]
     return "all: " + ", ".join(common) if common else ""
 
@@ -143,8 +165,8 @@ def differing_table(comparison: Comparison) -> Table:
     return Table.of("Settings that differ", ("row", *names), rows if names else [], {0})
 
 
-def runs_table(comparison: Comparison) -> Table:
-    """Each run on its own, with the label of its row."""
+def runs_table(comparison: Comparison, folder: Path | None = None) -> Table:
+    """Each run on its own, with the label of its row; on a page in `folder`, with links to reports."""
     rows = [
         (
             row.label,
@@ -160,7 +182,15 @@ def runs_table(comparison: Comparison) -> Table:
         for run in row.runs
     ]
     columns = ("row", "run", "seed", "top-1 %", "val loss", "images/s", "train time", "state")
-    return Table.of("Runs", columns, rows, {0, 1, 7})
+    table = Table.of("Runs", columns, rows, {0, 1, 7})
+    if folder is None:
+        return table
+    reports = (run.path / REPORT_NAME for row in comparison.rows for run in row.runs)
+    links = tuple(
+        link_to(os.path.relpath(report.resolve(), folder.resolve())) if report.is_file() else ""
+        for report in reports
+    )
+    return replace(table, links=links[: len(table.rows)], link_column=1)
 
 
 def compare_markdown(comparison: Comparison) -> str:
@@ -211,6 +241,10 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "predicted_s_median": row.predicted_s,
         "cost_median": row.cost,
         "energy_kwh_median": row.energy_kwh,
+        "steps_median": row.steps,
+        "exposed_s_median": row.exposed_s,
+        "state_bytes_per_parameter": row.state_bytes_per_parameter,
+        "exchange_bytes_per_step": row.exchange_bytes_per_step,
         "epochs_done_min": low,
         "epochs_done_max": high,
         "epochs_planned": row.epochs_planned,
@@ -234,8 +268,8 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Table, charts, settings and runs as one HTML page."""
+def render_comparison(comparison: Comparison, folder: Path | None = None) -> str:
+    """Table, charts, settings and runs as one HTML page; in `folder` it links to the runs' reports."""
     runs = sum(len(row.runs) for row in comparison.rows)
     title = f"Comparison of {plural(runs, 'run')} in {plural(len(comparison.rows), 'row')}"
     return document(
@@ -247,7 +281,7 @@ def render_comparison(comparison: Comparison) -> str:
             figures(compare_charts(comparison)),
             list_section("Notes", comparison.notes),
             section("Settings that differ", [differing_table(comparison)]),
-            section("Runs", [runs_table(comparison)]),
+            section("Runs", [runs_table(comparison, folder)]),
             "<footer>Paceline comparison</footer>",
         ],
     )

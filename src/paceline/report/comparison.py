@@ -17,6 +17,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.report.bottleneck import ExposedWaits
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.outcome import Rehearsed
 from paceline.report.quantities import plural, text_of
@@ -113,6 +114,24 @@ class CompareRow:
     @property
     def _rehearsed(self) -> list[Rehearsed]:
         return [found for run in self.runs if (found := run.outcome.rehearsed) is not None]
+
+    @property
+    def steps(self) -> float | None:
+        """Updates."""
+        return _median(run.outcome.steps or None for run in self.runs)
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Of a step; None for runs of one rank."""
+        return _median(ExposedWaits.of(run.files).exposed_s for run in self.runs)
+
+    @property
+    def state_bytes_per_parameter(self) -> float | None:
+        return _median(run.outcome.state_bytes_per_parameter for run in self.runs)
+
+    @property
+    def exchange_bytes_per_step(self) -> float | None:
+        return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
 
     @property
     def skipped_steps(self) -> int:

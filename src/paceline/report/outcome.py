@@ -91,10 +91,16 @@ class Outcome:
     read_retries: int
     damaged_cache_entries: int
     noise_scale: float | None = None
+    state_bytes_per_parameter: float | None = None
+    exchange_bytes_per_step: float | None = None
     rehearsed: Rehearsed | None = None
 
     @classmethod
     def of(cls, run: RunFiles) -> Outcome:
+        return run.derived((cls,), lambda: cls._of(run))
+
+    @classmethod
+    def _of(cls, run: RunFiles) -> Outcome:
         summary, start, steps = run.summary or {}, run.start, run.of_kind("step")
         top1, top5 = run.points("eval", "top1"), run.points("eval", "top5")
         speeds, noise = run.values("step", "images_per_s"), run.values("step", "noise_scale")
@@ -131,6 +137,8 @@ class Outcome:
             read_retries=integer(counters, "read_retries") or 0,
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
             noise_scale=first("noise_scale", noise[-1] if noise else None),
+            state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
+            exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
             rehearsed=Rehearsed.of(run),
         )
 

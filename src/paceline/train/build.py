@@ -7,7 +7,7 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,25 +19,32 @@ from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.events import Event, NoteEvent, Observer
-from paceline.data import BatchPlan, Source, create_train_loader, describe_channels
+from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
+from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader, describe_channels
 from paceline.models.freeze import count_frozen
 from paceline.models.names import MODEL_NAMES
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
-from paceline.optim.build import LrSchedule
+from paceline.optim.batch_growth import describe_stages
+from paceline.optim.schedule import LrSchedule
+from paceline.optim.settings import ANCHORED, OptimSettings
+from paceline.optim.svrg import SVRG
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
+from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
+from paceline.train.fast_path import describe_norms, eager_norms, share_norms
 from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
     agree_on_inputs,
     apply_scaling,
+    batch_stages,
     eval_batch,
     read_checkpoint,
+    refuse_with_svrg,
     requested_batch,
     resolve_batch_sizes,
 )
@@ -54,10 +61,10 @@ from paceline.train.model_checks import (
 from paceline.train.observers import RunTrace
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
-from paceline.train.step import TrainStep
+from paceline.train.shares import with_shares
+from paceline.train.step import Anchors, TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.weights import fingerprint
 
 
 @dataclass(kw_only=True)
@@ -78,11 +85,13 @@ class Training:
     source: Source
     validation: Source
     store: CheckpointStore
+    writer: CheckpointWriter
     progress: Progress
     stop: StopSignals
     plan_file: PlanFile
     trace: RunTrace
     chosen: dict[str, str]
+    make_loader: Callable[[BatchPlan, int], TrainBatches]
     # Of a rehearsal, where the planner knows the cluster's times.
     clock: ClusterClock | None = None
     observers: list[Observer] = field(default_factory=list)
@@ -107,10 +116,34 @@ class Training:
                     "free space or choose another --output, then --resume auto",
                 )
 
+    def divide_again(self, plan: BatchPlan) -> None:
+        """Goes on with other shares of the global batch. Between steps, on all ranks."""
+        self.step.loader.close()
+        self.step.loader = self.group.agree_on(
+            "loader", lambda: self.make_loader(plan, self.progress.step)
+        )
+        self.plan = self.step.plan = plan
+        self.state = replace(self.state, batches=plan)
+
     def check_folder(self) -> None:
         """Before rank 0 writes: raises if the folder is gone or another process has taken it over."""
         if self.lock is not None:
             self.lock.check()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Reports a checkpoint that has been written since the last call; with `wait`, also the one that
+        is being written. A write error fails the run at the next step."""
+        written = self.writer.take_written(wait=wait)
+        if written is None:
+            return
+        if written.error is not None:
+            self.step.fault = written.error
+            return
+        self.emit(
+            CheckpointEvent(
+                written.step, str(written.path), written.save_s, written.best, written.stall_s
+            )
+        )
 
     def write_trace(self) -> None:
         """All ranks send their spans, and rank 0 writes them. A write error fails the run at the next
@@ -150,15 +183,13 @@ def build(
     _check_rehearsal(config, group)
     ranks = _ranks(config, group)
     resolve_batch_sizes(*requested_batch(config, ranks))
+    refuse_with_svrg(config, components, group.device.type)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)
-        asked_for = config
-        config, scaling = group.agree_on(
-            "scaling",
-            lambda: apply_scaling(asked_for, samples, ranks, own_optimizer=given),
-        )
-        asked = (config.run.global_batch_size, config.run.batch_size, ranks)
+        # Refused alike on all ranks, which have agreed on the settings and on the data.
+        config, scaling = apply_scaling(config, samples, ranks, own_optimizer=given)
+        asked = requested_batch(config, ranks)
         sizes = resolve_batch_sizes(*asked, samples=samples)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
@@ -188,23 +219,25 @@ def _assemble(
         global_batch=sizes.global_batch,
         micro_batch=sizes.micro_batch,
         world_size=_ranks(config, group),
+        growth=batch_stages(config.optim, sizes, _ranks(config, group)),
     )
     peak = config.optim.peak_lr(sizes.global_batch)
-    schedule = LrSchedule(config.optim, peak, plan.total_steps, plan.samples / plan.global_batch)
-    model, pretrained = group.agree_on(
-        "model", lambda: _create_model(config, source, group, components)
-    )
-    model_notes = _check_model(config, model, source, sizes, group, components)
-    graphs_config = _graphs_for(config, model_notes, group)
+    schedule = create_schedule(config.optim, peak, plan)
+    with group.phase("model"):
+        model, pretrained = _create_model(config, source, group, components)
+        model_notes = _check_model(config, model, source, sizes, group, components)
+    if isinstance(components.model, nn.Module):
+        model_notes += filter(None, [share_weights(model, group)])
+    norm_group = share_norms(config, model, group)
+    graphs_config = _graphs_for(eager_norms(config, norm_group), model_notes, group)
     parts = create_parts(
         graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
-        accumulate=sizes.accumulation > 1,
+        accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
         pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
-        steps_per_epoch=schedule.steps_per_epoch, components=components,
+        steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
-    start = {"initial weights": fingerprint(model)}
-    group.agree("start", facts=start, remedy="use the same --pretrained file and versions")
+    plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
 
     clock = _cluster_clock(config, parts, plan, inputs)
     runner: list[CallbackRunner] = []
@@ -212,23 +245,24 @@ def _assemble(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
-        average=parts.average, group=group,
+        average=parts.average, group=group, memory=parts.exchange.memory,
         callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
-    if checkpoint is not None and folder.resume_from is not None:
-        path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
-        progress = group.agree_on(
-            "resume", lambda: state.restore(checkpoint, path, elsewhere=elsewhere)
-        )
-    loader = group.agree_on(
-        "loader",
-        lambda: create_train_loader(
-            source, plan, config.data, seed=config.run.seed, rank=_computed_ranks(parts, group),
-            first_step=progress.step, device=group.device, augment=components.augment,
-        ),
-    )  # fmt: skip
-    step = create_step(config, parts, loader, plan, group, stop, components)
+
+    def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
+        return create_train_loader(
+            source, batches, config.data, seed=config.run.seed, rank=_computed_ranks(parts, group),
+            first_step=first_step, device=group.device, augment=components.augment,
+        )  # fmt: skip
+
+    with group.phase("loader"):
+        if checkpoint is not None and folder.resume_from is not None:
+            path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
+            progress = state.restore(checkpoint, path, elsewhere=elsewhere)
+        loader = make_loader(plan, progress.step)
+    anchors = _anchors(config, source, plan, parts, group, components)
+    step = create_step(config, parts, loader, plan, group, stop, components, norm_group, anchors)
     buffers = parts.exchange.bucket_info()
     group.name_buckets(buffers)
     trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
@@ -245,9 +279,13 @@ def _assemble(
         **_data_notes(config, inputs, components, loader.describe()),
         **parts.describe(),
         "batch": sizes.describe(plan.world_size),
+        **({"shares": shares} if shares else {}),
         "peak_lr": f"{peak:g}",
         **({"scaling": scaling} if scaling else {}),
+        **_describe_anchors(anchors),
+        **describe_norms(config, group, norm_group),
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
+        **({"exchange state": "; ".join(state.notes)} if state.notes else {}),
         **_describe_rehearsal(config, clock),
         **_given_objects(components),
     }
@@ -255,8 +293,9 @@ def _assemble(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
-        trace=trace, chosen=chosen, clock=clock,
+        trace=trace, chosen=chosen, make_loader=make_loader, clock=clock,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        writer=CheckpointWriter(background=config.checkpoint.background),
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:
@@ -279,8 +318,6 @@ def _check_rehearsal(config: RunConfig, group: Group) -> None:
             f"a rehearsal runs in one process, and this job has {group.world_size}",
             "start it without a launcher",
         )  # fmt: skip
-    if config.rehearse.ranks and config.run.trace:
-        raise ConfigError("run.trace", True, "a rehearsal has no exchange to trace", "leave it out")
 
 
 def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:
@@ -315,6 +352,43 @@ def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[s
     return {
         "rehearsal": f"of {settings.ranks:,} ranks on {settings.nodes:,} node(s), in one process",
         "clock": unknown if clock is None else clock.describe(),
+    }
+
+
+def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
+    """The schedule in time units of the plan's first batch."""
+    per_epoch = plan.samples / plan.global_batch
+    if not plan.growth:
+        return LrSchedule(settings, peak, plan.total_steps, per_epoch)
+    return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
+
+
+def _anchors(
+    config: RunConfig, source: Source, plan: BatchPlan, parts: StepParts, group: Group,
+    components: Components,
+) -> Anchors | None:  # fmt: skip
+    """The full-gradient passes of SVRG and its relatives; None for other optimizers."""
+    optimizer = parts.optimizer
+    if not isinstance(optimizer, SVRG) or not optimizer.anchored:
+        return None
+    # As many micro-batches to a step as there are ranks: only their sum counts.
+    whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
+
+    def loader() -> TrainBatches:
+        return create_train_loader(
+            source, whole, config.data, seed=config.run.seed, rank=group.rank, first_step=0,
+            device=group.device, augment=components.augment,
+        )  # fmt: skip
+
+    interval = max(1, round(config.optim.center_epochs * plan.steps_per_epoch))
+    return Anchors(optimizer, interval, whole, loader)
+
+
+def _describe_anchors(anchors: Anchors | None) -> dict[str, str]:
+    if anchors is None:
+        return {}
+    return {
+        "full gradient": f"every {anchors.interval:,} steps, over {anchors.plan.samples:,} images"
     }
 
 
@@ -368,24 +442,17 @@ def _check_model(
     config: RunConfig, model: nn.Module, source: Source, sizes: BatchSizes, group: Group,
     components: Components,
 ) -> list[str]:  # fmt: skip
-    """Notes on a model that Paceline has not made; all ranks fail with one line where it cannot be
-    trained."""
+    """Notes on a model that Paceline has not made; raises where it cannot be trained."""
     if is_own(model) and components.model is None:
         return []
     pixels = config.data.image_size
-    notes = group.agree_on(
-        "model check",
-        lambda: check_model(
-            model, (sizes.micro_batch, config.data.channels, pixels, pixels),
-            config.model.num_classes or len(source.classes),
-            own_loss=components.loss is not None or config.run.loss not in LOSSES,
-            ranks=_ranks(config, group),
-            nhwc=config.run.channels_last,
-        ),
+    return check_model(
+        model, (sizes.micro_batch, config.data.channels, pixels, pixels),
+        config.model.num_classes or len(source.classes),
+        own_loss=components.loss is not None or config.run.loss not in LOSSES,
+        ranks=_ranks(config, group),
+        nhwc=config.run.channels_last,
     )  # fmt: skip
-    if isinstance(components.model, nn.Module):
-        notes = [*notes, *filter(None, [share_weights(model, group)])]
-    return notes
 
 
 def _given_objects(components: Components) -> dict[str, str]:
@@ -457,7 +524,8 @@ def _optional_notes(
     notes = {
         "warm-up": schedule.describe_cut(),
         "noise scale": _describe_noise_scale(config, plan),
-        "average": parts.average.describe(schedule.steps_per_epoch) if parts.average else "",
+        "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
+        "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": "; ".join(filter(None, (folder.note, salvaged))),
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",

@@ -15,6 +15,7 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
 VERSION = 3
-_READABLE = (2, 3)  # 2 has no average
+_WITH_EXCHANGE = 4  # a checkpoint with the state of an exchange, which other runs do not have
+_READABLE = (2, 3, 4)  # 2 has no average
+# Parts that a checkpoint may lack.
+_OPTIONAL = ("average", "exchange")
 _FOREIGN = "load weights of other programs with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
 _TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
@@ -51,7 +55,8 @@ class Checkpoint:
 
     Schedule, data order and random numbers are pure functions of configuration and step; `sampler`,
     `schedule` and `rng` describe them for readers and are checked on resuming. `average` is the state
-    of `WeightAverage`, empty without one; `callbacks` that of the user's callbacks on rank 0.
+    of `WeightAverage`, empty without one; `callbacks` that of the user's callbacks on rank 0; `exchange`
+    what the gradient exchange remembers on each rank, empty for most.
     """
 
     progress: dict[str, Any]
@@ -70,6 +75,7 @@ class Checkpoint:
     versions: dict[str, str]
     average: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    exchange: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -82,10 +88,23 @@ class Checkpoint:
         rank = self.batch_norm.get("only_rank")
         return None if rank is None else int(rank)
 
+    def with_tensors(self, change: Callable[[Tensor, tuple[Any, ...]], Tensor]) -> Checkpoint:
+        """With each tensor replaced by `change(tensor, its place)`, in new dictionaries and lists."""
+        names = self.__dataclass_fields__
+        parts = {name: _changed(getattr(self, name), change, (name,)) for name in names}
+        return Checkpoint(**parts)
+
+    def on_host(self) -> Checkpoint:
+        """With all tensors in host memory, where those of a CPU are not copied."""
+        return self.with_tensors(lambda value, _: value.detach().cpu())
+
     def to_bytes(self) -> memoryview:
         buffer = io.BytesIO()
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        head = {"format": FORMAT, "version": VERSION, "sha256": content_hash(table)}
+        if not self.exchange:
+            del table["exchange"]
+        version = _WITH_EXCHANGE if self.exchange else VERSION
+        head = {"format": FORMAT, "version": version, "sha256": content_hash(table)}
         torch.save({**head, **table}, buffer)
         return buffer.getbuffer()
 
@@ -125,15 +144,28 @@ class Checkpoint:
         return cls(**parts)
 
 
+def _changed(
+    value: Any, change: Callable[[Tensor, tuple[Any, ...]], Tensor], where: tuple[Any, ...]
+) -> Any:
+    if isinstance(value, Tensor):
+        return change(value, where)
+    if isinstance(value, dict):
+        return {key: _changed(item, change, (*where, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        made = (_changed(item, change, (*where, n)) for n, item in enumerate(value))
+        return list(made) if isinstance(value, list) else tuple(made)
+    return value
+
+
 def _check_types(parts: dict[str, Any], path: Path) -> None:
     """A correct SHA-256 is not enough: another program may have written the file."""
     step = parts["progress"].get("step") if isinstance(parts.get("progress"), dict) else None
     wrong = [
         name
         for name in Checkpoint.__dataclass_fields__
-        if name != "average" and type(parts.get(name)) is not _TYPES.get(name, dict)
+        if type(parts.get(name, {} if name in _OPTIONAL else None)) is not _TYPES.get(name, dict)
     ]
-    if wrong or not is_count(step) or not isinstance(parts.get("average", {}), dict):
+    if wrong or not is_count(step):
         what = wrong[0] if wrong else "progress.step"
         raise CheckpointError(f"{path} is invalid: {what} is missing or of another type", _OLDER)
 

@@ -42,8 +42,9 @@ from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
+from paceline.train.eval_details import EvalDetails
 from paceline.train.fast_path import triton_problem
-from paceline.train.inputs import common_settings
+from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.model_checks import find_logits, forward_error, make_model
@@ -75,13 +76,14 @@ def evaluate(
     corrupt_limit: int | None = None,
     classes: int | None = None,
     loss_function: TrainingLoss | None = None,
+    details: EvalDetails | None = None,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
     Without a `loss_function` the reported loss is cross-entropy.
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
     they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
-    outputs of a model that has several.
+    outputs of a model that has several. `details` collects what was wrong.
     """
     started = time.perf_counter()
     modes = [(module, module.training) for module in model.modules()]
@@ -110,6 +112,8 @@ def evaluate(
                 correct5 += ranked.sum()
                 whole = isinstance(loss_function, OwnLoss) and loss_function.in_evaluation
                 loss += loss_function.evaluated(found if whole else outputs, labels)
+                if details is not None:
+                    details.add(outputs, labels, batch.images)
                 seen += len(labels)
                 corrupt += batch.corrupt
     except (PacelineError, RuntimeError, MemoryError) as error:
@@ -199,23 +203,17 @@ def evaluate_file(
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
-    with Group(topology, config.comm, device, shared=shared) as group:
-        source = group.agree_on(
-            "data", lambda: _open_validation(config, checkpoint, path, components)
-        )
-        model = group.agree_on(
-            "model", lambda: restore_model(config, checkpoint, path, components)
-        ).to(group.device)
-        policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
-        allow_tf32(config.precision)
-        policy.convert(model)
-        loader = group.agree_on(
-            "loader",
-            lambda: create_eval_loader(
+    with Group(topology, config.comm, device, shared=shared, versions=shared_versions()) as group:
+        with group.phase("evaluation"):
+            source = _open_validation(config, checkpoint, path, components)
+            model = restore_model(config, checkpoint, path, components).to(group.device)
+            policy = choose_policy(config.precision, group.device)
+            allow_tf32(config.precision)
+            policy.convert(model)
+            loader = create_eval_loader(
                 source, config.data, rank=group.rank, world_size=group.world_size,
                 batch_size=batch_size, device=group.device,
-            ),
-        )  # fmt: skip
+            )  # fmt: skip
         limit = allowed_corrupt(config.data.max_corrupt_share, len(source))
         normalize = Normalizer(
             config.data.mean, config.data.std, config.data.channels, policy.dtype,

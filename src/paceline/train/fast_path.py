@@ -3,7 +3,7 @@
 `choose_fast_path` returns the function that computes a forward pass, whether micro-steps are captured
 in CUDA graphs, and a description of what was chosen. A switch that cannot be obeyed is refused.
 `try_fast_path` runs it once: what was chosen automatically and does not work with this model is left out
-on all ranks, and said.
+on all ranks, and said. `share_norms` makes batch norms that compute over several ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.config import RunSettings
+from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.models.factories import describe
 from paceline.models.resnet import PADDED_CHANNELS, ResidualBlock, fuse_norms, use_torch_norms
+from paceline.models.synced_norm import NormGroup, keep_last_statistics, synchronize_norms
 from paceline.train.machine import out_of_memory
 from paceline.train.micro_step import compile_reason, is_compile_error
 
@@ -243,3 +244,53 @@ def triton_problem(device: torch.device) -> str:
     except Exception as error:  # noqa: BLE001  (compilers and drivers raise what they like)
         lines = str(error).splitlines()
         return f"no kernel can be built: {lines[0][:160] if lines else type(error).__name__}"
+
+
+def share_norms(config: RunConfig, model: nn.Module, group: Group) -> NormGroup | None:
+    """Batch norms of the settings `model.norm_group` and `model.norm_statistics`."""
+    if config.model.norm_statistics == "last" and not keep_last_statistics(model):
+        raise ConfigError(
+            "model.norm_statistics", "last", "this model has no batch norm", "leave it out"
+        )
+    size = config.model.norm_group
+    if size == 1:
+        return None
+    if group.world_size % size:
+        raise ConfigError(
+            "model.norm_group", size, f"does not divide the {group.world_size} rank(s)",
+            "use a divisor of the number of ranks, or 1",
+        )  # fmt: skip
+    shared = NormGroup(size, group.create_subgroup(size, config.comm.timeout_s))
+    if not synchronize_norms(model, shared):
+        raise ConfigError("model.norm_group", size, "this model has no batch norm", "use 1")
+    return shared
+
+
+def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
+    """Without the fast forms of a pass that cannot hold a collective of their own."""
+    if norm_group is None:
+        return config
+    run = config.run
+    for name, value, allowed in (
+        ("fused_norm", run.fused_norm, ("auto", "off")),
+        ("compile", run.compile, ("auto", "off")),
+        ("cuda_graphs", run.cuda_graphs, ("auto", "off")),
+    ):
+        if value not in allowed:
+            raise ConfigError(
+                f"run.{name}", value, f"cannot be used with model.norm_group = {norm_group.size}",
+                "use 'auto', or model.norm_group=1",
+            )  # fmt: skip
+    return config.with_values(
+        {"run.fused_norm": "off", "run.compile": "off", "run.cuda_graphs": "off"}
+    )
+
+
+def describe_norms(config: RunConfig, group: Group, norm_group: NormGroup | None) -> dict[str, str]:
+    notes = []
+    if norm_group is not None:
+        count = group.world_size // norm_group.size
+        notes.append(f"statistics over {count} group(s) of {norm_group.size} ranks")
+    if config.model.norm_statistics == "last":
+        notes.append("evaluation with the statistics of the last micro-batches")
+    return {"batch norm": "; ".join(notes)} if notes else {}

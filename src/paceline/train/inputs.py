@@ -17,8 +17,10 @@ import numpy.typing as npt
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
-from paceline.data import Source, open_data
+from paceline.data import OpenedFiles, Source, open_data
+from paceline.optim.batch_growth import Stages
 from paceline.optim.scaling import Recipe, Target, scale_recipe
+from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -93,7 +95,8 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
     """What `resolve_batch_sizes` checks before the data is open: `optim.scaling` chooses the micro-batch
     unless the user gave it."""
     chosen = config.optim.scaling == "auto" and "run.batch_size" not in config.optim.scaling_keeps
-    return config.run.global_batch_size, None if chosen else config.run.batch_size, ranks
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    return first, None if chosen else config.run.batch_size, ranks
 
 
 def apply_scaling(
@@ -124,7 +127,61 @@ def apply_scaling(
     )  # fmt: skip
     scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
-    return config.with_values({**values, "optim.scaling": "off"}), scaling.describe()
+    # The result is a recipe of its own, known for its own batch.
+    applied: dict[str, object] = {
+        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
+        "optim.scaling_keeps": [],
+    }  # fmt: skip
+    return config.with_values(values | applied), scaling.describe()
+
+
+def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
+    """The (epoch, global batch) that `optim.batch_schedule` adds to the first batch."""
+    unit = sizes.micro_batch * world_size
+    epochs, limit = settings.decay_epochs, settings.batch_limit
+    return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
+
+
+def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> None:
+    """Raises ConfigError for settings that contradict SVRG and its relatives: fixed-point weights are
+    no half-precision weights, and a full gradient is that of a fixed function of the samples."""
+    name = config.optim.name
+    if name not in OPTIMIZERS_OF_SVRG:
+        return
+    if config.precision.amp_dtype not in ("fp32", *(["auto"] if device == "cpu" else [])):
+        raise ConfigError(
+            "precision.amp_dtype", config.precision.amp_dtype, f"{name} computes in fp32",
+            "use --amp-dtype fp32",
+        )  # fmt: skip
+    if name not in ANCHORED:
+        return
+    reason = f"{name} needs the same gradient of a sample in every pass"
+    data = config.data
+    for field, value, fixed in (
+        ("data.augment", data.augment, "none"),
+        ("data.flip", data.flip, False),
+        ("data.cutout", data.cutout, 0),
+        ("data.color_jitter", data.color_jitter, (0.0, 0.0, 0.0, 0.0)),
+        ("run.mixup", config.run.mixup, 0.0),
+        ("run.cutmix", config.run.cutmix, 0.0),
+        # It would measure the noise of differences.
+        ("run.noise_scale", config.run.noise_scale, False),
+    ):
+        if value != fixed:
+            shown = str(fixed).lower() if isinstance(fixed, bool) else fixed
+            raise ConfigError(field, value, reason, f"use {field}={shown}")
+    if data.randaugment[0]:
+        raise ConfigError("data.randaugment", data.randaugment, reason, "use [0, 9]")
+    for own in ("augment", "device_augment"):
+        if getattr(components, own) is not None:
+            raise ConfigError(
+                own, None, f"{reason}; an own augmentation may be random", "leave it out"
+            )
+    if config.model.norm_group > 1:
+        raise ConfigError(
+            "model.norm_group", config.model.norm_group, f"{name} has passes that ranks do not make "
+            "together", "use 1",
+        )  # fmt: skip
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:
@@ -177,23 +234,58 @@ class RunInputs:
 
 
 def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> RunInputs:
-    """Opens the data and the run folder on this rank, together with all others."""
-    facts = common_settings(config)
-    facts |= {f"version of {name}": v for name, v in versions().items() if name != "cuda"}
-    group.agree("configuration", facts=facts)
-    source, validation = group.agree_on("data", lambda: _open_data(config, components))
-    labels = _digest(source.labels)
-    if config.data.shuffle == "shards":
-        sizes = np.array(source.shard_sizes or (), dtype=np.int64)
-        labels += f", shards {_digest(sizes)}"
-    facts = {
-        "training images": len(source),
-        "training labels (digest)": labels,
-        "validation images": len(validation),
-        "validation labels (digest)": _digest(validation.labels),
-    }
-    group.agree("data set", facts=facts, remedy="use the same data")
-    return RunInputs(source, validation, labels, *_agree_on_folder(config, group))
+    """Opens the data and the run folder on this rank, together with all others. The first rank of each
+    host opens the data, and the others use what it found out about the files (`OpenedFiles`)."""
+    found: tuple[Source, Source] | None = None
+    claimed: tuple[RunFolder, RunLock] | None = None
+    with contextlib.ExitStack() as undo:
+        with group.phase("inputs"):
+            if group.rank == group.host_leader or not _is_on_disk(config, components):
+                opened = OpenedFiles(config.data)
+                found = _open_data(config, components, opened)
+                _share(opened, group, undo)
+            if group.rank == 0:
+                claimed = claim_run_folder(config, restarted=group.restarted)
+                undo.enter_context(claimed[0].discarded_on_error())
+                undo.enter_context(claimed[1].released_on_error())
+        with group.phase("data set") as same:
+            if found is None:
+                found = _open_data(config, components, _shared_files(config, group))
+            source, validation = found
+            labels = _digest(source.labels)
+            if config.data.shuffle == "shards":
+                sizes = np.array(source.shard_sizes or (), dtype=np.int64)
+                labels += f", shards {_digest(sizes)}"
+            facts = {
+                "training images": len(source),
+                "training labels (digest)": labels,
+                "validation images": len(validation),
+                "validation labels (digest)": _digest(validation.labels),
+            }
+            same.compare(facts, "use the same data")
+        folder = _broadcast_folder(claimed[0] if claimed else None, group)
+    return RunInputs(source, validation, labels, folder, claimed[1] if claimed else None)
+
+
+def _is_on_disk(config: RunConfig, components: Components) -> bool:
+    given = components.train_data is not None
+    return not given and config.data.source not in ("synthetic", "embedded")
+
+
+def _share(opened: OpenedFiles, group: Group, undo: contextlib.ExitStack) -> None:
+    """Lets the other ranks of this host know what this one has found; removed after the next phase."""
+    leads = group.shares_host and group.rank == group.host_leader
+    path = opened.write() if leads else None
+    if path is not None:
+        undo.callback(path.unlink, missing_ok=True)
+        group.post_to_host("data", str(path))
+
+
+def _shared_files(config: RunConfig, group: Group) -> OpenedFiles | None:
+    """What the first rank of this host has found; None where that cannot be used: this rank then opens
+    the data itself."""
+    path = group.read_of_host("data")
+    return OpenedFiles.read(Path(path), config.data) if path else None
 
 
 def _digest(values: npt.NDArray[np.int64]) -> str:
@@ -207,8 +299,16 @@ def common_settings(config: RunConfig) -> dict[str, object]:
     return {name: value for name, value in config.flat().items() if name not in own}
 
 
-def _open_data(config: RunConfig, components: Components) -> tuple[Source, Source]:
-    source, validation = open_data(config.data, components.train_data, components.val_data)
+def shared_versions() -> dict[str, str]:
+    """Of the software that must be the same on all ranks."""
+    return {name: version for name, version in versions().items() if name != "cuda"}
+
+
+def _open_data(
+    config: RunConfig, components: Components, opened: OpenedFiles | None
+) -> tuple[Source, Source]:
+    given = components.train_data, components.val_data
+    source, validation = open_data(config.data, *given, opened=opened)
     if list(source.classes) != list(validation.classes):
         raise DataError(
             f"training has {len(source.classes)} classes, validation {len(validation.classes)}, "
@@ -224,23 +324,11 @@ def _open_data(config: RunConfig, components: Components) -> tuple[Source, Sourc
     return source, validation
 
 
-def _agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLock | None]:
-    """Rank 0 chooses and locks the folder, and broadcasts it."""
-    folder: RunFolder | None = None
-    lock: RunLock | None = None
-    error: PacelineError | None = None
-    if group.rank == 0:
-        try:
-            folder, lock = claim_run_folder(config, restarted=group.restarted)
-        except PacelineError as caught:
-            error = caught
-    with _released_on_error(lock):
-        group.agree("run folder", error)
-        chosen = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
-        path, _, resume = group.broadcast_bytes(chosen).decode().partition("\n")
-    if folder is not None:
-        return folder, lock
-    return RunFolder(Path(path), Path(resume) if resume else None), None
+def _broadcast_folder(folder: RunFolder | None, group: Group) -> RunFolder:
+    """The one that rank 0 has chosen and locked."""
+    chosen = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
+    path, _, resume = group.broadcast_bytes(chosen).decode().partition("\n")
+    return folder or RunFolder(Path(path), Path(resume) if resume else None)
 
 
 def _released_on_error(lock: RunLock | None) -> contextlib.AbstractContextManager[None]:

@@ -10,29 +10,33 @@ import math
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from paceline.core.errors import PacelineError
+from paceline.config import changed_settings
+from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import (
-    CheckpointEvent,
     EvalEvent,
     NoteEvent,
     StartEvent,
     StepEvent,
-    StopEvent,
     TrustEvent,
 )
 from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.train.build import Training
+from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
+from paceline.train.eval_details import EvalDetails, wants_details
 from paceline.train.evaluate import evaluate
 from paceline.train.inputs import eval_batch
-from paceline.train.machine import hardware, versions
+from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
+from paceline.train.run_state import shared_weights
+from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
 
@@ -65,8 +69,11 @@ class TrainingLoop:
         self._rank_times: RankTimes | None = None
         if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
             self._rank_times = RankTimes(group, training.emit)
+        self._rebalance = Rebalance(group) if settings.rebalance else None
         self._save_owed = False
-        self._load, self._overload_noted = HostLoad(), False
+        # Of many ranks, the first of a host notes that it is overloaded.
+        notes = self._rank_times is None or group.rank == group.host_leader
+        self._load, self._overload_noted = HostLoad(), not notes
         self._noise = NoiseScale(*training.progress.noise)
 
     def run(self) -> RunResult:
@@ -76,18 +83,20 @@ class TrainingLoop:
             StartEvent(
                 step=progress.step,
                 total_steps=t.plan.total_steps,
-                steps_per_epoch=t.schedule.steps_per_epoch,
+                steps_per_epoch=t.plan.steps_per_epoch,
                 world_size=t.plan.world_size,
                 global_batch_size=t.plan.global_batch,
                 resumed_from=str(t.folder.resume_from) if t.folder.resume_from else None,
                 chosen=t.chosen,
                 versions=versions(),
                 hardware=hardware(t.group.device),
+                command=command_line(),
+                changed=changed_settings(t.config),
             )
         )
-        if self._callback_error is not None:
+        if t.callbacks is not None and t.callbacks.error is not None:
             # The first exchange tells all ranks, and its step leaves no trace.
-            t.step.fault = self._callback_error
+            t.step.fault = t.callbacks.error
         if t.clock is not None and progress.step == 0:
             progress.predicted_s = t.clock.startup_s
         if t.folder.resume_from is not None and t.saved_step < 0:
@@ -104,46 +113,25 @@ class TrainingLoop:
         self._gather_times()
         if t.saved_step != progress.step:
             self._save(best=False)
+        t.finish_save()
         t.write_trace()
-        # A callback that failed is reported here, after the save, so that no step is lost.
-        t.group.agree("end", t.step.fault or self._callback_error)
-        self._note_not_finite()
-        t.emit(StopEvent(step=progress.step, reason=result.stopped_by))
         return result
-
-    def _note_not_finite(self) -> None:
-        """The last line of a run whose numbers are of no use."""
-        progress = self._t.progress
-        evaluated = progress.evaluated_step == progress.step and progress.val_loss is not None
-        what = "" if progress.loss_finite else "training"
-        if evaluated and not math.isfinite(progress.val_loss or 0.0):
-            what = "validation"
-        if not what:
-            return
-        best = f"; the best checkpoint is of step {progress.best_step}"
-        self._t.emit(
-            NoteEvent(
-                f"the run ended with a {what} loss that is not finite: lower --lr or lengthen "
-                f"--warmup-epochs{best if progress.best_step > 0 else ''}"
-            )
-        )
 
     def _save_before(self, error: PacelineError) -> None:
         """What the user's model or data raise in a step costs no completed step: all ranks have learned
         of it in the same exchange, and save the state before it together."""
         t = self._t
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
-        if t.step.faulted and fresh and self._is_sound and "out of memory" not in str(error):
+        # Of asynchronous ranks each has its own steps under way, and no weights of one step.
+        exact = t.step.faulted and not t.step.update.asynchronous
+        if exact and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
-
-    @property
-    def _callback_error(self) -> PacelineError | None:
-        return None if self._t.callbacks is None else self._t.callbacks.error
+            t.finish_save()
 
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
         for number in range(progress.step, t.plan.total_steps):
-            t.step.launch(number, t.schedule.rate(number))
+            t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
             if stop is None and self._save_owed and not pause:
@@ -214,6 +202,7 @@ class TrainingLoop:
         progress.loss_finite = math.isfinite(outcome.loss)
         if t.clock is not None:
             progress.predicted_s += t.clock.step_s
+        t.finish_save(wait=False)
         self._note_fallback()
         estimate = self._noise_estimate(outcome, last - first)
         event = StepEvent(
@@ -234,9 +223,14 @@ class TrainingLoop:
             grad_signal=None if estimate is None else estimate.signal,
             grad_variance=None if estimate is None else estimate.variance,
             noise_scale=None if estimate is None else self._noise.value,
+            batch_size=last - first if t.plan.growth else None,
+            momentum=t.schedule.others(number).get("momentum"),
+            staleness=outcome.staleness,
             predicted_s=progress.predicted_s if t.clock else None,
         )
         t.emit(event)
+        if self._rebalance is not None:
+            self._rebalance.note(outcome.step_s, outcome.exposed_comm_s)
         if self._rank_times is not None:
             self._rank_times.note(event)
         if outcome.save:
@@ -307,6 +301,7 @@ class TrainingLoop:
     def _evaluate(self) -> RunResult | None:
         """Evaluates, and saves if due or best. Returns a result if the run ends here."""
         t, progress = self._t, self._t.progress
+        t.step.update.settle()
         loader = create_eval_loader(
             t.validation,
             t.config.data,
@@ -316,11 +311,15 @@ class TrainingLoop:
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
-        with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
+        classes = t.config.model.num_classes or len(t.source.classes)
+        details = None
+        if wants_details(t.config, len(t.validation), classes):
+            details = EvalDetails(classes, t.group.device)
+        shared = shared_weights(t.state.memory)
+        with shared, applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
-                t.config.model.num_classes or len(t.source.classes),
-                t.step.micro.loss_function,
+                classes, t.step.micro.loss_function, details,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")
@@ -336,6 +335,8 @@ class TrainingLoop:
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
         self._input.evaluation(found.corrupt_here, found.corrupt_count)
+        if details is not None:
+            self._write_details(details)
         t.emit(
             EvalEvent(
                 step=progress.step,
@@ -357,6 +358,17 @@ class TrainingLoop:
         elif self._save_is_due(progress.step):
             self._save_if_sound()
         return RunResult("target", None) if reached else None
+
+    def _write_details(self, details: EvalDetails) -> None:
+        """A collective; rank 0 writes. The file is for the report only: training goes on without it."""
+        t = self._t
+        content = details.gather(t.group, t.progress.step, list(t.source.classes))
+        if content is None:
+            return
+        try:
+            write_atomically(t.folder.path / "evaluation.json", content)
+        except CheckpointError as error:
+            self._input.note(str(error))
 
     def _save_is_due(self, step: int) -> bool:
         t = self._t
@@ -388,22 +400,37 @@ class TrainingLoop:
         if self._is_sound:
             self._save(best=False)
 
+    def _divide_again(self) -> None:
+        t = self._t
+        if self._rebalance is None or t.progress.step >= t.plan.total_steps:
+            return
+        plan = self._rebalance.decide(t.plan)
+        if plan is not t.plan:
+            t.divide_again(plan)
+            shares = ":".join(map(str, plan.shares))
+            t.emit(NoteEvent(f"samples of each rank from step {t.progress.step} on: {shares}"))
+
     def _save(self, *, best: bool) -> None:
         """All ranks send their statistics, and rank 0 writes. A write error fails the run at the next
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
+        t.finish_save()  # the previous one
+        t.step.update.settle()
+        # Before the checkpoint, which has the shares of the steps that follow it.
+        self._divide_again()
         checkpoint = t.state.capture(progress)
         t.saved_step = progress.step
         # Serves all requests so far: a signal reaches ranks at slightly different times.
         self._save_owed = t.stop.save_requested = False
         if checkpoint is None:
             return
-        try:
+        best = best and t.config.checkpoint.keep_best
+        forget = self._is_sound
+
+        def write(checkpoint: Checkpoint) -> Path:
             t.check_folder()
-            best = best and t.config.checkpoint.keep_best
-            path = t.store.put(checkpoint, best=best, forget=self._is_sound)
-        except PacelineError as error:
-            t.step.fault = error
-            return
-        t.emit(CheckpointEvent(progress.step, str(path), time.perf_counter() - started, best))
+            return t.store.put(checkpoint, best=best, forget=forget)
+
+        t.writer.save(checkpoint, write, best=best, started=started)
+        t.finish_save(wait=False)

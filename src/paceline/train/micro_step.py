@@ -163,10 +163,12 @@ class MicroStep:
         must_capture: bool = True,
         loss: TrainingLoss | None = None,
         augment: Callable[[Tensor], Tensor] | None = None,
+        signed: bool = False,
     ) -> None:
         """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
         `must_capture`: raise where that fails, instead of going on without. Without a `loss` it is
-        cross-entropy with `smoothing`. `augment` changes the normalized images."""
+        cross-entropy with `smoothing`. `augment` changes the normalized images. `signed`: gradients may
+        be subtracted."""
         self.forward = forward
         self._policy = policy
         self._normalize = normalize
@@ -182,6 +184,8 @@ class MicroStep:
         self._share = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)
         self._captured: _CapturedMicroSteps | None = None
+        # On the device, so that one captured graph adds and subtracts.
+        self._sign = torch.ones((), device=policy.device) if signed else None
 
     def begin(self, samples: int, global_batch: int) -> None:
         """Before the first micro-batch of a step over `samples` samples, those of all ranks; a full
@@ -192,10 +196,15 @@ class MicroStep:
 
     def run(
         self, images: Tensor, labels: Tensor, *, usual: bool, last: bool = False,
-        mix: Tensor | None = None,
+        mix: Tensor | None = None, subtract: bool = False,
     ) -> None:  # fmt: skip
         """`usual`: the size that nearly every micro-batch has, worth capturing. `last` of its step: the
-        exchange may send full buckets. `mix` is a table of `Mixing`, always or never."""
+        exchange may send full buckets. `mix` is a table of `Mixing`, always or never. `subtract`: the
+        gradients count negatively, and the loss not at all."""
+        if self._sign is not None:
+            self._sign.fill_(-1.0 if subtract else 1.0)
+        else:
+            assert not subtract
         inputs, device = (images, labels, mix), self._policy.device
         sends = last and self._exchange.overlaps
         if not (self._graphs and usual):
@@ -252,8 +261,11 @@ class MicroStep:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
         part = self.loss_function.total(outputs, labels, own) * self._share
-        (part * self._scale.step_value).backward()  # type: ignore[no-untyped-call]
-        self.loss.add_(part.detach())
+        scaled, counted = part * self._scale.step_value, part.detach()
+        if self._sign is not None:
+            scaled, counted = scaled * self._sign, counted * (self._sign > 0)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self.loss.add_(counted)
         self._exchange.gather()
 
     def _compute_to_end(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from paceline.comm.group import Group
 from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DeviceError, PacelineError
-from paceline.core.events import JsonlWriter, NoteEvent, Observer
+from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
 from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
@@ -32,13 +33,14 @@ from paceline.report import write_report
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
-from paceline.train.inputs import common_settings
+from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
-from paceline.train.observers import TensorBoardWriter
+from paceline.train.observers import watch_run
 from paceline.train.rank_records import RecentEvents, each_rank_writes
 from paceline.train.run_folder import RunLock
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
+from paceline.train.trackers import open_trackers
 from paceline.train.weights import (
     applied,
     as_metadata,
@@ -88,7 +90,10 @@ def run_training(
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
-    with Group(topology, config.comm, device, show_error, shared) as group, _device_errors(group):
+    with (
+        Group(topology, config.comm, device, show_error, shared, shared_versions()) as group,
+        _device_errors(group),
+    ):
         return _train(config, group, display, components or Components())
 
 
@@ -100,9 +105,12 @@ def _train(
         with _device_errors(group):
             outcome = _finished_before(training) or _run_loop(training, display)
     except DeviceError:
-        raise  # nothing can be closed in a lost context
+        # Nothing can be closed in a lost context; a checkpoint that is being written is in host memory.
+        training.finish_save()
+        raise
     except BaseException as error:
         group.leaving(error)
+        training.finish_save()
         write_recent_events(training)
         training.close()
         _finish_given_module(training, components)
@@ -186,9 +194,12 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     is refused must leave the run unchanged."""
     config, folder, error = training.config, training.folder, None
     try:
-        if training.is_main and config.run.tensorboard:
-            place = folder.path / "tensorboard"
-            training.observers.append(TensorBoardWriter(place, training.progress.step))
+        if training.is_main:
+            # First, so that at the end their last notes still reach the others.
+            training.observers += open_trackers(
+                config, folder.path, training.progress.step,
+                lambda text: training.emit(NoteEvent(text)),
+            )  # fmt: skip
         training.observers.append(_records(training))
         training.group.before_forced_exit(lambda: write_recent_events(training))
         if training.is_main:
@@ -205,6 +216,9 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
                 config.with_values({"run.output": "", "run.resume": "", **resolved})
             )
             training.plan_file.write(folder.path / "plan.toml")
+            if config.run.watch:
+                watching = watch_run(folder.path, config.run.watch_port, training.emit)
+                training.observers += watching
         if training.callbacks is not None:
             training.observers.append(training.callbacks)
     except PacelineError as caught:
@@ -237,11 +251,18 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
     average, optimizer = training.state.average, training.step.update.optimizer
+    if training.state.memory is not None:
+        training.state.memory.conclude()
+    training.step.update.conclude()
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
         facts["their average"] = fingerprint(average.named())
-    group.agree("weights", facts=facts, remedy="this is a defect: please report it")
+    # A callback that failed is reported here, after the save, so that no step is lost.
+    failed = training.step.fault or (training.callbacks and training.callbacks.error)
+    group.agree("weights", failed or None, facts, "this is a defect: please report it")
+    note_not_finite(training)
+    training.emit(StopEvent(step=training.progress.step, reason=result.stopped_by))
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
     summary = _summary(training, result, weights, _input_counters(training))
@@ -269,6 +290,23 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     late = training.callbacks.error if training.callbacks else None
     group.agree("conclusion", error or late)
     return RunOutcome(folder, group.rank, result, summary, report)
+
+
+def note_not_finite(training: Training) -> None:
+    """The last line of a run whose numbers are of no use."""
+    progress = training.progress
+    what = "" if progress.loss_finite else "training"
+    if progress.evaluated_step == progress.step and not math.isfinite(progress.val_loss or 0.0):
+        what = "validation"
+    if not what:
+        return
+    best = f"; the best checkpoint is of step {progress.best_step}"
+    training.emit(
+        NoteEvent(
+            f"the run ended with a {what} loss that is not finite: lower --lr or lengthen "
+            f"--warmup-epochs{best if progress.best_step > 0 else ''}"
+        )
+    )
 
 
 def _input_counters(training: Training) -> dict[str, int]:
@@ -302,6 +340,8 @@ def _summary(
         "global_batch_size": training.sizes.global_batch,
         "batch_size": training.sizes.micro_batch,
         "accumulation": training.sizes.accumulation,
+        "state_bytes_per_parameter": training.step.state_bytes_per_parameter(),
+        "exchange_bytes_per_step": training.step.exchange_bytes(),
         "train_s": progress.train_s,
         "target_top1": config.run.target_top1,
         "time_to_target_s": progress.time_to_target_s,
@@ -313,6 +353,7 @@ def _summary(
         "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
+        "exchange_state_bytes": training.step.update.state_bytes,
         "seed": config.run.seed,
         "chosen": training.chosen,
         "versions": versions(),
@@ -345,9 +386,12 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
     ends.
     """
-    if not training.config.checkpoint.salvage:
+    memory = training.state.memory
+    differ = training.step.update.asynchronous or (memory is not None and memory.ranks_differ)
+    if differ or not training.config.checkpoint.salvage:
         return
     training.group.leaving(error)
+    training.finish_save()
     with contextlib.suppress(Exception):
         checkpoint = _last_completed_step(training, loop)
         if checkpoint is not None:

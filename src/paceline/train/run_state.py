@@ -6,7 +6,9 @@ A checkpoint of another run is refused with the name of what differs.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.comm.memory import Memory
 from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
@@ -131,6 +134,10 @@ class RunState:
     group: Group
     average: WeightAverage | None = None
     labels: str = ""
+    # What the exchange remembers from step to step, if anything.
+    memory: Memory | None = None
+    # What a restored checkpoint had that this run cannot use.
+    notes: list[str] = field(default_factory=list)
     # The state of the user's callbacks.
     callbacks: Callable[[], dict[str, Any]] = dict
 
@@ -159,6 +166,7 @@ class RunState:
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
         if self.average is not None:
             self.average.restore(checkpoint.average, self.group)
+        self._restore_exchange(checkpoint, path)
         progress.resumes.append(progress.step)
         if bool(checkpoint.average) != (self.average is not None):
             # Results of averaged weights and of the last step's cannot be compared.
@@ -167,6 +175,37 @@ class RunState:
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
             progress.time_to_target_s = None
         return progress
+
+    def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:
+        """The state belongs to one rank and its messages: with other ranks or another plan it is dropped,
+        and the exchange starts afresh."""
+        saved = checkpoint.exchange
+        if not saved:
+            if self.memory is not None and checkpoint.step > 0:
+                self.notes.append(f"the checkpoint has no {self.memory.kind}: they start afresh")
+            return
+        kind, ranks = str(saved.get("kind")), self.group.world_size
+        reason = ""
+        if self.memory is None or self.memory.kind != kind:
+            reason = "this exchange has none"
+        elif checkpoint.world_size != ranks:
+            reason = f"they are of {checkpoint.world_size} ranks, here are {ranks}"
+        elif saved.get("plan") != self.exchange_plan.fingerprint:
+            reason = "the plan of the exchange has changed"
+        if reason:
+            self.notes.append(f"the checkpoint's {kind} are dropped: {reason}")
+        elif self.memory is not None:
+            try:
+                own = saved["ranks"][self.group.rank]
+                content = io.BytesIO(own.numpy().tobytes())
+                self.memory.load_state(torch.load(content, "cpu", weights_only=True))
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error.cause}", error.remedy) from None
+            except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
+                raise CheckpointError(
+                    f"{path}: its {kind} cannot be read ({type(error).__name__})",
+                    "resume from another checkpoint",
+                ) from None
 
     def _restore_optimizer(self, saved: dict[str, Any]) -> None:
         """Restores the state but keeps this run's hyper-parameters, which flags may have changed."""
@@ -187,7 +226,16 @@ class RunState:
              len(self.batch_norm.names)),
         ):  # fmt: skip
             _compare(path, name, before, now)
-        if sampler["position"] < min(checkpoint.step * batches.global_batch, batches.total_samples):
+        expected = min(batches.position(checkpoint.step), batches.total_samples)
+        there = flatten(checkpoint.config).get("optim.batch_schedule", "")
+        grows = bool(there) or bool(batches.growth)
+        if grows and sampler["position"] != expected:
+            raise CheckpointError(
+                f"{path} is at sample {sampler['position']:,}, which optim.batch_schedule = "
+                f"{self.config.optim.batch_schedule!r} passes after {expected:,} samples or never",
+                f"resume with {there!r}; only later stages may change",
+            )
+        if sampler["position"] < expected:
             # The last batch of a shorter run was not full; continuing would skip samples.
             raise CheckpointError(
                 f"{path} is the end of a shorter run, whose last batch was not full",
@@ -220,16 +268,37 @@ class RunState:
         return progress.step >= self.batches.total_steps or (reached and evaluated)
 
     def capture(self, progress: Progress) -> Checkpoint | None:
-        """The current checkpoint, on rank 0. A collective: all ranks send their statistics."""
-        rows = self.batch_norm.rows(self.group)
-        average = self.average.capture(self.group) if self.average else {}
-        return None if rows is None else self._checkpoint(progress, rows, average)
+        """The current checkpoint, on rank 0. A collective: all ranks send their statistics. Its tensors
+        are those of the run, which the next step changes."""
+        one = self.config.checkpoint.batch_norm == "average"
+        rows = self.batch_norm.rows(self.group, average=one)
+        average = self.average.capture(self.group, average=one) if self.average else {}
+        exchange = self._capture_exchange()
+        with shared_weights(self.memory):
+            if rows is None:
+                return None
+            found = self._checkpoint(progress, rows, average, exchange=exchange)
+            if self.memory is None or not self.memory.ranks_differ:
+                return found
+            # Behind the context the model has this rank's own weights again.
+            return found.with_tensors(lambda value, _: value.detach().clone())
+
+    def _capture_exchange(self) -> dict[str, Any]:
+        """The state of each rank's exchange, as bytes: it differs in size and meaning."""
+        if self.memory is None:
+            return {}
+        buffer = io.BytesIO()
+        torch.save(self.memory.state(), buffer)
+        found = self.group.gather_bytes(buffer.getvalue())
+        ranks = [torch.frombuffer(bytearray(own), dtype=torch.uint8) for own in found or ()]
+        plan = self.exchange_plan.fingerprint
+        return {"kind": self.memory.kind, "plan": plan, "ranks": ranks}
 
     def capture_alone(self, progress: Progress) -> Checkpoint:
         """The current checkpoint of this rank alone, without the other ranks' batch-norm statistics."""
         rows = self.batch_norm.flat.detach().cpu()[None].clone()
         average = self.average.capture_alone() if self.average else {}
-        return self._checkpoint(progress, rows, average, only_rank=self.group.rank)
+        return self._checkpoint(progress, rows, average, only_rank=self.group.rank).on_host()
 
     def _checkpoint(
         self,
@@ -237,6 +306,7 @@ class RunState:
         rows: Tensor,
         average: dict[str, Any],
         only_rank: int | None = None,
+        exchange: dict[str, Any] | None = None,
     ) -> Checkpoint:
         batches, statistics = self.batches, self.batch_norm.keys()
         return Checkpoint(
@@ -246,7 +316,7 @@ class RunState:
             threads=torch.get_num_threads(),
             plan=self.exchange_plan.to_table(),
             model={
-                name: value.detach().cpu()
+                name: value.detach()
                 for name, value in full_state(self.model, self.optimizer).items()
                 if name not in statistics
             },
@@ -260,11 +330,12 @@ class RunState:
             optimizer=_without_masters(self.optimizer.state_dict()),
             precision=self.scale.state(),
             sampler={
-                "position": min(progress.step * batches.global_batch, batches.total_samples),
+                "position": min(batches.position(progress.step), batches.total_samples),
                 "samples": batches.samples,
                 "labels": self.labels,
                 "global_batch": batches.global_batch,
                 "seed": self.config.run.seed,
+                **({"shares": list(batches.shares)} if batches.shares else {}),
             },
             schedule={"peak_lr": self.peak_lr, "total_steps": batches.total_steps},
             rng={"seed": self.config.run.seed, "derived_from": "(seed, step, micro-batch)"},
@@ -272,7 +343,13 @@ class RunState:
             versions=versions(),
             average=average,
             callbacks=self.callbacks(),
+            exchange=exchange or {},
         )
+
+
+def shared_weights(memory: Memory | None) -> AbstractContextManager[None]:
+    """Inside the context the model has the weights that all ranks have in common. A collective."""
+    return nullcontext() if memory is None else memory.shared()
 
 
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:

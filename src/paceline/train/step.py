@@ -11,21 +11,24 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.exchange import GradientExchange, Signals
+from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
 from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError, RunError
-from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
+from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.models.factories import describe
+from paceline.models.synced_norm import NormGroup
+from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale, Policy
+from paceline.train.asynchronous import AsynchronousUpdate, Outcome
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
@@ -63,6 +66,8 @@ class StepOutcome:
     # Squared norms of the whole gradient and, summed, of its micro-steps'; 0 where unmeasured.
     whole_squared: float = 0.0
     parts_squared: float = 0.0
+    # Of asynchronous training: how many pushes of all ranks had each staleness.
+    staleness: dict[str, int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -70,7 +75,7 @@ class _Launched:
     number: int
     rate: float
     row: Tensor
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event | Outcome | None
     corrupt: tuple[CorruptSample, ...]
     started: float
     data_s: float
@@ -87,13 +92,24 @@ class _Share(NamedTuple):
     last: bool
 
 
+@dataclass(frozen=True)
+class Anchors:
+    """What SVRG and its relatives need beside a batch: every `interval` steps a pass over all samples,
+    in the micro-batches of `plan`, which `loader` makes."""
+
+    optimizer: SVRG
+    interval: int
+    plan: BatchPlan
+    loader: Callable[[], TrainBatches]
+
+
 @dataclass(kw_only=True)
 class TrainStep:
     """Everything one step uses."""
 
     model: nn.Module
     micro: MicroStep
-    update: Update
+    update: Update | AsynchronousUpdate
     exchange: GradientExchange
     batch_norm: BatchNormState
     loader: TrainBatches
@@ -113,6 +129,9 @@ class TrainStep:
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
     faulted: bool = False
+    # Ranks that share batch-norm statistics; None where each has its own.
+    norm_group: NormGroup | None = None
+    anchors: Anchors | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     _given_up: bool = False
@@ -125,6 +144,8 @@ class TrainStep:
     @property
     def lag(self) -> int:
         """Steps that may be under way while the next is prepared; a CPU gains nothing from one."""
+        if self.update.lag is not None:
+            return self.update.lag
         return 1 if self.policy.device.type == "cuda" else 0
 
     @property
@@ -136,25 +157,35 @@ class TrainStep:
         self.launch(step, rate)
         return self.collect()
 
-    def launch(self, step: int, rate: float) -> None:
-        """Queues global batch number `step`: gradients, exchange, update."""
+    def launch(self, step: int, rate: float, others: Mapping[str, float] | None = None) -> None:
+        """Queues global batch number `step`: gradients, exchange, update at `rate` and with `others` of
+        the schedule's values."""
         started = time.perf_counter()
         corrupt: list[CorruptSample] = []
         failed, abandoned, computing, data_s = False, False, False, 0.0
         first, last = self.plan.step_range(step)
         self._agree_on_graphs()
+        if self.anchors is not None and step % self.anchors.interval == 0:
+            with self.spans.span("full gradient"):
+                self._center(step, self.anchors)
+        self.update.begin(step)
         self.exchange.begin(step)
         wait = InputWait(self.policy.device)
         self.batch_norm.remember()
         self._unfinished = True
-        self.micro.begin(last - first, self.plan.global_batch)
+        self.micro.begin(last - first, self.plan.batch_at(step))
+        synchronized = self._synchronize_norms(step, full=last - first == self.plan.batch_at(step))
         try:
             if self.fault is not None:
                 raise self.fault
             if self.checks_parameters:
                 self._check_parameters()
             for share in self._shares(step):
-                if self._given_up or self._asked_to_stop():
+                # With shared statistics ranks wait for one another in every pass: they stop between
+                # steps only.
+                if not self.update.asynchronous and (
+                    self._given_up or (not synchronized and self._asked_to_stop())
+                ):
                     abandoned = self._given_up = True
                     break
                 waiting = time.perf_counter()
@@ -167,6 +198,9 @@ class TrainStep:
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, share.number, len(batch.labels))
                     computing = True
+                    if self.anchors is not None:
+                        self._subtract_anchor(self.anchors, batch, usual=share.usual)
+                        seed_micro_batch(self.seed, step, share.number)
                     self.micro.run(
                         batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
                     )
@@ -180,6 +214,8 @@ class TrainStep:
                 fault.__cause__ = error
             self.fault, failed = fault, True
             self.group.post_fault(fault)
+        if self.norm_group is not None:
+            self.norm_group.active = False
         signals = Signals(
             corrupt=float(len(corrupt)),
             fault=float(failed),
@@ -191,7 +227,7 @@ class TrainStep:
         with self.spans.span("exposed exchange"):
             self._reduce(signals)
         with self.spans.span("update"):
-            self._update(step, rate)
+            self._update(step, rate, others)
         self._unfinished = False
         row, ready = self._send_row()
         self._under_way.append(
@@ -203,7 +239,9 @@ class TrainStep:
                 corrupt=tuple(corrupt),
                 started=started,
                 data_s=data_s,
-                exposed=self.exchange.exposed,
+                exposed=self.update.exposed
+                if isinstance(self.update, AsynchronousUpdate)
+                else self.exchange.exposed,
                 stall=wait.stall,
             )
         )
@@ -227,7 +265,7 @@ class TrainStep:
         for turn, (start, stop) in enumerate(stretches):
             yield _Share(
                 number=rank + turn * self.plan.world_size,
-                usual=stop - start == self.plan.micro_batch,
+                usual=stop - start == self.plan.usual_micro_batch(rank),
                 last=turn == len(stretches) - 1,
             )
 
@@ -252,6 +290,50 @@ class TrainStep:
                 "make and freeze all layers before the run, and change weights in place",
             )
 
+    def _subtract_anchor(self, anchors: Anchors, batch: Batch, *, usual: bool) -> None:
+        """Subtracts the gradients of a micro-batch at the anchor, without a trace in batch norm."""
+        flat, tracked = self.batch_norm.flat.clone(), self.batch_norm.tracked.clone()
+        with anchors.optimizer.at_anchor():
+            self.micro.run(batch.images, batch.labels, usual=usual, subtract=True)
+        self.batch_norm.flat.copy_(flat)
+        self.batch_norm.tracked.copy_(tracked)
+
+    def _center(self, step: int, anchors: Anchors) -> None:
+        """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
+        on one rank is raised again in the step that follows, and reported there."""
+        self.exchange.begin(step)
+        self.batch_norm.remember()
+        self.micro.begin(anchors.plan.samples, anchors.plan.samples)
+        failed = self.fault is not None
+        try:
+            if not failed:
+                with anchors.loader() as batches:
+                    for number, batch in enumerate(batches):
+                        seed_micro_batch(self.seed, step, number)
+                        usual = len(batch.labels) == self.plan.micro_batch
+                        self.micro.run(batch.images, batch.labels, usual=usual)
+        except Exception as error:  # a defect of the program is raised again
+            fault = step_error(error, step, self.plan.micro_batch, foreign=self.foreign)
+            if fault is None:
+                raise
+            self.fault, failed = fault, True
+        self.batch_norm.roll_back()
+        self._reduce(Signals(fault=float(failed)))
+        # Read on the host: a full pass is rare, and long.
+        flag = self.exchange.tail[SIGNALS.index("fault")]
+        if not self.group.watched("the full gradient", lambda: float(flag)):
+            anchors.optimizer.center()
+
+    def _synchronize_norms(self, step: int, *, full: bool) -> bool:
+        """Whether ranks share batch-norm statistics in this step: not in a short last one in which they
+        have different numbers of micro-batches, where some would wait for the others forever."""
+        if self.norm_group is None:
+            return False
+        ranks = range(self.group.world_size)
+        even = full or len({len(self.plan.micro_batches(step, rank)) for rank in ranks}) == 1
+        self.norm_group.active = even
+        return even
+
     def _agree_on_graphs(self) -> None:
         """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all
         go on without. All ranks launch the same steps, so that each comes here at the same one."""
@@ -274,11 +356,11 @@ class TrainStep:
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
-    def _update(self, step: int, rate: float) -> None:
+    def _update(self, step: int, rate: float, others: Mapping[str, float] | None) -> None:
         remedy = "use a smaller --batch-size, or run.average_epochs=0"
         with explain_out_of_memory("in the update", remedy):
             try:
-                self.update.run(rate)
+                self.update.run(rate, others)
             except Exception as error:  # a defect of the program is raised again
                 # torch's own optimizers and the user's raise what they like, in any step.
                 own = isinstance(error, PacelineError | torch.AcceleratorError | MemoryError)
@@ -289,8 +371,11 @@ class TrainStep:
                     "fix it, or choose another --opt; continue with --resume auto",
                 ) from error
 
-    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | Outcome | None]:
         """The outcome's copy to host memory, queued behind the update."""
+        if isinstance(self.update, AsynchronousUpdate):
+            outcome = self.update.outcome()
+            return outcome.row, outcome
         if self.policy.device.type != "cuda":
             return self.update.row.clone(), None
         row = torch.empty(self.update.row.shape, pin_memory=True)
@@ -334,7 +419,20 @@ class TrainStep:
             grad_norm=row["grad_norm"],
             whole_squared=row["whole_squared"],
             parts_squared=row["parts_squared"],
+            staleness=launched.ready.staleness if isinstance(launched.ready, Outcome) else None,
         )
+
+    def state_bytes_per_parameter(self) -> float:
+        """Bytes of optimizer state, masters included, for each trained parameter."""
+        optimizer = self.update.optimizer
+        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        return float(optimizer.state_bytes() / max(trained, 1))
+
+    def exchange_bytes(self) -> float:
+        """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the
+        steps that use them."""
+        once = sum(bucket.bytes for bucket in self.exchange.bucket_info())
+        return once * (1 if self.anchors is None else 1 + 1 / self.anchors.interval)
 
     def release(self) -> None:
         """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
+from paceline.comm.memory import Weights
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
 from paceline.comm.settings import CommSettings
@@ -28,6 +29,7 @@ from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import is_own, parameter_groups
+from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer
 from paceline.optim.layers import describe_layers, with_layer_decay
@@ -38,6 +40,7 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
+from paceline.train.asynchronous import AsynchronousUpdate
 from paceline.train.components import Components
 from paceline.train.fast_path import (
     FastPath,
@@ -51,10 +54,10 @@ from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import MicroStep, Mixing, step_error
 from paceline.train.model_checks import restored_buffers, with_one_output
 from paceline.train.run_state import PinnedPlan
-from paceline.train.step import TrainStep
+from paceline.train.step import Anchors, TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weights import BatchNormState, WeightAverage, create_average
+from paceline.train.weights import BatchNormState, WeightAverage, create_average, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +75,15 @@ class StepParts:
     plan_file: PlanFile
     exchange_summary: str
     loss: TrainingLoss
+    # A micro-batch of zeros, forward and backward, without a trace.
+    dry: DryBackward
     clip_norm: float = 0.0
     average: WeightAverage | None = None
+
+    def probe(self) -> None:
+        """Computes as a micro-batch of an equal share does."""
+        self.dry()
+        self.model.zero_grad(set_to_none=True)
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for display and record."""
@@ -99,30 +109,39 @@ def create_parts(
     `steps_per_epoch` says how far the average of `run.average_epochs` reaches back, `classes` how many
     there are for an own loss of mixed images."""
     components = components or Components()
-    problem = triton_problem(group.device)
-    facts = {"Triton": problem or "usable"}
-    group.agree("kernels", facts=facts, remedy="use the same image on all nodes")
-    policy = group.agree_on("precision", lambda: choose_policy(config.precision, group.device))
-    allow_tf32(config.precision)
     settings = config.optim
-    if problem and settings.fused == "auto":
-        settings = replace(settings, fused="foreach")
-    optimizer = group.agree_on(
-        "optimizer",
-        lambda: create_master_optimizer(settings, model, policy, rate, components.optimizer),
-    )
-    loss = group.agree_on("loss", lambda: create_loss(config.run, components.loss, classes))
-    if isinstance(optimizer, Muon) or optimizer.path == "torch":
-        own = isinstance(optimizer, Muon)
-        name = type(optimizer).__name__.lower() if own else "this optimizer"
-        remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
-        group.agree("products", facts={"what computes": _computes(group.device)}, remedy=remedy)
-    batch_norm = BatchNormState(model, config.rehearse.ranks)
-    shared = config.comm.share_gpus and group.world_size > 1
-    fast = group.agree_on(
-        "speed",
-        lambda: choose_fast_path(config.run, model, group.device, problem, shared_gpu=shared),
-    )
+    virtual = config.rehearse
+    cluster = ClusterFacts(virtual.ranks or group.world_size, virtual.nodes or _count_nodes(group))
+    with group.phase("training parts") as same:
+        problem = triton_problem(group.device)
+        same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
+        policy = choose_policy(config.precision, group.device)
+        if config.comm.mode == "asynchronous" and policy.scales_loss:
+            raise ConfigError(
+                "precision.amp_dtype", policy.name,
+                "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do "
+                "not",
+                "use --amp-dtype bf16 or fp32",
+            )  # fmt: skip
+        allow_tf32(config.precision)
+        if problem and settings.fused == "auto":
+            settings = replace(settings, fused="foreach")
+        optimizer = create_master_optimizer(
+            settings, model, policy, rate, components.optimizer, config.run.seed
+        )
+        loss = create_loss(config.run, components.loss, classes)
+        if isinstance(optimizer, Muon) or optimizer.path == "torch":
+            own = isinstance(optimizer, Muon)
+            name = type(optimizer).__name__.lower() if own else "this optimizer"
+            remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
+            same.compare({"what computes": _computes(group.device)}, remedy)
+        batch_norm = BatchNormState(model, config.rehearse.ranks)
+        shared = config.comm.share_gpus and group.world_size > 1
+        fast = choose_fast_path(config.run, model, group.device, problem, shared_gpu=shared)
+        start = {"initial weights": fingerprint(model)}
+        same.compare(start, "use the same --pretrained file and versions")
+        chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
+        same.compare(chosen.facts(), "build the same model on every rank")
     normalize = Normalizer(
         config.data.mean, config.data.std, config.data.channels, policy.dtype,
         channels_out=fast.image_channels, channels_last=config.run.channels_last,
@@ -152,12 +171,16 @@ def create_parts(
     if one_output:
         fast = replace(fast, forward=with_one_output(fast.forward))
     dry = replace(dry, forward=fast.forward)
-    group.agree_on("shared products", lambda: share_products(config, optimizer, group, fast.graphs))
-    planned = plan_exchange(config.comm, model, group, dry, pinned, config.rehearse)
+    # Refused alike on all ranks, which have agreed on the configuration.
+    share_products(config, optimizer, group, fast.graphs)
+    planned = plan_exchange(chosen, group, dry, config.rehearse)
     exchange = planned.create(
         group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
     )
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
+    if (memory := exchange.memory) is not None:
+        memory.scale = scale.step_value
+        memory.bind(Weights(optimizer))
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
@@ -173,11 +196,35 @@ def create_parts(
         fast=fast,
         normalize=normalize,
         plan_file=planned.file,
-        exchange_summary=describe_exchange(exchange, planned, _when(exchange, fast)),
+        exchange_summary=_describe_option(config.comm, group.world_size)
+        or describe_exchange(exchange, planned, _when(exchange, fast)),
         average=average,
         loss=loss,
+        dry=dry,
         clip_norm=settings.clip_norm,
     )
+
+
+def _describe_option(settings: CommSettings, ranks: int) -> str:
+    """Of an exchange that is no all-reduce of buckets; empty for others."""
+    if ranks == 1:
+        return ""
+    if settings.mode == "asynchronous":
+        servers = min(settings.servers or ranks, ranks)
+        return (
+            f"asynchronous, {servers} parameter server(s), staleness of {settings.staleness} steps"
+        )
+    if settings.hook == "powersgd":
+        return (
+            f"torch's PowerSGD of rank {settings.powersgd_rank}, from step "
+            f"{settings.powersgd_start_step} on, after backward"
+        )
+    if settings.hook == "post_local_sgd":
+        return (
+            f"torch's post-local SGD, weights averaged every {settings.local_steps} steps, from step "
+            f"{settings.local_start_step} on"
+        )
+    return ""
 
 
 def share_products(
@@ -188,6 +235,8 @@ def share_products(
     wanted = config.optim.share_products
     if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
         return False
+    if config.comm.mode == "asynchronous" or config.comm.hook == "post_local_sgd":
+        return False  # ranks have gradients and momenta of their own
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
         if wanted == "on":
@@ -228,7 +277,8 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
-    stop: StopSignals, components: Components | None = None,
+    stop: StopSignals, components: Components | None = None, norm_group: NormGroup | None = None,
+    anchors: Anchors | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     augment = None
@@ -237,12 +287,9 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment,
+        loss=parts.loss, augment=augment, signed=anchors is not None,
     )  # fmt: skip
-    update = Update(
-        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale, graphs=graphs,
-        average=parts.average, clip_norm=parts.clip_norm,
-    )  # fmt: skip
+    update = _create_update(config, parts, group, components or Components())
     run = config.run
     mixing = None
     if run.mixup or run.cutmix:
@@ -264,15 +311,33 @@ def create_step(
         mixing=mixing,
         foreign=not is_own(parts.model),
         checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
+        norm_group=norm_group,
+        anchors=anchors,
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
     return step
 
 
+def _create_update(
+    config: RunConfig, parts: StepParts, group: Group, components: Components
+) -> Update | AsynchronousUpdate:
+    if config.comm.mode == "asynchronous" and group.world_size > 1:
+        full = replace(parts.policy, dtype=torch.float32)
+        settings = replace(config.optim, fused="auto")
+        return AsynchronousUpdate(
+            parts.model, parts.optimizer, parts.exchange, parts.batch_norm, group, config.comm,
+            lambda model: create_master_optimizer(settings, model, full, 0.1, components.optimizer),
+        )  # fmt: skip
+    return Update(
+        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
+        graphs=parts.fast.graphs, average=parts.average, clip_norm=parts.clip_norm,
+    )  # fmt: skip
+
+
 def create_master_optimizer(
     settings: OptimSettings, model: nn.Module, policy: Policy, rate: float,
-    factory: Callable[..., Any] | None = None,
+    factory: Callable[..., Any] | None = None, seed: int = 0,
 ) -> MasterOptimizer:  # fmt: skip
     """Rounds the model's weights to the policy's format; the masters keep them as they were drawn."""
     groups = parameter_groups(model, settings.weight_decay)
@@ -281,7 +346,7 @@ def create_master_optimizer(
     groups = with_layer_decay(groups, model, settings.layer_decay)
     drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
-    optimizer = create_optimizer(settings, groups, rate, factory)
+    optimizer = create_optimizer(settings, groups, rate, factory, seed)
     # The optimizer's own order: it may have groups of its own.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(parameters) != len(drawn):
@@ -290,7 +355,8 @@ def create_master_optimizer(
             "give it all groups; freeze parameters by requires_grad_(False)",
         )  # fmt: skip
     for master, parameter in zip(optimizer.masters(), parameters, strict=True):
-        master.detach().copy_(drawn[parameter])
+        if master is not parameter:
+            master.detach().copy_(drawn[parameter])
     return optimizer
 
 
@@ -324,15 +390,14 @@ class ExchangeParts:
         wanted = self.settings.overlap
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
 
-        def make() -> GradientExchange:
-            where = f"with the gradients' buffers on {group.device}"
+        where = f"with the gradients' buffers on {group.device}"
+        with group.phase("exchange") as same:
+            same.compare({"the fusion plan": self.plan.fingerprint})
             with explain_out_of_memory(where, "free memory, or choose a smaller model"):
                 return GradientExchange(
                     self.trained.items(), group, self.plan, accumulate=accumulate,
                     transport=transport, overlap=overlap, squares=squares,
                 )  # fmt: skip
-
-        return group.agree_on("exchange", make)
 
     def _rehearsed(self, group: Group, accumulate: bool, squares: bool) -> GradientExchange:
         cluster = self.rehearse
@@ -348,42 +413,68 @@ class ExchangeParts:
             )  # fmt: skip
 
 
-def plan_exchange(
-    settings: CommSettings, model: nn.Module, group: Group, backward: Callable[[], None],
-    pinned: PinnedPlan | None = None, rehearse: RehearseSettings | None = None,
-) -> ExchangeParts:  # fmt: skip
-    """The fusion plan of the checkpoint, of the plan file or by the settings, the same on all ranks.
-    `backward` runs one pass, to record the order of the gradients where it matters."""
-    rehearse = rehearse or RehearseSettings()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    tensors = tuple(tensor_spec(name, p) for name, p in trained.items())
-    facts = ModelFacts.of((spec.name, spec.length) for spec in tensors)
-    group.agree(
-        "parameters", facts={"the trained parameters": facts.describe()},
-        remedy="build the same model on every rank",
-    )  # fmt: skip
-    cluster = ClusterFacts(
-        rehearse.ranks or group.world_size, rehearse.nodes or _count_nodes(group)
-    )
-    if pinned is not None:
-        group.agree_on("checkpoint's tensors", lambda: _check_pinned(pinned, trained))
-    if pinned is not None and pinned.whole:
-        plan, origin = pinned.plan, "as in the checkpoint"
-    else:
-        choice = group.agree_on("plan", lambda: PlanChoice.read(settings, tensors, cluster))
-        origin = f"plan {settings.plan}" if settings.plan else ""
-        if choice.fixed is not None:
-            plan = choice.fixed
-        elif pinned is not None:
-            order = pinned.plan.tensors
-            plan, origin = choice.plan(order), "order as in the checkpoint"
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The fusion plan of the checkpoint, of the plan file or by the settings; `plan` is None where it
+    depends on the order of the gradients, which is not known yet."""
+
+    settings: CommSettings
+    trained: dict[str, nn.Parameter]
+    model: ModelFacts
+    cluster: ClusterFacts
+    choice: PlanChoice | None
+    plan: FusionPlan | None
+    origin: str
+
+    @classmethod
+    def of(
+        cls, settings: CommSettings, model: nn.Module, cluster: ClusterFacts,
+        pinned: PinnedPlan | None = None,
+    ) -> ChosenPlan:  # fmt: skip
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        tensors = tuple(tensor_spec(name, p) for name, p in trained.items())
+        facts = ModelFacts.of((spec.name, spec.length) for spec in tensors)
+        if pinned is not None:
+            _check_pinned(pinned, trained)
+        choice, plan, origin = None, None, "as in the checkpoint"
+        if pinned is not None and pinned.whole:
+            plan = pinned.plan
         else:
-            order = group.agree_on("gradient order", lambda: record_order(trained, backward))
-            plan = choice.plan(agree_order(group, order))
-    group.agree_on("plan fits", lambda: _checked(plan, trained))
-    group.agree("fusion plan", facts={"the fusion plan": plan.fingerprint})
-    file = PlanFile(plan, facts, cluster, _expected(settings, plan))
-    return ExchangeParts(settings, file, trained, origin, rehearse)
+            choice = PlanChoice.read(settings, tensors, cluster)
+            plan, origin = choice.fixed, f"plan {settings.plan}" if settings.plan else ""
+            if plan is None and pinned is not None:
+                plan, origin = choice.plan(pinned.plan.tensors), "order as in the checkpoint"
+        if plan is not None:
+            plan.check(tuple(trained))
+        return cls(settings, trained, facts, cluster, choice, plan, origin)
+
+    def facts(self) -> dict[str, str]:
+        """Which all ranks must have in common, before they make process groups by the plan."""
+        if self.plan is not None:
+            decides = {"the fusion plan": self.plan.fingerprint}
+        else:
+            assert self.choice is not None
+            decides = {"the table of sizes": str(self.choice.table.to_table()["sizes"])}
+        return {"the trained parameters": self.model.describe(), **decides}
+
+
+def plan_exchange(
+    chosen: ChosenPlan, group: Group, backward: Callable[[], None],
+    rehearse: RehearseSettings | None = None,
+) -> ExchangeParts:  # fmt: skip
+    """All ranks have agreed on `chosen`. `backward` runs one pass, to record the order of the gradients
+    where it matters."""
+    plan = chosen.plan
+    if plan is None:
+        assert chosen.choice is not None
+        with group.phase("gradient order"):
+            order = record_order(chosen.trained, backward)
+        plan = chosen.choice.plan(agree_order(group, order))
+        plan.check(tuple(chosen.trained))
+    file = PlanFile(plan, chosen.model, chosen.cluster, _expected(chosen.settings, plan))
+    return ExchangeParts(
+        chosen.settings, file, chosen.trained, chosen.origin, rehearse or RehearseSettings()
+    )
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
@@ -398,19 +489,13 @@ def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
     return file.expected if file.fusion == plan else None
 
 
-def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> PinnedPlan:
+def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
     other = sorted(set(pinned.plan.tensors) ^ set(trained))
     if other:
         raise CheckpointError(
             f"the checkpoint trains other tensors: {', '.join(other[:3])} ({len(other)} in all)",
             "resume with the settings of [model] that the run was started with",
         )
-    return pinned
-
-
-def _checked(plan: FusionPlan, trained: dict[str, nn.Parameter]) -> FusionPlan:
-    plan.check(tuple(trained))
-    return plan
 
 
 def _count_nodes(group: Group) -> int:

@@ -7,13 +7,15 @@ the step reads it later, so that nothing waits here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.build import set_rate
 from paceline.optim.lars_foreach import accurate_norms
+from paceline.optim.schedule import set_rate
 from paceline.precision.policy import LossScale
 from paceline.train.micro_step import Captured
 from paceline.train.weights import BatchNormState, WeightAverage
@@ -24,6 +26,10 @@ EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_sq
 
 class Update:
     """A rank's fault, or a stop in mid-step, halts the weights for good: the run then ends."""
+
+    asynchronous = False
+    # Steps that may be under way while the next is prepared; None: as the device wants it.
+    lag: int | None = None
 
     def __init__(
         self,
@@ -40,7 +46,7 @@ class Update:
         """`clip_norm`: largest norm of all gradients together, after their mean over ranks; 0: any."""
         self.optimizer = optimizer
         self.average = average
-        self.names = _names(model, optimizer)
+        self.names = parameter_names(model, optimizer)
         self._exchange = exchange
         self._batch_norm = batch_norm
         self._scale = scale
@@ -48,6 +54,8 @@ class Update:
         place = {name: i for i, name in enumerate(exchange.names)}
         self._order = torch.tensor([place[name] for name in self.names], device=device)
         self._halted = torch.zeros((), device=device)
+        # Whether this step leaves no trace.
+        self._discard = torch.zeros((), device=device)
         self.row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(self.names), device=device)
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(self.names), device=device)
@@ -64,9 +72,24 @@ class Update:
             self._run, enabled=graphs and optimizer.path == "triton" and optimizer.capturable
         )
 
-    def run(self, rate: float) -> None:
-        """One update at the learning rate `rate`."""
-        set_rate(self.optimizer, rate)
+    def begin(self, step: int) -> None:
+        """Before the first micro-batch of a step."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what the exchange remembers on this rank."""
+        memory = self._exchange.memory
+        return 0 if memory is None else memory.state_bytes
+
+    def settle(self) -> None:
+        """Before an evaluation and a checkpoint, when no step is under way."""
+
+    def conclude(self) -> None:
+        """At the end of the run."""
+
+    def run(self, rate: float, others: Mapping[str, float] | None = None) -> None:
+        """One update at the learning rate `rate`, with `others` of the schedule's values."""
+        set_rate(self.optimizer, rate, others)
         if self.average is not None:
             self.average.set_rate(rate)
         self.optimizer.upload()
@@ -74,6 +97,8 @@ class Update:
             self._exchange.group.watched("the update", self._captured)
         else:
             self._captured()
+        if (memory := self._exchange.memory) is not None:
+            memory.settle(self._discard)
 
     def release(self) -> None:
         """Destroys the CUDA graph."""
@@ -89,7 +114,7 @@ class Update:
             self._measure()
         self.optimizer.step()
         overflow = self.optimizer.overflow
-        discard = torch.maximum(overflow, self._halted)
+        discard = self._discard.copy_(torch.maximum(overflow, self._halted))
         self._batch_norm.discard_if(discard)
         if self.average is not None:
             self.average.add(discard)
@@ -133,7 +158,7 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     return norms
 
 
-def _names(model: nn.Module, optimizer: MasterOptimizer) -> list[str]:
+def parameter_names(model: nn.Module, optimizer: MasterOptimizer) -> list[str]:
     """The parameters' names in the optimizer's order."""
     names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -132,9 +132,9 @@ class WeightAverage:
         """The average of each parameter by name, as in `master_weights`."""
         return master_weights(self._model, self._optimizer, self.weights)
 
-    def capture(self, group: Group) -> dict[str, Any]:
-        """State for the checkpoint, on rank 0. A collective."""
-        rows = self._batch_norm.gather(self.statistics, group)
+    def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
+        """State for the checkpoint, on rank 0. A collective; `average` as in `gather_rows`."""
+        rows = self._batch_norm.gather(self.statistics, group, average=average)
         return {} if rows is None else self._captured(rows)
 
     def capture_alone(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class WeightAverage:
         state = self.full_state()
         return {
             "count": float(self._count),
-            "weights": {name: state[name].cpu() for name in state if name in names},
+            "weights": {name: state[name] for name in state if name in names},
             "rows": rows,
         }
 
@@ -214,7 +214,7 @@ class ScheduleFree(WeightAverage):
         return list(torch._foreach_lerp(self.base, self.weights, self._beta))
 
     def _captured(self, rows: Tensor) -> dict[str, Any]:
-        return super()._captured(rows) | {"base": [weight.cpu() for weight in self.base]}
+        return super()._captured(rows) | {"base": list(self.base)}
 
     def restore(self, saved: dict[str, Any], group: Group) -> None:
         super().restore(saved, group)
@@ -397,7 +397,7 @@ class BatchNormState:
     @property
     def saved_tracked(self) -> Tensor:
         """Batches that each layer has seen, on rank 0."""
-        return (self._kept_tracked[0] if self.virtual_ranks else self.tracked).cpu()
+        return self._kept_tracked[0] if self.virtual_ranks else self.tracked
 
     def load(self, rank: int) -> None:
         """The layers get the statistics of a virtual rank."""
@@ -434,12 +434,7 @@ class BatchNormState:
 
     def average(self, group: Group) -> Tensor:
         """The average over ranks, bit-identical on all of them; computed in float64."""
-        if self.virtual_ranks:
-            return pool(self.kept)
-        mean, variance = self.flat.double()
-        sums = torch.stack([mean, variance, mean * mean])
-        group.all_reduce_sum(sums)
-        return _pooled(sums / group.world_size).to(self.flat.dtype)
+        return pool(self.kept) if self.virtual_ranks else average_over_ranks(self.flat, group)
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
@@ -451,13 +446,17 @@ class BatchNormState:
         finally:
             self.flat.copy_(own)
 
-    def rows(self, group: Group) -> Tensor | None:
-        """The statistics of all ranks, [ranks, 2, width], on rank 0."""
-        return self.gather(self.kept, group)
+    def rows(self, group: Group, *, average: bool = False) -> Tensor | None:
+        """The statistics of all ranks, [ranks, 2, width], on rank 0; see `gather_rows`."""
+        return self.gather(self.kept, group, average=average)
 
-    def gather(self, kept: Tensor, group: Group) -> Tensor | None:
-        """What every rank holds in the form of `kept`, on rank 0."""
-        return kept.detach().cpu().clone() if self.virtual_ranks else group.gather(kept)
+    def gather(self, kept: Tensor, group: Group, *, average: bool) -> Tensor | None:
+        """What every rank holds in the form of `kept`, on rank 0; see `gather_rows`."""
+        if not self.virtual_ranks:
+            return gather_rows(kept, group, average=average)
+        if average:
+            kept.copy_(pool(kept).expand_as(kept))
+        return (kept[:1] if average else kept).detach().cpu().clone()
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
         self.kept.copy_(self.own_rows(rows, group))
@@ -469,6 +468,23 @@ class BatchNormState:
         if rows.shape[0] != (self.virtual_ranks or group.world_size):
             return pool(rows)
         return rows if self.virtual_ranks else rows[group.rank]
+
+
+def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
+    """Each rank's statistics on rank 0, None elsewhere. With `average` a single row of their average,
+    which every rank goes on with, as a run does that is resumed from it."""
+    if not average:
+        return group.gather(flat)
+    flat.copy_(average_over_ranks(flat, group))
+    return flat.detach().cpu()[None].clone() if group.rank == 0 else None
+
+
+def average_over_ranks(flat: Tensor, group: Group) -> Tensor:
+    """Of [2, width], in float64."""
+    mean, variance = flat.double()
+    sums = torch.stack([mean, variance, mean * mean])
+    group.all_reduce_sum(sums)
+    return _pooled(sums / group.world_size).to(flat.dtype)
 
 
 def pool(rows: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from paceline.data.sources.layouts import (
     open_layout,
     shard_paths,
 )
+from paceline.data.sources.opened_files import OpenedFiles
 from paceline.data.sources.own_source import checked_source
 from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
 from paceline.data.sources.subset import split_source
@@ -32,35 +33,51 @@ _LOOKS = 8
 
 
 def open_source(
-    settings: DataSettings, split: Split, classes: Sequence[str] | None = None
-) -> Source:
+    settings: DataSettings, split: Split, classes: Sequence[str] | None = None,
+    opened: OpenedFiles | None = None,
+) -> Source:  # fmt: skip
     """Opens one split, behind the cache that the settings ask for. `classes`, those of the training
     split, define what the labels mean where the data does not say it. DataError where anything is
-    missing or not whole."""
+    missing or not whole. What `opened` knows about the files is used, and added to where it is new."""
     if not settings.val_split:
-        _check_pack(settings, split)
-        return cached(open_layout(settings, split, classes), settings, split)
-    _check_pack(settings, "train")
-    whole = open_layout(settings, "train", classes)
+        return cached(_checked_layout(settings, split, classes, opened), settings, split)
+    whole = _checked_layout(settings, "train", classes, opened)
     if sign := has_validation(settings):
         raise _not_split(settings, f"there is a validation set ({sign})")
     return cached(split_source(whole, settings.val_split, split), settings, split)
 
 
+def _checked_layout(
+    settings: DataSettings, split: Split, classes: Sequence[str] | None, opened: OpenedFiles | None
+) -> Source:
+    found = opened.source(split) if opened is not None else None
+    if found is None:
+        _check_pack(settings, split)
+        found = open_layout(settings, split, classes)
+        if opened is not None:
+            if settings.cache == "disk":
+                found.identity()  # the cache asks for it; here the other processes get it as well
+            opened.add(split, found)
+    return found
+
+
 def open_data(
-    settings: DataSettings, train: Source | None = None, val: Source | None = None
-) -> tuple[Source, Source]:
+    settings: DataSettings, train: Source | None = None, val: Source | None = None,
+    opened: OpenedFiles | None = None,
+) -> tuple[Source, Source]:  # fmt: skip
     """Both splits: the sources given, or those that the settings name. A part of a training source
-    serves as the other where `data.val_split` asks for it."""
+    serves as the other where `data.val_split` asks for it. `opened` as in `open_source`."""
     if train is None and val is None:
-        source = open_source(settings, "train")
-        return source, open_source(settings, "val", source.classes)
+        source = open_source(settings, "train", opened=opened)
+        return source, open_source(settings, "val", source.classes, opened)
     if settings.cache == "disk":
         raise ConfigError(
             "data.cache", "disk", "cannot tell the images of a Python source from earlier ones",
             "use 'memory' or 'none'",
         )  # fmt: skip
-    train = open_source(settings, "train") if train is None else checked_source(train)
+    train = (
+        open_source(settings, "train", opened=opened) if train is None else checked_source(train)
+    )
     val = None if val is None else checked_source(val)
     if val is not None and settings.val_split:
         raise _not_split(settings, "there is a validation set (val_data)")
@@ -69,7 +86,7 @@ def open_data(
         train = split_source(whole, share, "train")
         val = split_source(whole, share, "val", owner=False)
     elif val is None and settings.dir:
-        val = open_source(settings, "val", train.classes)
+        val = open_source(settings, "val", train.classes, opened)
     if val is None:
         raise DataError(
             f"{train.kind} is the training data, and there is no validation data",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,6 +23,15 @@ Split = Literal["train", "val"]
 Stored = bytes | npt.NDArray[np.uint8]
 # A file, and the offset and size of a sample in it.
 Extent = tuple[ShardFile, int, int]
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a source has learned about its files: numbers, and `about`, which JSON can hold."""
+
+    kind: str
+    arrays: Mapping[str, npt.NDArray[Any]]
+    about: Mapping[str, Any]
 
 
 class Source(ABC):
@@ -80,6 +90,11 @@ class Source(ABC):
     def note(self) -> str:
         """What the user should know about the source; empty where there is nothing."""
         return ""
+
+    def file_facts(self) -> FileFacts | None:
+        """By which another process makes this source without a look at its files; None where opening
+        it takes only a few of them."""
+        return None
 
     def counters(self) -> dict[str, int]:
         """What was counted so far: repeated reads, hits and misses of a cache."""

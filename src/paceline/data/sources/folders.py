@@ -16,11 +16,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.data.sources.base import Source
+from paceline.data.order import Int64
+from paceline.data.sources.base import FileFacts, Source
 from paceline.data.sources.labels import (
     FILE_NAMES,
     find_label_file,
@@ -50,17 +53,39 @@ class ImageFiles(Source):
         self,
         root: Path,
         paths: Iterable[str],
-        labels: Sequence[int],
+        labels: Sequence[int] | Int64,
         classes: Sequence[str],
         retry: Retry | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self._root = root
         self._notes = list(notes)
+        self._identity = b""
         self._paths = NameTable(paths)
         self.labels = np.array(labels, dtype=np.int64)
         self.classes: Sequence[str] = classes
         self.retry = retry or Retry(0)
+
+    def file_facts(self) -> FileFacts | None:
+        ends, letters = self._paths.parts
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "ends": ends, "letters": np.frombuffer(letters, dtype=np.uint8), "labels": self.labels
+        }  # fmt: skip
+        about = {
+            "root": str(self._root), "classes": list(self.classes), "notes": self._notes,
+            "identity": self._identity.hex(),
+        }  # fmt: skip
+        return FileFacts("files", arrays, about)
+
+    @classmethod
+    def from_facts(cls, facts: FileFacts, retry: Retry) -> ImageFiles:
+        about = facts.about
+        made = ImageFiles(
+            Path(about["root"]), (), facts.arrays["labels"], about["classes"], retry, about["notes"]
+        )
+        made._paths = NameTable.from_parts(facts.arrays["ends"], facts.arrays["letters"].tobytes())
+        made._identity = bytes.fromhex(about["identity"])
+        return made
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -85,14 +110,17 @@ class ImageFiles(Source):
 
     def identity(self) -> bytes:
         """Changes with the name, size or time of any file. It looks at all of them: seconds for a
-        million on a local disk, so only who needs it asks."""
+        million on a local disk, so only who needs it asks, and of a host only one process."""
+        if self._identity:
+            return self._identity
         ends, letters = self._paths.parts
         digest = hashlib.sha256(ends.tobytes() + letters)
         starts = range(0, len(self), _LOOKS)
         with ThreadPoolExecutor(_LOOKERS, thread_name_prefix="paceline-data-look") as pool:
             for looks in pool.map(self._looks, starts):
                 digest.update(looks)
-        return digest.digest()
+        self._identity = digest.digest()
+        return self._identity
 
     def _looks(self, start: int) -> bytes:
         """Size and time of the files from `start` on."""

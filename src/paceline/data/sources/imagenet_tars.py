@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.data.order import Int64
-from paceline.data.sources.base import Source
+from paceline.data.sources.base import FileFacts, Source
 from paceline.data.sources.folders import is_image, known_classes, label_file
 from paceline.data.sources.labels import read_flat_labels
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
@@ -46,7 +47,7 @@ class TarredImages(Source):
         self,
         stamps: Mapping[Path, ShardStamp],
         places: Sequence[_Place],
-        labels: Sequence[int],
+        labels: Sequence[int] | Int64,
         classes: Sequence[str],
         retry: Retry,
     ) -> None:
@@ -72,6 +73,32 @@ class TarredImages(Source):
 
     def name(self, i: int) -> str:
         return f"{self._paths[int(self._places[i, 0])].name}:{self._names[i]}"
+
+    def file_facts(self) -> FileFacts | None:
+        ends, letters = self._names.parts
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "stamps": np.array([(s.size, s.mtime_ns) for s in self._stamps], dtype=np.int64),
+            "places": self._places, "labels": self.labels, "ends": ends,
+            "letters": np.frombuffer(letters, dtype=np.uint8),
+        }  # fmt: skip
+        about = {
+            "paths": [str(path) for path in self._paths], "classes": list(self.classes),
+            "probes": [stamp.probe.hex() for stamp in self._stamps],
+        }  # fmt: skip
+        return FileFacts("tars", arrays, about)
+
+    @classmethod
+    def from_facts(cls, facts: FileFacts, retry: Retry) -> TarredImages:
+        arrays, about = facts.arrays, facts.about
+        states = zip(about["paths"], arrays["stamps"].tolist(), about["probes"], strict=True)
+        stamps = {
+            Path(path): ShardStamp(size, mtime_ns, bytes.fromhex(probe))
+            for path, (size, mtime_ns), probe in states
+        }
+        made = cls(stamps, (), arrays["labels"], about["classes"], retry)
+        made._places = arrays["places"]
+        made._names = NameTable.from_parts(arrays["ends"], arrays["letters"].tobytes())
+        return made
 
     def identity(self) -> bytes:
         ends, letters = self._names.parts

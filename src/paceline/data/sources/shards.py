@@ -13,15 +13,17 @@ import io
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.data.sources.base import Extent, Source
+from paceline.data.sources.base import Extent, FileFacts, Source
 from paceline.data.sources.index_store import IndexStore
 from paceline.data.sources.labels import CLASSES_FILE, numbered_classes
-from paceline.data.sources.storage import Retry, ShardFile, unreadable
-from paceline.data.sources.tar_index import ShardIndex, scan_shard
+from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
+from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 # A process may usually hold 1024 descriptors; shards beyond these are opened for each read.
@@ -73,16 +75,20 @@ class TarShards(Source):
         classes: Sequence[str] | None = None,
         retry: Retry | None = None,
         keep_index: bool = True,
+        indexes: Sequence[tuple[ShardStamp, ShardIndex]] | None = None,
     ) -> None:
         """Finds or makes the index of every shard; one that is damaged or wrongly labelled fails
-        by name. Without `keep_index` what was made is not written anywhere."""
+        by name. Without `keep_index` what was made is not written anywhere. `indexes`, where they are
+        known, are those of `paths`, which are plain shards and in order."""
         self._paths = sorted(paths)
+        self._known = indexes
         self.retry = retry or Retry(0)
         self._store = IndexStore(self.retry, keep_index)
         self._contents: list[ShardFile | UnpackedShard] = []
         self._indexes: list[ShardIndex] = []
         self._digest = hashlib.sha256()
-        _check_compressed(self._paths)
+        if indexes is None:
+            _check_compressed(self._paths)
         self._open()
         self.shard_sizes = [len(index) for index in self._indexes]
         self._first: list[int] = np.cumsum([0, *self.shard_sizes]).tolist()
@@ -101,7 +107,9 @@ class TarShards(Source):
     def _open(self) -> None:
         plain = [path for path in self._paths if not _is_compressed(path)]
         self.has_extents = bool(plain)
-        indexed = dict(zip(plain, self._store.take(plain), strict=True))
+        self._stamps: list[ShardStamp] = []
+        taken = self._store.take(plain) if self._known is None else self._known
+        indexed = dict(zip(plain, taken, strict=True))
         left = _COMPRESSED_LIMIT_BYTES
         for path in self._paths:
             if path in indexed:
@@ -109,6 +117,7 @@ class TarShards(Source):
                 keep_open = len(self._contents) < _DESCRIPTORS_KEPT
                 self._contents.append(ShardFile(path, stamp, self.retry, keep_open))
                 self._indexes.append(index)
+                self._stamps.append(stamp)
                 state = f"{path.name}\0{stamp.size}\0{stamp.mtime_ns}\0".encode() + stamp.probe
             else:
                 unpacked = UnpackedShard(path, left)
@@ -129,6 +138,45 @@ class TarShards(Source):
         """What was done about the indexes."""
         notes = self._store.notes
         return f"{notes[0]}{f' and {len(notes) - 1} more' if notes[1:] else ''}" if notes else ""
+
+    def file_facts(self) -> FileFacts | None:
+        if len(self._stamps) < len(self._paths):
+            return None  # compressed shards are in each rank's own memory
+        names = [index.names.parts for index in self._indexes]
+        letters = b"".join(part for _, part in names)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "stamps": np.array([(s.size, s.mtime_ns) for s in self._stamps], dtype=np.int64),
+            "probes": np.frombuffer(b"".join(s.probe for s in self._stamps), dtype=np.uint8),
+            "counts": np.array(self.shard_sizes, dtype=np.int64),
+            "offsets": np.concatenate([index.offsets for index in self._indexes]),
+            "sizes": np.concatenate([index.sizes for index in self._indexes]),
+            "labels": self.labels,
+            "ends": np.concatenate([ends for ends, _ in names]),
+            "letters": np.frombuffer(letters, dtype=np.uint8),
+        }
+        about = {"paths": [str(path) for path in self._paths], "classes": list(self.classes)}
+        return FileFacts("shards", arrays, about)
+
+    @classmethod
+    def from_facts(cls, facts: FileFacts, retry: Retry) -> TarShards:
+        arrays = facts.arrays
+        letters, probes = arrays["letters"].tobytes(), arrays["probes"].tobytes()
+        width = len(probes) // len(arrays["stamps"])
+        indexes, sample, end, letter = [], 0, 0, 0
+        for number, (count, (size, mtime)) in enumerate(
+            zip(arrays["counts"].tolist(), arrays["stamps"].tolist(), strict=True)
+        ):
+            here = slice(sample, sample + count)
+            ends = arrays["ends"][end : end + count + 1]
+            names = NameTable.from_parts(ends, letters[letter : letter + int(ends[-1])])
+            index = ShardIndex(
+                names, arrays["offsets"][here], arrays["sizes"][here], arrays["labels"][here]
+            )
+            stamp = ShardStamp(size, mtime, probes[number * width : (number + 1) * width])
+            indexes.append((stamp, index))
+            sample, end, letter = sample + count, end + count + 1, letter + int(ends[-1])
+        paths = [Path(path) for path in facts.about["paths"]]
+        return cls(paths, facts.about["classes"], retry, indexes=indexes)
 
     def identity(self) -> bytes:
         """Changes with every shard that is changed."""

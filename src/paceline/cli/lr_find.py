@@ -1,0 +1,144 @@
+"""`paceline lr-find`: a learning-rate range test of a recipe, with a suggestion and a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from paceline.cli.failure import Failure
+from paceline.cli.train import launch_ranks, resolve
+from paceline.config import RunConfig, parse_value
+from paceline.core.errors import ConfigError, DataError
+from paceline.core.files import whole_file
+from paceline.core.topology import Topology
+from paceline.report import chart_document, range_page, write_page
+from paceline.train.display import create_display, print_line
+
+if TYPE_CHECKING:
+    from paceline.train.lr_range import RangeResult
+
+
+def find_rate(
+    recipe: str | None = typer.Argument(None, help="As for `paceline train`."),
+    data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
+    model: str | None = typer.Option(None, help="As for `paceline train`."),
+    batch_size: str | None = typer.Option(
+        None, "--batch-size", "-b", help="Of one process.", metavar="N"),
+    global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
+    opt: str | None = typer.Option(None, help="As for `paceline train`."),
+    output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-lr-find-NNN."),
+    device: str | None = typer.Option(None, help="auto, cpu or cuda."),
+    low: float = typer.Option(1e-5, "--from", help="First rate."),
+    high: float = typer.Option(10.0, "--to", help="Last rate."),
+    steps: int = typer.Option(100, help="Steps from the first rate to the last."),
+    nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
+    master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
+) -> int:  # fmt: skip
+    """Find a learning rate: train briefly with a growing rate, and plot the loss."""
+    given = {
+        "data.dir": data_dir, "model.name": model, "run.batch_size": batch_size,
+        "run.global_batch_size": global_batch_size, "optim.name": opt, "run.output": output,
+        "run.device": device,
+    }  # fmt: skip
+    if not 0 < low < high < math.inf:
+        raise ConfigError("--from", low, f"must be above 0 and below --to {high:g}", "try 1e-5")
+    if steps < 20:
+        raise ConfigError("--steps", steps, "must be at least 20: slopes need losses", "try 100")
+    if nproc_per_node < 1:
+        raise ConfigError("--nproc-per-node", nproc_per_node, "must be at least 1")
+    flags: dict[str, Any] = {
+        n: parse_value(n, text) for n, text in given.items() if text is not None
+    }
+    # A class without a default rate needs one; the range replaces it.
+    config = resolve(recipe, {"optim.lr": high, **flags}, settings)
+    config = range_config(config, low, high, steps, nproc_per_node)
+    if nproc_per_node > 1:
+        return launch_ranks(config, nproc_per_node, master_port, 0)
+    return _run(config, steps, as_json)
+
+
+def range_config(
+    config: RunConfig, low: float, high: float, steps: int, ranks: int = 1
+) -> RunConfig:
+    """The configuration of a range test: the recipe's own, but for schedule, length and records."""
+    from paceline.data import open_source
+    from paceline.train.inputs import resolve_batch_sizes
+
+    if config.run.resume:
+        raise ConfigError(
+            "run.resume", config.run.resume, "a range test starts afresh", "leave it out"
+        )
+    with closing(open_source(replace(config.data, cache="none"), "train")) as source:
+        samples = len(source)
+    world = max(ranks, Topology.from_env(os.environ).world_size)
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    batch = resolve_batch_sizes(first, config.run.batch_size, world, samples).global_batch
+    epochs = math.ceil(steps * batch / samples)
+    return config.with_values({
+        "run.name": f"{config.run.name}-lr-find", "run.epochs": epochs,
+        "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
+        "run.average_epochs": 0.0, "run.target_top1": None, "run.rank_records": "off",
+        "optim.schedule": "range", "optim.range_lr": [low, high], "optim.range_steps": steps,
+        "optim.batch_schedule": "", "optim.batch_limit": None, "optim.schedule_free": 0.0,
+        "optim.scaling": "off",
+        "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
+    })  # fmt: skip
+
+
+def _run(config: RunConfig, steps: int, as_json: bool) -> int:
+    from paceline.train.components import Components
+    from paceline.train.lr_range import RangeTest
+    from paceline.trainer import Trainer
+
+    test = RangeTest(steps)
+    console = Console(stderr=as_json)
+    outcome = Trainer.from_config(config, Components(callbacks=(test,))).run(
+        lambda: create_display(console, config.run.log_interval),
+        lambda error: Failure.of(error).report(),
+    )
+    if outcome.result.stop_signal is not None:
+        return 128 + int(outcome.result.stop_signal)
+    if outcome.rank != 0:
+        return 0
+    found = test.result()
+    folder, chart = outcome.folder, found.chart()
+    write_page(chart_document(chart), folder / "lr_find.svg", "lr_find.svg")
+    write_page(range_page(config.run.name, chart, _rows(found)), folder / "lr_find.html", "")
+    try:
+        with whole_file(folder / "lr_find.json") as file:
+            file.write(json.dumps(found.to_table()).encode() + b"\n")
+    except OSError as error:
+        raise DataError(
+            f"lr_find.json cannot be written: {error.strerror}", "free space"
+        ) from error
+    if as_json:
+        typer.echo(json.dumps(found.to_table()))
+        return 0
+    for label, value in _rows(found):
+        print_line(console, f"{label}: {value}")
+    print_line(console, f"plot: {folder / 'lr_find.svg'} and lr_find.html")
+    return 0
+
+
+def _rows(found: RangeResult) -> list[tuple[str, str]]:
+    if found.exploded:
+        end = f"loss exploded or was not finite after {found.rates[-1]:.3g}"
+    else:
+        end = f"loss did not explode up to {found.rates[-1]:.3g}: try a higher --to"
+    return [
+        ("suggested --lr", f"{found.suggested:.3g}, where the loss falls fastest"),
+        (
+            "largest",
+            f"{found.largest:.3g}, where the loss is lowest; the peak of a cycle lies below",
+        ),
+        ("range", f"{len(found.rates)} steps from {found.rates[0]:.3g}; {end}"),
+    ]

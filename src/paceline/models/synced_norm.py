@@ -1,0 +1,157 @@
+"""Batch norm over the samples of a group of ranks, for batches of few samples per rank.
+
+Forward and backward equal the batch norm of the union of the group's batches: each exchanges one vector
+per layer, in fp64, so that the statistics are bit-identical within a group. torch's SyncBatchNorm does
+the same on GPUs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.core.errors import ConfigError
+
+
+@dataclass
+class NormGroup:
+    """The ranks that share statistics. `all_reduce` replaces a tensor by its sum over them.
+
+    While `active` is False each rank uses its own batch: in passes that not all ranks make, such as the
+    one that records the order of the gradients.
+    """
+
+    size: int
+    all_reduce: Callable[[Tensor], None]
+    active: bool = False
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """A batch norm of any number of dimensions whose training statistics are those of `group`."""
+
+    group: NormGroup
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if not self.training or not self.group.active:
+            return super().forward(input)
+        self._check_input_dim(input)
+        out, mean, variance, count = _SyncedNorm.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self.group
+        )
+        if self.track_running_stats and self.running_mean is not None:
+            assert self.running_var is not None
+            assert self.momentum is not None
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1).clamp(min=1))
+                for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    running.lerp_(new.to(running.dtype), self.momentum)
+                if self.num_batches_tracked is not None:
+                    self.num_batches_tracked.add_(1)
+        result: Tensor = out
+        return result
+
+
+class _SyncedNorm(torch.autograd.Function):
+    """y = γ(x − μ) / √(σ² + eps) + β with μ and σ² of all ranks of the group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: NormGroup,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims = [d for d in range(x.dim()) if d != 1]
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        own = x.numel() // x.shape[1]
+        # Own moments first: a plain sum of squares would cancel where the mean is large.
+        if own:
+            variance, mean = torch.var_mean(wide, dims, correction=0)
+            mean, variance = mean.double(), variance.double()
+        else:
+            mean = variance = x.new_zeros(x.shape[1], dtype=torch.float64)
+        sums = torch.cat([own * mean, own * (variance + mean * mean), mean.new_full((1,), own)])
+        group.all_reduce(sums)
+        count, channels = sums[-1], x.shape[1]
+        mean = sums[:channels] / count
+        variance = (sums[channels:-1] / count - mean * mean).clamp_(min=0)
+        inverse = (variance + eps).rsqrt()
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        shift, scale = mean.to(wide.dtype).view(shape), inverse.to(wide.dtype).view(shape)
+        normal = (wide - shift) * scale
+        ctx.save_for_backward(x, weight, shift, scale, count)
+        ctx.group, ctx.dims = group, dims
+        ctx.set_materialize_grads(False)
+        out = normal
+        if weight is not None and bias is not None:
+            out = normal * weight.to(wide.dtype).view(shape) + bias.to(wide.dtype).view(shape)
+        ctx.mark_non_differentiable(mean, variance, count)
+        out = out.to(x.dtype)
+        if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+            out = out.contiguous(memory_format=torch.channels_last)
+        return out, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, shift, scale, count = ctx.saved_tensors
+        wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        # A rank that does not use its output still takes part in the exchange.
+        given = torch.zeros_like(x) if gradient is None else gradient
+        slope, normal = given.to(wide), (x.to(wide) - shift) * scale
+        own = torch.cat([slope.sum(ctx.dims).double(), (slope * normal).sum(ctx.dims).double()])
+        channels = x.shape[1]
+        total = own.clone()
+        ctx.group.all_reduce(total)
+        means = (total / count).to(wide)
+        first, second = means[:channels].view(shift.shape), means[channels:].view(shift.shape)
+        factor = scale if weight is None else scale * weight.to(wide).view(shift.shape)
+        dx = ((slope - first - normal * second) * factor).to(x.dtype)
+        if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+            dx = dx.contiguous(memory_format=torch.channels_last)
+        if weight is None:
+            return dx, None, None, None, None
+        # The ranks' shares of γ and β: the exchange of gradients adds them up.
+        d_weight, d_bias = own[channels:].to(weight.dtype), own[:channels].to(weight.dtype)
+        return dx, d_weight, d_bias, None, None
+
+
+def synchronize_norms(model: nn.Module, group: NormGroup) -> int:
+    """Turns every batch norm of the model into a `SyncedBatchNorm` in place, with its parameters,
+    statistics and keys; returns their number."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        if norm.momentum is None:
+            raise ConfigError(
+                "model.norm_group", group.size, "this model averages batch-norm statistics over all "
+                "steps (momentum None), which has no synchronized form", "set a momentum, or use 1",
+            )  # fmt: skip
+        if isinstance(norm, nn.SyncBatchNorm):
+            raise ConfigError(
+                "model.norm_group", group.size, "this model has torch's SyncBatchNorm already",
+                "use 1, or plain batch norms",
+            )  # fmt: skip
+        norm.__class__ = SyncedBatchNorm
+        norm.group = group  # type: ignore[assignment]
+    return len(norms)
+
+
+def keep_last_statistics(model: nn.Module) -> int:
+    """Makes the running statistics of every batch norm those of the latest batch alone; returns the
+    number of batch norms."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+    return len(norms)

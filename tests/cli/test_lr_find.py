@@ -1,0 +1,80 @@
+"""`paceline lr-find`: the test itself, its suggestion and files, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli_runs import IMAGES, SYNTHETIC, run
+from paceline.core.errors import RunError
+from paceline.train.lr_range import RangeResult, smooth
+
+LR_FIND = ["lr-find", *SYNTHETIC, *IMAGES[:18], "--device", "cpu", "--global-batch-size", "16"]
+
+
+def test_smoothing_is_the_unbiased_moving_average() -> None:
+    losses = np.random.default_rng(0).random(30)
+    found = smooth(losses.tolist())
+    for n in range(1, 31):
+        weights = 0.9 ** np.arange(n)[::-1]
+        assert found[n - 1] == pytest.approx(float(weights @ losses[:n] / weights.sum()))
+
+
+def test_the_suggestion_is_the_steepest_descent_before_the_lowest_loss() -> None:
+    rates = np.geomspace(1e-4, 10, 200)
+    powers = np.log10(rates)
+    # Falls around 10⁻², is lowest near 10⁻¹, explodes past it.
+    losses = 2 - 1 / (1 + np.exp(-4 * (powers + 2))) + np.exp(3 * (powers - 0.2))
+    result = RangeResult.of(rates.tolist(), losses.tolist(), exploded=True)
+    assert -2.2 < math.log10(result.suggested) < -1.2, "the smoothed loss lags behind"
+    assert result.suggested < result.largest < 1
+    with pytest.raises(RunError):
+        RangeResult.of([0.1] * 3, [1.0] * 3, exploded=True)
+
+
+def test_a_range_test_of_a_run(tmp_path: Path) -> None:
+    command = [
+        *LR_FIND,
+        "--steps",
+        "40",
+        "--from",
+        "1e-4",
+        "--to",
+        "100",
+        "--json",
+        "--output",
+        "r",
+    ]
+    done = run(command, tmp_path)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    rates = np.array(found["lr"])
+    steps = len(rates)
+    assert 20 <= steps <= 40
+    assert rates == pytest.approx(np.geomspace(1e-4, 100, 40)[:steps])
+    assert 1e-4 <= found["suggested_lr"] <= found["largest_lr"] < 100
+    assert found == json.loads((tmp_path / "r/lr_find.json").read_text())
+    root = ET.fromstring((tmp_path / "r/lr_find.svg").read_text())
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "Learning-rate range test" in (tmp_path / "r/lr_find.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--from", "1", "--to", "0.1"], "--from"),
+        (["--steps", "5"], "--steps"),
+        (["--set", "run.resume=auto"], "run.resume"),
+        (["--nproc-per-node", "0"], "--nproc-per-node"),
+    ],
+)
+def test_wrong_input(tmp_path: Path, flags: list[str], named: str) -> None:
+    done = run([*LR_FIND, *flags], tmp_path)
+    assert done.code == 2
+    assert named in done.err
+    assert len(done.err.splitlines()) == 1

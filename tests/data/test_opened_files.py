@@ -1,0 +1,73 @@
+"""One process of a host opens a data set; the others make the same sources without a look at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_sets import write_folders, write_shards
+from paceline.core.errors import DataError
+from paceline.data import DataSettings, OpenedFiles, Source, open_data
+from paceline.data.sources.base import source_identity
+
+
+def opened_twice(settings: DataSettings) -> tuple[tuple[Source, Source], tuple[Source, Source]]:
+    """By the first process of a host, and by another one that has its file."""
+    first = OpenedFiles(settings)
+    own = open_data(settings, opened=first)
+    path = first.write()
+    assert path is not None
+    try:
+        shared = OpenedFiles.read(path, settings)
+    finally:
+        path.unlink()
+    assert shared is not None
+    return own, open_data(settings, opened=shared)
+
+
+def check_same(own: Source, shared: Source) -> None:
+    assert list(own.classes) == list(shared.classes)
+    assert np.array_equal(own.labels, shared.labels)
+    assert own.shard_sizes == shared.shard_sizes
+    for i in range(len(own)):
+        assert own.name(i) == shared.name(i)
+        assert own.read(i) == shared.read(i)
+    assert source_identity(own) == source_identity(shared)
+
+
+@pytest.mark.parametrize("kind", ["shards", "folders"])
+@pytest.mark.parametrize("val_split", [0.0, 0.25])
+def test_both_processes_have_the_same_data(tmp_path: Path, kind: str, val_split: float) -> None:
+    write = write_shards if kind == "shards" else write_folders
+    root = write(tmp_path)
+    if val_split and kind == "shards":
+        for path in root.glob("val-*"):
+            path.unlink()
+    elif val_split:
+        (root / "val").rename(tmp_path / "elsewhere")
+    settings = DataSettings(dir=str(root), val_split=val_split)
+    for own, shared in zip(*opened_twice(settings), strict=True):
+        check_same(own, shared)
+
+
+def test_another_data_set_is_not_taken_for_it(tmp_path: Path) -> None:
+    settings = DataSettings(dir=str(write_shards(tmp_path)))
+    opened = OpenedFiles(settings)
+    open_data(settings, opened=opened)
+    path = opened.write()
+    assert path is not None
+    assert OpenedFiles.read(path, DataSettings(dir=str(tmp_path / "other"))) is None
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="damaged"):
+        OpenedFiles.read(path, settings)
+    path.unlink()
+    assert OpenedFiles.read(path, settings) is None, "as on another host"
+
+
+def test_data_in_memory_has_nothing_to_share() -> None:
+    settings = DataSettings(source="synthetic")
+    opened = OpenedFiles(settings)
+    open_data(settings, opened=opened)
+    assert opened.write() is None

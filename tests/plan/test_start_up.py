@@ -1,0 +1,71 @@
+"""What a run needs before its first step: which process groups a plan uses, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from paceline.plan.plan_file import PlanFile
+from paceline.plan.start_up import GroupCount, StartUp, parts_used
+from paceline.plan.steps import Groups
+
+NODES = Groups.of_nodes([4, 4], nested=True)
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "parts"),
+    [
+        ({"native"}, set()),
+        ({"ring", "tree", "halving_doubling", "native"}, set()),
+        ({"native", "hierarchical"}, {"rows", "masters"}),
+        ({"torus2d"}, {"rows", "masters", "columns"}),
+    ],
+)
+def test_only_what_a_schedule_sums_in_is_made(algorithms: set[str], parts: set[str]) -> None:
+    assert parts_used(algorithms, NODES) == parts
+    assert parts_used(algorithms, Groups.of_nodes([4, 4])) == set(), "messages need no sub-group"
+
+
+def test_groups_of_256_nodes_are_counted() -> None:
+    whole = GroupCount("all ranks", 2, 2048)
+    rows, masters = GroupCount("rows", 256, 8), GroupCount("masters", 1, 256)
+    assert StartUp.of(256, 8, {"ring"}).groups == (whole,)
+    assert StartUp.of(256, 8, {"hierarchical"}).groups == (whole, rows, masters)
+    columns = GroupCount("columns", 7, 256)
+    assert StartUp.of(256, 8, {"torus2d"}).groups == (whole, rows, masters, columns)
+    assert StartUp.of(256, 8, {"native"}, buckets=1).groups == (GroupCount("all ranks", 1, 2048),)
+    assert StartUp.of(1, 1, {"native"}).backend_s == 0.0
+
+
+def test_more_ranks_and_more_groups_take_longer() -> None:
+    few, many = (StartUp.of(nodes, 8, {"ring"}) for nodes in (2, 256))
+    assert few.meet_s < many.meet_s
+    assert few.agree_s < many.agree_s
+    assert few.backend_s < many.backend_s < StartUp.of(256, 8, {"torus2d"}).backend_s
+    assert many.total_s == pytest.approx(many.meet_s + many.agree_s + many.backend_s)
+    assert "assumed" in many.describe()
+    assert "assumed" not in StartUp.of(256, 8, {"ring"}, nccl=False).describe()
+
+
+def test_a_plan_file_keeps_it(tmp_path: Path) -> None:
+    found = StartUp.of(4, 8, {"torus2d"})
+    PlanFile(start_up=found).write(tmp_path / "plan.toml")
+    assert PlanFile.read(tmp_path / "plan.toml").start_up == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"meet_s": -1.0},
+        {"ranks": 0},
+        {"groups": [{"name": 1}]},
+        {"groups": 3},
+        {"agree_s": math.inf},
+    ],
+)
+def test_a_table_of_another_form_is_passed_over(change: dict[str, object]) -> None:
+    table = StartUp.of(4, 8, {"ring"}).to_table()
+    assert StartUp.from_table(table) is not None
+    assert StartUp.from_table(table | change) is None

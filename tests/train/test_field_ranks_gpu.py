@@ -1,0 +1,39 @@
+"""The options that exist only with several ranks, on one GPU that two ranks share over Gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from small_runs import run_small
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES: dict[str, dict[str, Any]] = {
+    "int8": {"comm__wire": "int8"},
+    "powersgd": {"comm__hook": "powersgd", "comm__powersgd_start_step": 2},
+    "post-local": {
+        "comm__hook": "post_local_sgd",
+        "comm__local_start_step": 1,
+        "comm__local_steps": 2,
+    },
+    "asynchronous": {"comm__mode": "asynchronous", "precision__amp_dtype": "bf16"},
+    "shares": {"run__shares": "3:1"},
+}
+
+
+def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    return run_small(output, run__device="cuda", comm__backend="gloo", **values).summary
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains(tmp_path: Path, name: str) -> None:
+    first, second = run_ranks(2, _run, str(tmp_path), CASES[name], timeout_s=120)
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["steps"] == 7

@@ -1,0 +1,329 @@
+"""Trains the comparison of docs/why-not.md: optimizers, schedules and batch growth on equal terms.
+
+    python tools/field_series.py OUTPUT --data-dir CIFAR10 [--seconds 1500] [--only 'sgd*'] [--list]
+
+CIFAR-10, a ResNet of 4.9 million parameters, 16 epochs, batches of 256, 2,500 and 10,000 (schedules: 256
+and 10,000). Every option has the same tuning budget: three values of its main knob with seed 0. The best
+one is trained with seeds 1 and 2 too. All trainings run in one process, one after the other. A run whose
+folder has a summary is done, so that the same command continues a series that was broken off; no run
+begins that would outlast `--seconds`. Writes `tuning.md` (every try) and `compare.sh` (the comparison).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.config import load_config, parse_assignment
+from paceline.core.errors import PacelineError
+from paceline.core.events import Event
+from paceline.models.resnet import BasicBlock, ResNet
+from paceline.train import run_training
+from paceline.train.components import Components
+
+BATCHES = (256, 2500, 10_000)
+ENDS = (256, 10_000)
+MICRO = {256: 256, 2500: 500, 10_000: 1000}
+SEEDS = (0, 1, 2)
+FACTORS = (0.5, 1.0, 2.0)
+EPOCHS = 16
+# The same shares of the run as 30, 60 and 80 of 90 epochs.
+STEPS = [EPOCHS * share for share in (1 / 3, 2 / 3, 8 / 9)]
+COMMON: dict[str, Any] = {
+    "run.epochs": EPOCHS, "run.cutmix": 0.0, "run.smoothing": 0.1, "run.eval_interval_epochs": 4,
+    "run.compile": "off", "optim.nesterov": False, "optim.weight_decay": 5e-4,
+    "optim.warmup_epochs": 2.0, "checkpoint.interval_epochs": 0, "checkpoint.keep": 1,
+    "checkpoint.keep_best": False,
+}  # fmt: skip
+NO_CYCLE: dict[str, Any] = {"optim.warmup_epochs": 0.0}
+FIXED_SAMPLES: dict[str, Any] = {
+    "data.augment": "none", "data.flip": False, "data.cutout": 0, "optim.momentum": 0.0,
+    "optim.warmup_epochs": 0.0, "precision.amp_dtype": "fp32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the table: its settings, and the middle of its knob at each batch. `sizes` has the
+    batch at which a run begins where that is not the row's own."""
+
+    name: str
+    middles: Mapping[int, float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    knob: str = "optim.lr"
+    sizes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def at(self, batch: int) -> dict[str, Any]:
+        """The settings at a batch, without the knob."""
+        return {
+            "run.global_batch_size": batch, "run.batch_size": MICRO.get(batch),
+            **self.settings, **self.sizes.get(batch, {}),
+        }  # fmt: skip
+
+
+SGD = {256: 0.2, 2500: 1.0, 10_000: 2.0}
+SGD_ENDS = {batch: SGD[batch] for batch in ENDS}
+STEP = {"optim.schedule": "step", "optim.decay_epochs": STEPS}
+# From 256 to 4,096, and from 2,500 to 10,000: where the rate would decay by a quarter, or a half.
+GROWS = {
+    256: {"optim.batch_schedule": "x4", "optim.decay_rate": 0.25, "optim.batch_limit": 4096},
+    10_000: {
+        "run.global_batch_size": 2500, "run.batch_size": 500, "optim.batch_schedule": "x2",
+        "optim.decay_rate": 0.5, "optim.batch_limit": 10_000,
+    },
+}  # fmt: skip
+STAYS = {
+    batch: {key: value for key, value in values.items() if not key.startswith("optim.batch_")}
+    for batch, values in GROWS.items()
+}
+OPTIONS = (
+    # Optimizers, with the cosine schedule.
+    Option("sgd", SGD),
+    Option("nesterov", SGD, {"optim.nesterov": True}),
+    Option(
+        "lars",
+        {256: 0.8, 2500: 2.6, 10_000: 3.9},
+        {"optim.name": "lars", "optim.trust_coefficient": 0.0075},
+    ),
+    Option(
+        "muon",
+        {256: 1.0, 2500: 3.9, 10_000: 3.9},
+        {"optim.name": "muon", "optim.trust_coefficient": 0.00256},
+    ),
+    Option(
+        "lamb",
+        {256: 2e-3, 2500: 5e-3, 10_000: 1e-2},
+        {"optim.name": "lamb", "optim.weight_decay": 0.02},
+    ),
+    Option(
+        "adamw",
+        {256: 1e-3, 2500: 2e-3, 10_000: 4e-3},
+        {"optim.name": "adamw", "optim.weight_decay": 0.05},
+    ),
+    Option(
+        "akiba",
+        SGD,
+        {
+            "optim.name": "rmsprop_warmup",
+            "optim.warmup_epochs": 0.0,
+            "optim.rms_center_epochs": 2.0,
+            "optim.rms_width_epochs": 1.0,
+            "optim.schedule": "piecewise",
+            "optim.decay_epochs": [EPOCHS * share for share in (40 / 90, 70 / 90, 85 / 90)],
+            "model.norm_statistics": "last",
+        },
+    ),
+    # Variance reduction, on fixed images: three passes an epoch, and no augmentation.
+    Option("sgd-fixed", {256: 0.2}, FIXED_SAMPLES),
+    Option("svrg", {256: 0.2}, {**FIXED_SAMPLES, "optim.name": "svrg"}),
+    Option(
+        "halp-8",
+        {256: 0.2},
+        {**FIXED_SAMPLES, "optim.name": "halp", "optim.bits": 8, "optim.halp_mu": 1.0},
+    ),
+    Option("halp-16", {256: 0.2}, {**FIXED_SAMPLES, "optim.name": "halp", "optim.bits": 16}),
+    # Schedules of momentum SGD.
+    Option("goyal", SGD_ENDS, {**STEP, "optim.nesterov": True, "optim.warmup_epochs": 1.0}),
+    Option("step", SGD_ENDS, STEP),
+    Option("one-cycle", SGD_ENDS, {**NO_CYCLE, "optim.schedule": "one_cycle"}),
+    Option("one-cycle-10", SGD_ENDS, {**NO_CYCLE, "optim.schedule": "one_cycle", "run.epochs": 10}),
+    Option(
+        "triangular",
+        SGD_ENDS,
+        {**NO_CYCLE, "optim.schedule": "triangular", "optim.cycle_epochs": 8.0},
+    ),
+    # The batch grows in place of the decays of a step schedule.
+    Option("growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=GROWS),
+    Option("no-growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=STAYS),
+)
+
+
+def resnet10(num_classes: int, in_channels: int) -> nn.Module:
+    """Of about ResNet-9's size, with the kernels of ResNet-18."""
+    return ResNet(
+        BasicBlock, (1, 1, 1, 1), num_classes=num_classes, in_channels=in_channels, stem="small",
+        zero_init_gamma=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One training."""
+
+    option: Option
+    batch: int
+    value: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.option.name}-b{self.batch}-{self.value:g}-s{self.seed}"
+
+    def settings(self) -> dict[str, Any]:
+        return {**COMMON, **self.option.at(self.batch), self.option.knob: self.value,
+                "run.seed": self.seed}  # fmt: skip
+
+
+class Quiet:
+    """Shows nothing: the series prints a line for each run."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Series:
+    """Trains what is missing in `output`."""
+
+    def __init__(
+        self, output: Path, overrides: Mapping[str, Any], seconds: float, model: str = ""
+    ) -> None:
+        self.output = output
+        self._overrides = overrides
+        self._model = model
+        self._ends = time.monotonic() + seconds
+        self._longest = 0.0
+
+    def run(self, options: Sequence[Option], batches: Sequence[int]) -> bool:
+        """False where the time did not suffice."""
+        complete = True
+        for option in options:
+            for batch in batches:
+                if batch in option.middles:
+                    complete &= self._row(option, batch)
+        self._report(options, batches)
+        return complete
+
+    def _row(self, option: Option, batch: int) -> bool:
+        tries = self.tries(option, batch)
+        if not all(self._train(planned) for planned in tries):
+            return False
+        best = max(tries, key=self.top1)
+        if self.top1(best) < 0:
+            return True  # every value diverged
+        return all(self._train(Planned(option, batch, best.value, seed)) for seed in SEEDS)
+
+    def tries(self, option: Option, batch: int) -> list[Planned]:
+        """The tuning budget: three values, one seed."""
+        return [
+            Planned(option, batch, option.middles[batch] * factor, SEEDS[0]) for factor in FACTORS
+        ]
+
+    def _train(self, planned: Planned) -> bool:
+        """Trains unless that is done; False where it would outlast the time."""
+        folder = self.output / planned.name
+        if self.result(planned) is not None:
+            return True
+        if time.monotonic() + self._longest > self._ends:
+            print(f"{planned.name}: not begun, the time is over", flush=True)
+            return False
+        resume = "auto" if (folder / "checkpoints").is_dir() else ""
+        values = {
+            **planned.settings(),
+            **self._overrides,
+            "run.output": str(folder),
+            "run.resume": resume,
+            "run.name": f"{planned.option.name}-b{planned.batch}",
+        }
+        components = Components() if self._model else Components(model=resnet10)
+        if self._model:
+            values["model.name"] = self._model
+        begun = time.monotonic()
+        try:
+            summary = run_training(
+                load_config("cifar10-resnet18", values), Quiet, None, components
+            ).summary
+            line = f"top-1 {summary['top1']:.2f}, {summary['images_per_s']:,.0f} images/s"
+        except PacelineError as error:  # a diverged run is a result, too
+            line = f"failed: {error}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "failed.txt").write_text(f"{error}\n")
+        self._longest = time.monotonic() - begun
+        print(f"{planned.name}: {line}, {self._longest:.1f} s", flush=True)
+        return True
+
+    def result(self, planned: Planned) -> float | None:
+        """Top-1 of a run that is done, −1 where it diverged; None where it is not done."""
+        folder = self.output / planned.name
+        if (folder / "failed.txt").is_file():
+            return -1.0
+        try:
+            found = json.loads((folder / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return float(found["top1"]) if found.get("top1") is not None else -1.0
+
+    def top1(self, planned: Planned) -> float:
+        found = self.result(planned)
+        return -1.0 if found is None else found
+
+    def _rows(
+        self, options: Sequence[Option], batches: Sequence[int]
+    ) -> Iterator[tuple[Option, int, Planned]]:
+        for option in options:
+            for batch in batches:
+                if batch in option.middles:
+                    tries = self.tries(option, batch)
+                    if all(self.result(planned) is not None for planned in tries):
+                        yield option, batch, max(tries, key=self.top1)
+
+    def _report(self, options: Sequence[Option], batches: Sequence[int]) -> None:
+        """The tuning log, and the comparison of the runs with the best values."""
+        lines = ["| option | batch | knob | values → top-1 % (seed 0) | best |"]
+        lines.append("| --- | --- | --- | --- | --- |")
+        folders = []
+        for option, batch, best in self._rows(options, batches):
+            tried = [(p.value, self.top1(p)) for p in self.tries(option, batch)]
+            shown = ", ".join(
+                f"{v:g} → " + (f"{t:.2f}" if t >= 0 else "diverged") for v, t in tried
+            )
+            lines.append(
+                f"| {option.name} | {batch:,} | `{option.knob}` | {shown} | {best.value:g} |"
+            )
+            runs = [Planned(option, batch, best.value, seed) for seed in SEEDS]
+            folders += [p.name for p in runs if self.top1(p) >= 0]
+        self.output.mkdir(parents=True, exist_ok=True)
+        (self.output / "tuning.md").write_text("\n".join(lines) + "\n")
+        command = ["paceline", "compare", *folders]
+        place = shlex.quote(str(self.output.resolve()))
+        (self.output / "compare.sh").write_text(f"cd {place}\n{shlex.join(command)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--data-dir", default="", help="CIFAR-10 in one of its published forms.")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--only", default="*", help="A pattern of the options' names.")
+    parser.add_argument("--batches", default="", help="Numbers, with commas; all of the options.")
+    parser.add_argument("--model", default="", help="A model instead of the ResNet of this tool.")
+    parser.add_argument("--set", action="append", default=[], help="section.key=value, over all.")
+    parser.add_argument("--list", action="store_true", help="Show the runs of the tuning, and end.")
+    given = parser.parse_args(arguments)
+    options = [option for option in OPTIONS if fnmatch.fnmatch(option.name, given.only)]
+    batches = [int(text) for text in given.batches.split(",") if text] or list(BATCHES)
+    overrides = dict(parse_assignment(text) for text in given.set)
+    if given.data_dir:
+        overrides |= {"data.dir": given.data_dir, "data.source": "auto"}
+    series = Series(given.output, overrides, given.seconds, given.model)
+    if given.list:
+        for option in options:
+            for batch in batches:
+                for planned in series.tries(option, batch) if batch in option.middles else ():
+                    print(planned.name)
+        return 0
+    return 0 if series.run(options, batches) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
