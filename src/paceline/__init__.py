@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from paceline.custom_loop.context import Context, init
     from paceline.custom_loop.data_parallel import DataParallel
     from paceline.custom_loop.prepared import Prepared, prepare
-    from paceline.data import DatasetSource, ImageLoader, Source
-    from paceline.models import create_model, parameter_groups, register_model
+    from paceline.data import CorruptImage, DatasetSource, ImageLoader, Source
+    from paceline.models import ModelSettings, create_model, parameter_groups, register_model
     from paceline.optim import LAMB, LARS, SGD, AdamW, Muon
     from paceline.plan.scaling import ScalingPrediction, predict_scaling
     from paceline.plan.size_table import SizeTable
@@ -54,8 +54,8 @@ _MODULES = {
     "paceline.custom_loop.context": "Context init",
     "paceline.custom_loop.data_parallel": "DataParallel",
     "paceline.custom_loop.prepared": "Prepared prepare",
-    "paceline.data": "DatasetSource ImageLoader Source",
-    "paceline.models": "create_model parameter_groups register_model",
+    "paceline.data": "CorruptImage DatasetSource ImageLoader Source",
+    "paceline.models": "ModelSettings create_model parameter_groups register_model",
     "paceline.optim": "AdamW LAMB LARS Muon SGD",
     "paceline.plan.scaling": "ScalingPrediction predict_scaling",
     "paceline.plan.size_table": "SizeTable",
@@ -65,11 +65,12 @@ _MODULES = {
 }
 __all__ = [
     "LAMB", "LARS", "SGD", "AdamW", "Callback", "CheckpointError", "CheckpointEvent", "Checkpointer",
-    "CommError", "ConfigError", "Context", "DataError", "DataParallel", "DatasetSource", "EarlyStopping",
-    "EvalEvent", "HybridAllReduce", "ImageLoader", "MetricEvent", "Muon", "PacelineError",
-    "Prediction", "Predictor", "Prepared", "Result", "RunControl", "RunError", "ScalingPrediction",
-    "SizeTable", "Source", "StartEvent", "StepEvent", "StopEvent", "Trainer", "__version__",
-    "create_model", "init", "parameter_groups", "predict_scaling", "prepare", "register_model",
+    "CommError", "ConfigError", "Context", "CorruptImage", "DataError", "DataParallel", "DatasetSource",
+    "EarlyStopping", "EvalEvent", "HybridAllReduce", "ImageLoader", "MetricEvent", "ModelSettings",
+    "Muon", "PacelineError", "Prediction", "Predictor", "Prepared", "Result", "RunControl", "RunError",
+    "ScalingPrediction", "SizeTable", "Source", "StartEvent", "StepEvent", "StopEvent", "Trainer",
+    "__version__", "create_model", "init", "parameter_groups", "predict_scaling", "prepare",
+    "register_model",
 ]  # fmt: skip
 __getattr__, __dir__ = lazy_exports(
     __name__,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.config import load_config
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.errors import CheckpointError, ConfigError, RunError
 from paceline.core.events import StartEvent, StepEvent
 from paceline.optim.layers import layer_numbers, with_layer_decay
 from paceline.optim.settings import OptimSettings
@@ -79,6 +79,28 @@ def test_a_function_that_makes_the_optimizer(tmp_path: Path) -> None:
         run_training(
             small_config(tmp_path / "less"), Silent, components=Components(optimizer=forgetful)
         )
+
+
+class FailsLater(torch.optim.SGD):
+    """An own class that was never tried for long."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        if self.taken == 4:
+            raise IndexError("no such moment")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_fails_in_a_later_step_is_one_line(tmp_path: Path) -> None:
+    given = Components(optimizer=lambda groups: FailsLater(groups, lr=0.1))
+    config = small_config(tmp_path / "run", **EVERY_STEP)
+    with pytest.raises(
+        RunError, match="the optimizer failed in step [34]: IndexError: no such mom"
+    ):
+        run_training(config, Silent, components=given)
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
 
 
 # --- clipping ----------------------------------------------------------------------------------

@@ -41,6 +41,16 @@ def test_resuming_at_any_step_is_bit_identical(finished: Path, tmp_path: Path, s
     assert resumed["resumed_at_steps"] == [stop]
 
 
+def test_resuming_with_other_settings_names_the_command_that_works(copied: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        run_small(copied, run__resume="auto", optim__name="lars", optim__lr=1.0)
+    command = f"paceline train {copied / 'config.toml'} --output {copied} --resume auto"
+    assert command in caught.value.remedy
+    values = {"run.output": str(copied), "run.resume": "auto"}
+    outcome = run_training(load_config(str(copied / "config.toml"), values), Silent)
+    assert outcome.already_finished
+
+
 def test_a_checkpoint_resumed_elsewhere_is_saved_there_at_once(
     finished: Path, tmp_path: Path
 ) -> None:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from models.user_net import UserNet, loss_of_both, make_net
 from paceline.core.errors import ConfigError, PacelineError, RunError
-from paceline.core.events import Event, StartEvent
+from paceline.core.events import Event, NoteEvent, StartEvent, StepEvent
 from paceline.models import SmallResNet
+from paceline.report import RunFiles, verdict
 from paceline.train import Checkpoint, RunOutcome, evaluate_file, run_training
+from paceline.train.callbacks import Callback, RunControl
 from paceline.train.components import Components
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
@@ -259,6 +261,66 @@ def test_a_model_that_fails_in_the_middle_is_one_line(tmp_path: Path) -> None:
     words = "failed at step 4 on 16 images: IndexError: a batch of another size"
     with pytest.raises(PacelineError, match=words):
         train(tmp_path / "run", Components(model=FailsLater()), run__epochs=1)
+
+
+class AfterTwoSteps(Callback):
+    """Does what a model's own forward could do as well."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self._change = change
+
+    def on_step(self, run: RunControl, event: StepEvent) -> None:
+        if event.step == 2:
+            self._change(run.model)
+
+
+def new_layer(model: Any) -> None:
+    model.head = nn.Linear(28 * 28, 4)
+
+
+def new_memory(model: Any) -> None:
+    model.head.weight.data = model.head.weight.data.clone()
+
+
+def more_layers(model: Any) -> None:
+    model.second = nn.Linear(4, 4)
+
+
+def thaw(model: Any) -> None:
+    model.head.bias.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (new_layer, "head.weight was replaced"),
+        (new_memory, "head.weight was replaced"),
+        (more_layers, "second.weight was added"),
+        (thaw, "head.bias was unfrozen"),
+    ],
+)
+def test_parameters_that_change_after_the_start_are_noticed(
+    tmp_path: Path, change: Callable[[Any], None], words: str
+) -> None:
+    model = Linear()
+    model.head.bias.requires_grad_(change is not thaw)
+    given = Components(model=model, callbacks=(AfterTwoSteps(change),))
+    with pytest.raises(RunError, match=words):
+        train(tmp_path / "run", given)
+    # The steps before are kept.
+    assert Checkpoint.read(newest(tmp_path / "run")).step == 2
+
+
+def spoil(model: Any) -> None:
+    model.head.weight.data.fill_(float("nan"))
+
+
+def test_a_run_that_ends_with_nan_says_so_in_its_last_lines(tmp_path: Path) -> None:
+    given = Components(model=Linear(), callbacks=(AfterTwoSteps(spoil),))
+    _, events = train(tmp_path / "run", given, run__epochs=1)
+    notes = [event.text for event in events if isinstance(event, NoteEvent)]
+    assert notes[-1].startswith("the run ended with a validation loss that is not finite")
+    assert verdict(RunFiles.read(tmp_path / "run")).endswith("its last loss is not finite")
 
 
 def _on_two_ranks(rank: int, folder: str, what: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from paceline.cli import (
     lr_find,
     models,
     plan,
+    rehearse,
     report,
     train,
     tune,
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("lr-find")(lr_find.find_rate)
+app.command("rehearse")(rehearse.rehearse)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("recipes")(dry_run.recipes)
 app.command("predict")(evaluate.predict_images)
@@ -150,7 +152,7 @@ def _check_output(code: int) -> int:
     problem = lost_output()
     if problem is None:
         return code
-    if sys.argv[1:2] == ["train"]:
+    if sys.argv[1:2] in (["train"], ["rehearse"]):
         sys.stderr.write(f"paceline: note: standard output is incomplete: {problem}\n")
         return code
     if code == 0:

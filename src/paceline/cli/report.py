@@ -31,6 +31,7 @@ from paceline.train.display import print_line, print_summary
 _BELOW = {
     "min–max": "top-1 %",
     "train time": "images/s",
+    "kWh": "cost",
     "skipped": "val loss",
     "batch": "epochs",
     "ranks": "n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +76,10 @@ def train(
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
     """Train a model."""
-    given = {
-        "data.dir": data_dir, "data.val_split": val_split, "data.image_size": image_size,
-        "model.name": model, "run.batch_size": batch_size,
-        "run.global_batch_size": global_batch_size, "run.epochs": epochs, "optim.name": opt,
-        "optim.lr": lr, "optim.warmup_epochs": warmup_epochs, "optim.momentum": momentum,
-        "optim.weight_decay": weight_decay, "optim.clip_norm": clip_grad,
-        "optim.layer_decay": layer_decay, "run.loss": loss,
-        "run.smoothing": smoothing, "run.seed": seed,
-        "data.workers": workers, "run.output": output, "run.resume": resume,
-        "run.log_interval": log_interval, "run.target_top1": target_top1,
-        "run.pretrained": pretrained, "run.device": device, "precision.amp_dtype": amp_dtype,
-        "run.compile": compile, "comm.plan": plan, "run.trace": "true" if trace else None,
-        "run.watch": "true" if watch else None,
-    }  # fmt: skip
-    flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
-    config = resolve(recipe, flags, settings)
-    if recipe is not None and not trust and is_run_config(recipe):
-        _check_origin(config, recipe, flags | dict(parse_assignment(text) for text in settings))
+    given = locals()
+    flags = parse_flags(given)
+    flags |= {name: True for name, on in (("run.trace", trace), ("run.watch", watch)) if on}
+    config = resolve_trusted(recipe, flags, settings, trust)
     for flag, value, least in (
         ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
     ):  # fmt: skip
@@ -107,7 +93,41 @@ def train(
         if nproc_per_node > 1 or max_restarts > 0:
             return launch_ranks(config, nproc_per_node, master_port, max_restarts)
         with interrupted_at_once():
-            return _train_here(config)
+            return train_here(config)
+
+
+# The settings of flags that `train` and `rehearse` share, by the names of their parameters.
+FLAGS = {
+    "data_dir": "data.dir", "val_split": "data.val_split", "image_size": "data.image_size",
+    "model": "model.name", "batch_size": "run.batch_size",
+    "global_batch_size": "run.global_batch_size", "epochs": "run.epochs", "opt": "optim.name",
+    "lr": "optim.lr", "warmup_epochs": "optim.warmup_epochs", "momentum": "optim.momentum",
+    "weight_decay": "optim.weight_decay", "clip_grad": "optim.clip_norm",
+    "layer_decay": "optim.layer_decay", "loss": "run.loss", "smoothing": "run.smoothing",
+    "seed": "run.seed", "workers": "data.workers", "output": "run.output", "resume": "run.resume",
+    "log_interval": "run.log_interval", "target_top1": "run.target_top1",
+    "pretrained": "run.pretrained", "device": "run.device", "amp_dtype": "precision.amp_dtype",
+    "compile": "run.compile", "plan": "comm.plan",
+}  # fmt: skip
+
+
+def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS) -> dict[str, Any]:
+    """Values by setting, of those parameters that were given."""
+    return {
+        setting: parse_value(setting, given[name])
+        for name, setting in settings_of.items()
+        if given[name] is not None
+    }
+
+
+def resolve_trusted(
+    recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool
+) -> RunConfig:
+    """`resolve`; the code that a run folder names runs with `trust` only."""
+    config = resolve(recipe, flags, settings)
+    if recipe is not None and not trust and is_run_config(recipe):
+        _check_origin(config, recipe, flags | dict(parse_assignment(text) for text in settings))
+    return config
 
 
 def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig:
@@ -189,7 +209,7 @@ def without_options(arguments: Sequence[str], options: Collection[str]) -> list[
     return kept
 
 
-def _train_here(config: RunConfig) -> int:
+def train_here(config: RunConfig) -> int:
     from paceline.trainer import Trainer
 
     # mpirun gives its ranks terminals, wherever its own output goes.

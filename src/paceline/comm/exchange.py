@@ -215,14 +215,9 @@ class GradientExchange:
 
     def begin(self, step: int = 0) -> None:
         """Before the first micro-step of optimizer step `step`."""
-        self._used.clear()
         self._next = 0
         self._waits.clear()
-        self._drop_grads(self._trained)
-        for total in self._sums.values():
-            total.zero_()
-        if self._squares is not None:
-            self._squares.zero_()
+        self._forget()
         self.observer.step_begun(step)
 
     def arm(self) -> None:
@@ -246,6 +241,25 @@ class GradientExchange:
     def reduce(self, loss: Tensor, signals: Signals) -> None:
         """Sums gradients and signals over all ranks; does not wait for the device."""
         self._armed = False
+        self._write_tail(loss, signals)
+        self._exposed.begin()
+        while self._next < len(self.messages):
+            self._send()
+        self.join()
+        self._exposed.end()
+        self._publish(self._exposed.last_s)
+
+    def _forget(self) -> None:
+        """What has been gathered."""
+        self._used.clear()
+        self._drop_grads(self._trained)
+        for total in self._sums.values():
+            total.zero_()
+        if self._squares is not None:
+            self._squares.zero_()
+
+    def _write_tail(self, loss: Tensor, signals: Signals) -> None:
+        """This rank's signals, and which tensors have a gradient."""
         own = (
             *(getattr(signals, name) for name in SIGNALS),
             *(float(name in self._used) for name in self.names),
@@ -260,14 +274,12 @@ class GradientExchange:
         self.tail[0].copy_(loss)
         if self._squares is not None:
             self.tail[-1].copy_(self._squares)
-        self._exposed.begin()
-        while self._next < len(self.messages):
-            self._send()
-        self.join()
-        self._exposed.end()
+
+    def _publish(self, waited_s: float) -> None:
+        """The sums become the gradients."""
         for name, view in self._views.items():
             self._trained[name].grad = view
-        self.observer.step_ended(self._exposed.last_s)
+        self.observer.step_ended(waited_s)
 
     def join(self) -> None:
         """Waits for all buckets that have been sent, as a CUDA graph must before its capture ends."""
@@ -362,12 +374,12 @@ class GradientExchange:
         for name in names:
             self._trained[name].grad = None
 
-    def _send(self) -> None:
-        """Sends the next bucket of the plan."""
-        for name in self.plan.buckets[self._next].tensors:
+    def _pieces(self, number: int) -> list[Piece]:
+        """What this rank sends of bucket `number`, in the buffers."""
+        for name in self.plan.buckets[number].tensors:
             if name not in self._used:
                 self._views[name].zero_()
-        number, pieces = self._next, []
+        pieces = []
         for message in self.messages[number]:
             piece = self.buffers[message.dtype][message.start : message.stop]
             total = self._sums.get(message.dtype)
@@ -376,6 +388,11 @@ class GradientExchange:
                 piece[: stop - message.start].copy_(total[message.start : stop])
             places = self._places.get(message, ())
             pieces.append(Piece(piece, message.algorithm, message.wire, places))
+        return pieces
+
+    def _send(self) -> None:
+        """Sends the next bucket of the plan."""
+        number, pieces = self._next, self._pieces(self._next)
         self._next += 1
         self.observer.sent(number)
         self._waits.append(

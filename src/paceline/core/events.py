@@ -85,6 +85,8 @@ class StepEvent(Event):
     # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
     # other ranks between a pull and the push); None elsewhere.
     staleness: dict[str, int] | None = None
+    # Of a rehearsal: seconds on the cluster from its start to here, as the planner predicts them.
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class EvalEvent(Event):
     loss: float
     samples: int
     eval_s: float
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_p
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
-from paceline.report.curves import MAX_POINTS, spans_decades
+from paceline.report.curves import MAX_POINTS, over_cluster_time, spans_decades
 from paceline.report.html import document, figures, link_to, list_section, section
 from paceline.report.quantities import count, loss, markup, number, plural, rate, text_of
 from paceline.report.run_page import REPORT_NAME
@@ -57,6 +57,9 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("exposed", lambda row: _shown(row.exposed_s, format_duration)),
         _Column("state B/param", _state, lambda row: f"{_state(row)} state bytes a parameter"),
         _Column("sent/step", _sent, lambda row: f"{_sent(row)} sent in a step"),
+        _Column("cluster time", lambda row: _shown(row.predicted_s, format_duration)),
+        _Column("cost", lambda row: _shown(row.cost, number)),
+        _Column("kWh", lambda row: _shown(row.energy_kwh, number)),
         _Column("epochs", _epochs, lambda row: f"{_epochs(row)} epochs"),
         _Column(
             "batch",
@@ -239,6 +242,9 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "exposed_s_median": row.exposed_s,
         "state_bytes_per_parameter": row.state_bytes_per_parameter,
         "exchange_bytes_per_step": row.exchange_bytes_per_step,
+        "predicted_s_median": row.predicted_s,
+        "cost_median": row.cost,
+        "energy_kwh_median": row.energy_kwh,
         "epochs_done_min": low,
         "epochs_done_max": high,
         "epochs_planned": row.epochs_planned,
@@ -314,6 +320,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
     several = any(len(row.runs) > 1 for row in comparison.rows)
     span = "an epoch" if width == 1 else f"{number(width)} epochs"
     return [
+        *_cluster_time_charts(comparison, several),
         Chart(
             "Validation top-1 (%)", "epoch", accuracy, (0.0, last), show_value=format_percent,
             note="mean, seeds thin" if several else "", legend=False,
@@ -322,6 +329,24 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
             "Training loss", "epoch", training, (0.0, last), log=spans_decades(training),
             show_value=loss, note=f"median of {span}", legend=False,
         ),
+    ]  # fmt: skip
+
+
+def _cluster_time_charts(comparison: Comparison, several: bool) -> list[Chart]:
+    """Top-1 over the predicted time of rehearsed clusters; rows without one have no line."""
+
+    def top1(run: ComparedRun) -> dict[float, float]:
+        return {round(x, 6): y for x, y in over_cluster_time(run.files, "top1")}
+
+    lines = _lines(comparison.rows, top1)
+    last = max((x for line in lines for x, _ in line.points), default=0.0)
+    if not last:
+        return []
+    return [
+        Chart(
+            "Validation top-1 (%) over the cluster's time", "predicted minutes", lines, (0.0, last),
+            show_value=format_percent, note="mean, seeds thin" if several else "", legend=False,
+        )
     ]  # fmt: skip
 
 

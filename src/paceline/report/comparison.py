@@ -19,6 +19,7 @@ from typing import Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
+from paceline.report.outcome import Rehearsed
 from paceline.report.quantities import plural, text_of
 
 Settings = Mapping[str, Any]
@@ -26,7 +27,7 @@ _UNSET = "unset"
 # The settings that best describe a row, first to last, and those that follow from others or matter for
 # speed alone. The rest comes between them, by section.
 _DESCRIPTIVE = ("optim.name", "model.name", GLOBAL_BATCH, "run.epochs")
-_SECTIONS = ("optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint")
+_SECTIONS = ("optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint", "rehearse")
 _MINOR = ("run.batch_size", "run.threads", "data.workers", "data.prefetch_batches")
 
 
@@ -114,6 +115,23 @@ class CompareRow:
     @property
     def exchange_bytes_per_step(self) -> float | None:
         return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Of rehearsals: the time on the cluster."""
+        return _median(found.predicted_s for found in self._rehearsed)
+
+    @property
+    def cost(self) -> float | None:
+        return _median(found.cost for found in self._rehearsed)
+
+    @property
+    def energy_kwh(self) -> float | None:
+        return _median(found.energy_kwh for found in self._rehearsed)
+
+    @property
+    def _rehearsed(self) -> list[Rehearsed]:
+        return [found for run in self.runs if (found := run.outcome.rehearsed) is not None]
 
     @property
     def skipped_steps(self) -> int:

@@ -40,6 +40,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
             ],
             show_value=format_percent,
         ),
+        *cluster_time_charts(run),
         axis.chart(
             "Loss",
             loss_lines,
@@ -73,6 +74,26 @@ def run_charts(run: RunFiles) -> list[Chart]:
             )
         )
     return charts
+
+
+def cluster_time_charts(run: RunFiles) -> list[Chart]:
+    """Of a rehearsal: accuracy over the time that the cluster would have taken."""
+    top1, top5 = (over_cluster_time(run, name) for name in ("top1", "top5"))
+    if not top1:
+        return []
+    lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)]
+    title, label = "Accuracy over the cluster's time (%)", "predicted minutes"
+    return [Chart(title, label, lines, (0.0, top1[-1][0]), show_value=format_percent)]
+
+
+def over_cluster_time(run: RunFiles, field: str) -> list[XY]:
+    """A field of the evaluations, by predicted minutes; empty for a run that is no rehearsal."""
+    return sorted(
+        (time / 60, value)
+        for record in run.of_kind("eval")
+        if (time := finite(record, "predicted_s")) is not None
+        and (value := finite(record, field)) is not None
+    )
 
 
 def _scheduled(run: RunFiles, axis: _XAxis) -> list[Chart]:

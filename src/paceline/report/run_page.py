@@ -36,7 +36,9 @@ from paceline.report.run_files import EVENTS_NAME, RunFiles, finite, finite_valu
 
 REPORT_NAME = "report.html"
 # The figures in large type.
-_LARGE = ("top-1", "top-5", "images/s", "training time", "time to target")
+_LARGE = (
+    "top-1", "top-5", "images/s", "training time", "time to target", "cluster's time (predicted)",
+)  # fmt: skip
 # No line break between a number and its unit.
 _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 # Style classes of the causes in the bar.

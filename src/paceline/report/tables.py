@@ -84,6 +84,9 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         ("global batch", count(outcome.global_batch_size)),
         ("ranks", count(outcome.world_size)),
     ]
+    if outcome.rehearsed is not None:
+        rows[-1] = ("ranks (rehearsed)", count(outcome.world_size))
+        rows += outcome.rehearsed.rows()
     noise, batch = outcome.noise_scale or 0.0, outcome.global_batch_size or 0
     if noise > 0 and batch > 0:
         described = describe_noise(noise, batch)

@@ -7,7 +7,7 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
+from paceline.comm.rehearsal import RehearsedExchange
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
@@ -29,6 +30,7 @@ from paceline.optim.schedule import LrSchedule
 from paceline.optim.settings import ANCHORED, OptimSettings
 from paceline.optim.svrg import SVRG
 from paceline.plan.plan_file import PlanFile
+from paceline.plan.rehearsal import ClusterClock, cluster_clock
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
@@ -40,6 +42,7 @@ from paceline.train.inputs import (
     agree_on_inputs,
     apply_scaling,
     batch_stages,
+    eval_batch,
     read_checkpoint,
     refuse_with_svrg,
     requested_batch,
@@ -89,6 +92,8 @@ class Training:
     trace: RunTrace
     chosen: dict[str, str]
     make_loader: Callable[[BatchPlan, int], TrainBatches]
+    # Of a rehearsal, where the planner knows the cluster's times.
+    clock: ClusterClock | None = None
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
     # For a module that the user gave: the state that is evaluated and exported, once the run has ended.
@@ -175,14 +180,16 @@ def build(
     """Builds the run on this rank, together with all others."""
     components = components or Components()
     # What is wrong whatever the data is reported before the data is opened.
-    resolve_batch_sizes(*requested_batch(config, group.world_size))
+    _check_rehearsal(config, group)
+    ranks = _ranks(config, group)
+    resolve_batch_sizes(*requested_batch(config, ranks))
     refuse_with_svrg(config, components, group.device.type)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)
         # Refused alike on all ranks, which have agreed on the settings and on the data.
-        config, scaling = apply_scaling(config, samples, group.world_size, own_optimizer=given)
-        asked = requested_batch(config, group.world_size)
+        config, scaling = apply_scaling(config, samples, ranks, own_optimizer=given)
+        asked = requested_batch(config, ranks)
         sizes = resolve_batch_sizes(*asked, samples=samples)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
@@ -211,7 +218,7 @@ def _assemble(
         epochs=config.run.epochs,
         global_batch=sizes.global_batch,
         micro_batch=sizes.micro_batch,
-        world_size=group.world_size,
+        world_size=_ranks(config, group),
         growth=batch_stages(config.optim, sizes, group.world_size),
     )
     peak = config.optim.peak_lr(sizes.global_batch)
@@ -226,12 +233,13 @@ def _assemble(
     parts = create_parts(
         graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
         accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
-        pinned=PinnedPlan.of(checkpoint, config, group.world_size) if checkpoint else None,
+        pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
     plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
 
+    clock = _cluster_clock(config, parts, plan, inputs)
     runner: list[CallbackRunner] = []
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
@@ -244,7 +252,7 @@ def _assemble(
 
     def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
         return create_train_loader(
-            source, batches, config.data, seed=config.run.seed, rank=group.rank,
+            source, batches, config.data, seed=config.run.seed, rank=_computed_ranks(parts, group),
             first_step=first_step, device=group.device, augment=components.augment,
         )  # fmt: skip
 
@@ -270,7 +278,7 @@ def _assemble(
         **({"model notes": "; ".join(model_notes)} if model_notes else {}),
         **_data_notes(config, inputs, components, loader.describe()),
         **parts.describe(),
-        "batch": sizes.describe(group.world_size),
+        "batch": sizes.describe(plan.world_size),
         **({"shares": shares} if shares else {}),
         "peak_lr": f"{peak:g}",
         **({"scaling": scaling} if scaling else {}),
@@ -278,13 +286,14 @@ def _assemble(
         **describe_norms(config, group, norm_group),
         **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
         **({"exchange state": "; ".join(state.notes)} if state.notes else {}),
+        **_describe_rehearsal(config, clock),
         **_given_objects(components),
     }
     training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
-        trace=trace, chosen=chosen, make_loader=make_loader,
+        trace=trace, chosen=chosen, make_loader=make_loader, clock=clock,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         writer=CheckpointWriter(background=config.checkpoint.background),
     )  # fmt: skip
@@ -334,10 +343,61 @@ def _describe_anchors(anchors: Anchors | None) -> dict[str, str]:
     }
 
 
+def _ranks(config: RunConfig, group: Group) -> int:
+    """Ranks that share a global batch: those of this job, or of the cluster that it rehearses."""
+    return config.rehearse.ranks or group.world_size
+
+
+def _check_rehearsal(config: RunConfig, group: Group) -> None:
+    if config.rehearse.ranks and group.world_size > 1:
+        raise ConfigError(
+            "rehearse.nodes", config.rehearse.nodes,
+            f"a rehearsal runs in one process, and this job has {group.world_size}",
+            "start it without a launcher",
+        )  # fmt: skip
+    if config.rehearse.ranks and config.run.trace:
+        raise ConfigError("run.trace", True, "a rehearsal has no exchange to trace", "leave it out")
+
+
+def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:
+    """The ranks whose micro-batches this process computes, in this order."""
+    exchange = parts.exchange
+    return exchange.order if isinstance(exchange, RehearsedExchange) else group.rank
+
+
+def _cluster_clock(
+    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs
+) -> ClusterClock | None:
+    """None where the run is no rehearsal, or says nothing about the cluster's speed."""
+    settings = config.rehearse
+    if not settings.ranks:
+        return None
+    classes = config.model.num_classes or len(inputs.source.classes)
+    work = settings.workload(config.model.name, config.data.image_size, classes)
+    if work is None:
+        return None
+    return cluster_clock(
+        settings, parts.exchange.plan, work, batch=plan.micro_batch,
+        accumulation=plan.accumulation, validation=len(inputs.validation),
+        eval_batch=eval_batch(plan.micro_batch),
+    )  # fmt: skip
+
+
+def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[str, str]:
+    settings = config.rehearse
+    if not settings.ranks:
+        return {}
+    unknown = "none: give --gpu, --profile or --cluster for the cluster's time"
+    return {
+        "rehearsal": f"of {settings.ranks:,} ranks on {settings.nodes:,} node(s), in one process",
+        "clock": unknown if clock is None else clock.describe(),
+    }
+
+
 def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
     """Sets torch's number of threads. A resumed run uses the checkpoint's, to be bit-identical."""
     threads, note = choose_threads(config, group.topology), ""
-    if checkpoint and not config.run.threads and checkpoint.world_size == group.world_size:
+    if checkpoint and not config.run.threads and checkpoint.world_size == _ranks(config, group):
         threads, note = checkpoint.threads, " (as in the checkpoint)"
     torch.set_num_threads(threads)
     return f"{threads}{note}"
@@ -392,7 +452,7 @@ def _check_model(
         model, (sizes.micro_batch, config.data.channels, pixels, pixels),
         config.model.num_classes or len(source.classes),
         own_loss=components.loss is not None or config.run.loss not in LOSSES,
-        ranks=group.world_size,
+        ranks=_ranks(config, group),
         nhwc=config.run.channels_last,
     )  # fmt: skip
 

@@ -141,9 +141,10 @@ class CallbackRunner:
     def _fail(self, callback: Callback, hook: str, error: Exception) -> None:
         reason = str(error).splitlines()[0] if str(error) else ""
         name = f"{type(callback).__name__}.{hook}"
+        saved = "; the run was saved and continues with resume='auto'"
         self.error = RunError(
             f"the callback {name} failed: {type(error).__name__}{reason and ': '}{reason}",
-            "fix it, or leave it out; the run was saved and continues with resume='auto'",
+            f"fix it, or leave it out{'' if hook == 'on_start' else saved}",
         )
         self.error.__cause__ = error
         self._training.stop.requested = True

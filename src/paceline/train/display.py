@@ -117,6 +117,7 @@ def describe_event(event: Event) -> str | None:
                 f"epoch {event.epoch:g}: top-1 {format_percent(event.top1)}, "
                 f"top-5 {format_percent(event.top5)}, loss {event.loss:.4f} "
                 f"on {event.samples} images ({format_duration(event.eval_s)})"
+                + _cluster_time(event)
             )
         case CheckpointEvent():
             return printable(f"saved {event.path}{' (best so far)' if event.best else ''}")
@@ -128,6 +129,12 @@ def describe_event(event: Event) -> str | None:
         case NoteEvent():
             return one_line(event.text)
     return None
+
+
+def _cluster_time(event: EvalEvent) -> str:
+    if event.predicted_s is None:
+        return ""
+    return f"; on the cluster after {format_duration(event.predicted_s)}"
 
 
 def describe_step(event: StepEvent, rates: deque[float]) -> str:

@@ -38,6 +38,8 @@ DEFAULT_GLOBAL_BATCH = 256
 # With a batch that nobody has chosen.
 _LEAST_STEPS_PER_EPOCH = 8
 _LEAST_AUTOMATIC_BATCH = 16
+# Evaluation keeps no activations, so its batches may be larger than those of training.
+_EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ def resolve_batch_sizes(
             + _nearest_divisor(global_batch, world_size, micro_batch),
         )
     return BatchSizes(global_batch, micro_batch, global_batch // unit, False)
+
+
+def eval_batch(micro_batch: int) -> int:
+    """Images of one batch of an evaluation."""
+    return min(_EVAL_BATCH, _EVAL_TIMES * micro_batch)
 
 
 def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | None, int]:

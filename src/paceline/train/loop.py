@@ -31,6 +31,7 @@ from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
 from paceline.train.eval_details import EvalDetails, wants_details
 from paceline.train.evaluate import evaluate
+from paceline.train.inputs import eval_batch
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
@@ -38,9 +39,6 @@ from paceline.train.run_state import shared_weights
 from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
 from paceline.train.weights import applied
-
-# Evaluation keeps no activations, so its batches may be larger than those of training.
-_EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class TrainingLoop:
                 step=progress.step,
                 total_steps=t.plan.total_steps,
                 steps_per_epoch=t.plan.steps_per_epoch,
-                world_size=t.group.world_size,
+                world_size=t.plan.world_size,
                 global_batch_size=t.plan.global_batch,
                 resumed_from=str(t.folder.resume_from) if t.folder.resume_from else None,
                 chosen=t.chosen,
@@ -96,6 +94,11 @@ class TrainingLoop:
                 changed=changed_settings(t.config),
             )
         )
+        if t.callbacks is not None and t.callbacks.error is not None:
+            # The first exchange tells all ranks, and its step leaves no trace.
+            t.step.fault = t.callbacks.error
+        if t.clock is not None and progress.step == 0:
+            progress.predicted_s = t.clock.startup_s
         if t.folder.resume_from is not None and t.saved_step < 0:
             # Resumed from another folder's checkpoint: this folder gets its own.
             self._save(best=False)
@@ -112,7 +115,25 @@ class TrainingLoop:
             self._save(best=False)
         t.finish_save()
         t.write_trace()
+        self._note_not_finite()
         return result
+
+    def _note_not_finite(self) -> None:
+        """The last line of a run whose numbers are of no use."""
+        progress = self._t.progress
+        evaluated = progress.evaluated_step == progress.step and progress.val_loss is not None
+        what = "" if progress.loss_finite else "training"
+        if evaluated and not math.isfinite(progress.val_loss or 0.0):
+            what = "validation"
+        if not what:
+            return
+        best = f"; the best checkpoint is of step {progress.best_step}"
+        self._t.emit(
+            NoteEvent(
+                f"the run ended with a {what} loss that is not finite: lower --lr or lengthen "
+                f"--warmup-epochs{best if progress.best_step > 0 else ''}"
+            )
+        )
 
     def _save_before(self, error: PacelineError) -> None:
         """What the user's model or data raise in a step costs no completed step: all ranks have learned
@@ -198,6 +219,8 @@ class TrainingLoop:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
         t.finish_save(wait=False)
+        if t.clock is not None:
+            progress.predicted_s += t.clock.step_s
         self._note_fallback()
         estimate = self._noise_estimate(outcome, last - first)
         event = StepEvent(
@@ -221,6 +244,7 @@ class TrainingLoop:
             batch_size=last - first if t.plan.growth else None,
             momentum=t.schedule.others(number).get("momentum"),
             staleness=outcome.staleness,
+            predicted_s=progress.predicted_s if t.clock else None,
         )
         t.emit(event)
         if self._rebalance is not None:
@@ -301,7 +325,7 @@ class TrainingLoop:
             t.config.data,
             rank=t.group.rank,
             world_size=t.group.world_size,
-            batch_size=min(_EVAL_BATCH, _EVAL_TIMES * t.sizes.micro_batch),
+            batch_size=eval_batch(t.sizes.micro_batch),
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
@@ -322,6 +346,8 @@ class TrainingLoop:
         progress.train_s = self._elapsed()
         progress.evaluated_step = progress.step
         progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
+        if t.clock is not None:
+            progress.predicted_s += t.clock.eval_s
         # Diverged weights may score by chance, and must not replace the best checkpoint.
         best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._may_be_best
         if best:
@@ -338,11 +364,13 @@ class TrainingLoop:
                 loss=found.loss,
                 samples=found.samples,
                 eval_s=found.eval_s,
+                predicted_s=progress.predicted_s if t.clock else None,
             )
         )
         reached = self._reached()
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
+            progress.predicted_s_to_target = progress.predicted_s if t.clock else None
         if reached or (best and t.config.checkpoint.keep_best):
             self._save(best=best)
         elif self._save_is_due(progress.step):

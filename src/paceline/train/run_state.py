@@ -68,6 +68,9 @@ class Progress:
     resumes: list[int] = field(default_factory=list)
     # The running averages of `NoiseScale`: signal, variance, weight.
     noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    # Of a rehearsal: the cluster's time by the planner's clock, and when it reached the target.
+    predicted_s: float = 0.0
+    predicted_s_to_target: float | None = None
 
     @property
     def images_per_s(self) -> float:
@@ -103,8 +106,16 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
     if before != now:
         raise CheckpointError(
             f"{path} has {name} = {before!r}, this run {now!r}",
-            "resume with the checkpoint's settings, or start a new run with --pretrained",
+            f"continue that run with {resume_command(path)}, or start a new one with --pretrained",
         )
+
+
+def resume_command(path: Path) -> str:
+    """The command that continues the run of a checkpoint with its own settings."""
+    folder = path.parent.parent
+    if (folder / "config.toml").is_file():
+        return f"paceline train {folder / 'config.toml'} --output {folder} --resume auto"
+    return "the recipe and flags that it was started with"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +312,7 @@ class RunState:
         return Checkpoint(
             progress=asdict(progress),
             config=self.config.to_tables(),
-            world_size=self.group.world_size,
+            world_size=batches.world_size,
             threads=torch.get_num_threads(),
             plan=self.exchange_plan.to_table(),
             model={
@@ -313,7 +324,7 @@ class RunState:
                 "names": self.batch_norm.names,
                 "widths": self.batch_norm.widths,
                 "rows": rows,
-                "tracked": self.batch_norm.tracked,
+                "tracked": self.batch_norm.saved_tracked,
                 **({} if only_rank is None else {"only_rank": only_rank}),
             },
             optimizer=_without_masters(self.optimizer.state_dict()),

@@ -11,22 +11,25 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
 from paceline.comm.group import Group
+from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, RunError
 from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
+from paceline.models.factories import describe
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.asynchronous import AsynchronousUpdate, Outcome
-from paceline.train.machine import explain_out_of_memory, seed_micro_batch
+from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
@@ -91,6 +94,15 @@ class Anchors:
     loader: Callable[[], TrainBatches]
 
 
+class _Share(NamedTuple):
+    """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
+    its rank's last."""
+
+    number: int
+    usual: bool
+    last: bool
+
+
 @dataclass(kw_only=True)
 class TrainStep:
     """Everything one step uses."""
@@ -111,6 +123,8 @@ class TrainStep:
     mixing: Mixing | None = None
     # Whether the model is a user's: what it raises is then reported in one line.
     foreign: bool = False
+    # Whether user's code could replace the model's parameters during the run.
+    checks_parameters: bool = False
     # An error between steps waits here for the next exchange, which reports it to all ranks.
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
@@ -123,6 +137,9 @@ class TrainStep:
     _given_up: bool = False
     _unfinished: bool = False
     _launches: int = 0
+    # The model's parameters at the first step, and which of them are trained.
+    _parameters: dict[str, tuple[nn.Parameter, int]] = field(default_factory=dict)
+    _trained: set[str] = field(default_factory=set)
 
     @property
     def lag(self) -> int:
@@ -147,7 +164,6 @@ class TrainStep:
         corrupt: list[CorruptSample] = []
         failed, abandoned, computing, data_s = False, False, False, 0.0
         first, last = self.plan.step_range(step)
-        micro_batches = self.plan.micro_batches(step, self.group.rank)
         self._agree_on_graphs()
         if self.anchors is not None and step % self.anchors.interval == 0:
             with self.spans.span("full gradient"):
@@ -162,7 +178,9 @@ class TrainStep:
         try:
             if self.fault is not None:
                 raise self.fault
-            for turn, (start, stop) in enumerate(micro_batches):
+            if self.checks_parameters:
+                self._check_parameters()
+            for share in self._shares(step):
                 # With shared statistics ranks wait for one another in every pass: they stop between
                 # steps only.
                 if not self.update.asynchronous and (
@@ -176,17 +194,16 @@ class TrainStep:
                 wait.attribute(batch.spent, batch.begun)
                 data_s += time.perf_counter() - waiting
                 corrupt += batch.corrupt
-                number = self.group.rank + turn * self.group.world_size
-                seed_micro_batch(self.seed, step, number)
-                usual = stop - start == self.plan.usual_micro_batch(self.group.rank)
-                final = turn == len(micro_batches) - 1
+                seed_micro_batch(self.seed, step, share.number)
                 with self.spans.span("forward and backward"):
-                    mix = self._mix(step, number, len(batch.labels))
+                    mix = self._mix(step, share.number, len(batch.labels))
                     computing = True
                     if self.anchors is not None:
-                        self._subtract_anchor(self.anchors, batch, usual=usual)
-                        seed_micro_batch(self.seed, step, number)
-                    self.micro.run(batch.images, batch.labels, usual=usual, last=final, mix=mix)
+                        self._subtract_anchor(self.anchors, batch, usual=share.usual)
+                        seed_micro_batch(self.seed, step, share.number)
+                    self.micro.run(
+                        batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
+                    )
                     computing = False
         except Exception as error:  # a defect of the program is raised again
             foreign = self.foreign and computing
@@ -210,7 +227,7 @@ class TrainStep:
         with self.spans.span("exposed exchange"):
             self._reduce(signals)
         with self.spans.span("update"):
-            self._update(rate, others)
+            self._update(step, rate, others)
         self._unfinished = False
         row, ready = self._send_row()
         self._under_way.append(
@@ -273,6 +290,50 @@ class TrainStep:
         self.norm_group.active = even
         return even
 
+    def _shares(self, step: int) -> Iterator[_Share]:
+        """This rank's micro-batches. In a rehearsal those of all virtual ranks, one after the other, each
+        with its own batch-norm statistics; the exchange takes what each has computed."""
+        exchange = self.exchange
+        if not isinstance(exchange, RehearsedExchange):
+            yield from self._shares_of(step, self.group.rank)
+            return
+        for rank in exchange.order:
+            self.batch_norm.load(rank)
+            self.micro.loss.zero_()
+            yield from self._shares_of(step, rank)
+            exchange.end_rank(self.micro.loss)
+            self.batch_norm.store(rank)
+
+    def _shares_of(self, step: int, rank: int) -> Iterator[_Share]:
+        stretches = self.plan.micro_batches(step, rank)
+        for turn, (start, stop) in enumerate(stretches):
+            yield _Share(
+                number=rank + turn * self.plan.world_size,
+                usual=stop - start == self.plan.usual_micro_batch(rank),
+                last=turn == len(stretches) - 1,
+            )
+
+    def _check_parameters(self) -> None:
+        """The optimizer and the exchange hold the parameters that the model had at first: others would
+        stay as they are, unnoticed. A user's code can replace them in forward or in a callback."""
+        found = {name: (p, p.data_ptr()) for name, p in self.model.named_parameters()}
+        if not self._parameters:
+            self._parameters = found
+            self._trained = {name for name, (p, _) in found.items() if p.requires_grad}
+            return
+        for name in (*found, *self._parameters):
+            now, before = found.get(name), self._parameters.get(name)
+            same = now and before and now[0] is before[0] and now[1] == before[1]
+            thawed = now and now[0].requires_grad and name not in self._trained
+            if same and not thawed:
+                continue
+            change = "unfrozen" if same else "replaced" if now and before else "added"
+            raise RunError(
+                f"the model's parameter {name} was {change if now else 'removed'} after the start, so "
+                "that it would not be trained",
+                "make and freeze all layers before the run, and change weights in place",
+            )
+
     def _agree_on_graphs(self) -> None:
         """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all
         go on without. All ranks launch the same steps, so that each comes here at the same one."""
@@ -295,10 +356,20 @@ class TrainStep:
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
-    def _update(self, rate: float, others: Mapping[str, float] | None) -> None:
+    def _update(self, step: int, rate: float, others: Mapping[str, float] | None) -> None:
         remedy = "use a smaller --batch-size, or run.average_epochs=0"
         with explain_out_of_memory("in the update", remedy):
-            self.update.run(rate, others)
+            try:
+                self.update.run(rate, others)
+            except Exception as error:  # a defect of the program is raised again
+                # torch's own optimizers and the user's raise what they like, in any step.
+                own = isinstance(error, PacelineError | torch.AcceleratorError | MemoryError)
+                if own or self.update.optimizer.path != "torch" or out_of_memory(error, "", ""):
+                    raise
+                raise RunError(
+                    f"the optimizer failed in step {step + 1}: {describe(error)}",
+                    "fix it, or choose another --opt; continue with --resume auto",
+                ) from error
 
     def _send_row(self) -> tuple[Tensor, torch.cuda.Event | Outcome | None]:
         """The outcome's copy to host memory, queued behind the update."""

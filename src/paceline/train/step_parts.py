@@ -20,6 +20,7 @@ from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
 from paceline.comm.memory import Weights
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
+from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
@@ -37,6 +38,7 @@ from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
+from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.asynchronous import AsynchronousUpdate
 from paceline.train.components import Components
@@ -108,7 +110,9 @@ def create_parts(
     there are for an own loss of mixed images."""
     components = components or Components()
     settings = config.optim
-    cluster = ClusterFacts(group.world_size, _count_nodes(group))
+    cluster = ClusterFacts(
+        config.rehearse.ranks or group.world_size, config.rehearse.nodes or _count_nodes(group)
+    )
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
@@ -132,7 +136,7 @@ def create_parts(
             name = type(optimizer).__name__.lower() if own else "this optimizer"
             remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
             same.compare({"what computes": _computes(group.device)}, remedy)
-        batch_norm = BatchNormState(model)
+        batch_norm = BatchNormState(model, config.rehearse.ranks)
         shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(config.run, model, group.device, problem, shared_gpu=shared)
         start = {"initial weights": fingerprint(model)}
@@ -170,7 +174,7 @@ def create_parts(
     dry = replace(dry, forward=fast.forward)
     # Refused alike on all ranks, which have agreed on the configuration.
     share_products(config, optimizer, group, fast.graphs)
-    planned = plan_exchange(chosen, group, dry)
+    planned = plan_exchange(chosen, group, dry, config.rehearse)
     exchange = planned.create(
         group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
     )
@@ -259,6 +263,8 @@ def _computes(device: torch.device) -> str:
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:
     """When buckets are sent."""
+    if isinstance(exchange, RehearsedExchange):
+        return exchange.describe()
     if not exchange.overlaps:
         return "after backward"
     if fast.compile == "model":
@@ -307,6 +313,7 @@ def create_step(
         foreign=not is_own(parts.model),
         norm_group=norm_group,
         anchors=anchors,
+        checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
@@ -362,6 +369,7 @@ class ExchangeParts:
     file: PlanFile
     trained: dict[str, nn.Parameter]
     origin: str
+    rehearse: RehearseSettings
 
     @property
     def plan(self) -> FusionPlan:
@@ -377,6 +385,8 @@ class ExchangeParts:
     ) -> GradientExchange:
         """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs;
         `squares`: for the noise scale."""
+        if self.rehearse.ranks:
+            return group.agree_on("exchange", lambda: self._rehearsed(group, accumulate, squares))
         transport = create_transport(group, self.settings, self.plan)
         wanted = self.settings.overlap
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
@@ -389,6 +399,19 @@ class ExchangeParts:
                     self.trained.items(), group, self.plan, accumulate=accumulate,
                     transport=transport, overlap=overlap, squares=squares,
                 )  # fmt: skip
+
+    def _rehearsed(self, group: Group, accumulate: bool, squares: bool) -> GradientExchange:
+        cluster = self.rehearse
+        groups = cluster_groups(cluster.nodes, cluster.gpus_per_node, self.settings.group_size)
+        where = f"with the partial sums of {cluster.ranks:,} virtual ranks on {group.device}"
+        remedy = (
+            "use comm.algorithm=hierarchical, torus2d or tree, which keep fewer, or fewer ranks"
+        )
+        with explain_out_of_memory(where, remedy):
+            return RehearsedExchange(
+                self.trained.items(), group, self.plan, groups, accumulate=accumulate,
+                squares=squares,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -436,7 +459,10 @@ class ChosenPlan:
         return {"the trained parameters": self.model.describe(), **decides}
 
 
-def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]) -> ExchangeParts:
+def plan_exchange(
+    chosen: ChosenPlan, group: Group, backward: Callable[[], None],
+    rehearse: RehearseSettings | None = None,
+) -> ExchangeParts:  # fmt: skip
     """All ranks have agreed on `chosen`. `backward` runs one pass, to record the order of the gradients
     where it matters."""
     plan = chosen.plan
@@ -447,7 +473,8 @@ def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]
         plan = chosen.choice.plan(agree_order(group, order))
         plan.check(tuple(chosen.trained))
     file = PlanFile(plan, chosen.model, chosen.cluster, _expected(chosen.settings, plan))
-    return ExchangeParts(chosen.settings, file, chosen.trained, chosen.origin)
+    rehearse = rehearse or RehearseSettings()
+    return ExchangeParts(chosen.settings, file, chosen.trained, chosen.origin, rehearse)
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:

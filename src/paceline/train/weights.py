@@ -87,7 +87,7 @@ class WeightAverage:
         self._batch_norm = batch_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.weights = [m.detach().float().clone() for m in optimizer.masters()]
-        self.statistics = batch_norm.flat.clone()
+        self.statistics = batch_norm.kept.clone()
         # Number of steps in the average. On the device, because a flag there decides whether a step
         # counts.
         self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
@@ -101,7 +101,7 @@ class WeightAverage:
         share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
         now = [m.detach().float() for m in self._optimizer.masters()]
         places = [*self.weights, self.statistics]
-        apart = torch._foreach_sub([*now, self._batch_norm.flat], places)
+        apart = torch._foreach_sub([*now, self._batch_norm.kept], places)
         torch._foreach_mul_(apart, share)
         torch._foreach_add_(places, apart)
         self._count.add_(counts)
@@ -114,15 +114,15 @@ class WeightAverage:
                 "while loading the averaged weights into the model", _REMEDY
             ):
                 own = [p.clone() for p in self._parameters]
-                statistics = self._batch_norm.flat.clone()
+                statistics = self._batch_norm.kept.clone()
             torch._foreach_copy_(self._parameters, self.weights)
-            self._batch_norm.flat.copy_(self.statistics)
+            self._batch_norm.kept.copy_(self.statistics)
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self._parameters, own)
-                self._batch_norm.flat.copy_(statistics)
+                self._batch_norm.kept.copy_(statistics)
 
     def full_state(self) -> dict[str, Tensor]:
         """The model's state dict with the average in place of its weights."""
@@ -134,7 +134,7 @@ class WeightAverage:
 
     def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
         """State for the checkpoint, on rank 0. A collective; `average` as in `gather_rows`."""
-        rows = gather_rows(self.statistics, group, average=average)
+        rows = self._batch_norm.gather(self.statistics, group, average=average)
         return {} if rows is None else self._captured(rows)
 
     def capture_alone(self) -> dict[str, Any]:
@@ -156,12 +156,12 @@ class WeightAverage:
             self._count.zero_()
             for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
                 place.copy_(master)
-            self.statistics.copy_(self._batch_norm.flat)
+            self.statistics.copy_(self._batch_norm.kept)
             return
         names = {id(p): name for name, p in self._model.named_parameters()}
         for place, parameter in zip(self.weights, self._parameters, strict=True):
             place.copy_(saved["weights"][names[id(parameter)]])
-        self.statistics.copy_(own_row(saved["rows"], group))
+        self.statistics.copy_(self._batch_norm.own_rows(saved["rows"], group))
         self._count.fill_(saved["count"])
 
     def describe(self, steps_per_epoch: float) -> str:
@@ -196,7 +196,7 @@ class ScheduleFree(WeightAverage):
         moves = torch._foreach_sub([m.float() for m in masters], self._evaluated())
         torch._foreach_add_(self.base, moves)
         places = [*self.weights, self.statistics]
-        apart = torch._foreach_sub([*self.base, self._batch_norm.flat], places)
+        apart = torch._foreach_sub([*self.base, self._batch_norm.kept], places)
         torch._foreach_mul_(apart, share)
         torch._foreach_add_(places, apart)
         self._count.add_(squared)
@@ -352,9 +352,12 @@ class BatchNormState:
 
     The average over N ranks treats their statistics as those of N equal parts of one population: the
     mean of the means, and the mean of the variances plus the variance of the means.
+
+    In a rehearsal, one process has the statistics of all virtual ranks: `kept` is a row for each of them,
+    and the layers use `flat`, which `load` fills for one rank and `store` saves. Otherwise both are one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, virtual_ranks: int = 0) -> None:
         layers = [
             (name, layer)
             for name, layer in model.named_modules()
@@ -384,7 +387,27 @@ class BatchNormState:
                 self.tracked[number] = layer.num_batches_tracked
             layer.num_batches_tracked = self.tracked[number]
             start = stop
-        self._flat_before, self._tracked_before = self.flat.clone(), self.tracked.clone()
+        self.virtual_ranks = virtual_ranks
+        self.kept, self._kept_tracked = self.flat, self.tracked
+        if virtual_ranks:
+            self.kept = self.flat.expand(virtual_ranks, *self.flat.shape).clone()
+            self._kept_tracked = self.tracked.expand(virtual_ranks, -1).clone()
+        self._flat_before, self._tracked_before = self.kept.clone(), self._kept_tracked.clone()
+
+    @property
+    def saved_tracked(self) -> Tensor:
+        """Batches that each layer has seen, on rank 0."""
+        return (self._kept_tracked[0] if self.virtual_ranks else self.tracked).cpu()
+
+    def load(self, rank: int) -> None:
+        """The layers get the statistics of a virtual rank."""
+        self.flat.copy_(self.kept[rank])
+        self.tracked.copy_(self._kept_tracked[rank])
+
+    def store(self, rank: int) -> None:
+        """The statistics of the layers become those of a virtual rank."""
+        self.kept[rank].copy_(self.flat)
+        self._kept_tracked[rank].copy_(self.tracked)
 
     def keys(self) -> frozenset[str]:
         """The keys of the statistics in the model's state dict."""
@@ -395,23 +418,23 @@ class BatchNormState:
 
     def remember(self) -> None:
         """Keeps the statistics before a step that may be skipped or stopped."""
-        self._flat_before.copy_(self.flat)
-        self._tracked_before.copy_(self.tracked)
+        self._flat_before.copy_(self.kept)
+        self._tracked_before.copy_(self._kept_tracked)
 
     def roll_back(self) -> None:
         """Restores what `remember` kept."""
-        self.flat.copy_(self._flat_before)
-        self.tracked.copy_(self._tracked_before)
+        self.kept.copy_(self._flat_before)
+        self._kept_tracked.copy_(self._tracked_before)
 
     def discard_if(self, flag: Tensor) -> None:
         """Restores what `remember` kept if the flag on the device is set, so that a NaN in one batch
         does not stay in the statistics. Does not synchronize with the device."""
-        self.flat.copy_(torch.where(flag > 0, self._flat_before, self.flat))
-        self.tracked.copy_(torch.where(flag > 0, self._tracked_before, self.tracked))
+        self.kept.copy_(torch.where(flag > 0, self._flat_before, self.kept))
+        self._kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self._kept_tracked))
 
     def average(self, group: Group) -> Tensor:
         """The average over ranks, bit-identical on all of them."""
-        return average_over_ranks(self.flat, group)
+        return pool(self.kept) if self.virtual_ranks else average_over_ranks(self.flat, group)
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
@@ -425,11 +448,27 @@ class BatchNormState:
 
     def rows(self, group: Group, *, average: bool = False) -> Tensor | None:
         """The statistics of all ranks, [ranks, 2, width], on rank 0; see `gather_rows`."""
-        return gather_rows(self.flat, group, average=average)
+        return self.gather(self.kept, group, average=average)
+
+    def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
+        """What every rank holds in the form of `kept`, on rank 0; see `gather_rows`."""
+        if not self.virtual_ranks:
+            return gather_rows(kept, group, average=average)
+        if average:
+            kept.copy_(pool(kept))
+            return kept[:1].detach().cpu().clone()
+        return kept.detach().cpu().clone()
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
-        self.flat.copy_(own_row(rows, group))
-        self.tracked.copy_(tracked.to(self.tracked.device))
+        self.kept.copy_(self.own_rows(rows, group))
+        self._kept_tracked.copy_(tracked.to(self.tracked.device))
+
+    def own_rows(self, rows: Tensor, group: Group) -> Tensor:
+        """Of `[ranks, 2, width]`, this rank's row, or those of all virtual ranks; the average if the
+        number of ranks has changed."""
+        if rows.shape[0] != (self.virtual_ranks or group.world_size):
+            return pool(rows)
+        return rows if self.virtual_ranks else rows[group.rank]
 
 
 def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
@@ -447,11 +486,6 @@ def average_over_ranks(flat: Tensor, group: Group) -> Tensor:
     sums = torch.stack([mean, variance, mean * mean])
     group.all_reduce_sum(sums)
     return _pooled(sums / group.world_size).to(flat.dtype)
-
-
-def own_row(rows: Tensor, group: Group) -> Tensor:
-    """This rank's row; the average if the number of ranks has changed."""
-    return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
 
 
 def pool(rows: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def create_train_loader(
     settings: DataSettings,
     *,
     seed: int,
-    rank: int,
+    rank: int | Sequence[int],
     first_step: int,
     device: torch.device,
     augment: Callable[..., Any] | None = None,

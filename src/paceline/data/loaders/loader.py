@@ -9,7 +9,7 @@ step s on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -123,7 +123,8 @@ class _Base(ABC, Generic[Samples]):
 
 
 class TrainLoader(_Base[int]):
-    """This rank's micro-batches in order, from `first_step` to the end of the run."""
+    """This rank's micro-batches in order, from `first_step` to the end of the run; where `rank` is a
+    sequence, those of several ranks, one after the other in each step."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class TrainLoader(_Base[int]):
         order: SampleOrder,
         plan: BatchPlan,
         *,
-        rank: int,
+        rank: int | Sequence[int],
         first_step: int = 0,
         prefetch_batches: int = 4,
         max_corrupt_share: float = 0.01,
@@ -141,12 +142,14 @@ class TrainLoader(_Base[int]):
             raise ValueError(f"a plan for {plan.samples} samples, an order of {order.count}")
         self._order = order
         self._plan = plan
-        self._batches = self._prefetcher(self._jobs(rank, first_step))
+        ranks = (rank,) if isinstance(rank, int) else tuple(rank)
+        self._batches = self._prefetcher(self._jobs(ranks, first_step))
 
-    def _jobs(self, rank: int, first_step: int) -> Iterator[_Job]:
+    def _jobs(self, ranks: Sequence[int], first_step: int) -> Iterator[_Job]:
         for step in range(first_step, self._plan.total_steps):
-            for start, stop in self._plan.micro_batches(step, rank):
-                yield self._job(stop - start, start)
+            for rank in ranks:
+                for start, stop in self._plan.micro_batches(step, rank):
+                    yield self._job(stop - start, start)
 
     def _fill(
         self, batch: BatchInProgress, start: int, rows: tuple[int, int], progress: Progress

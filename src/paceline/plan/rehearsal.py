@@ -1,0 +1,210 @@
+"""The cluster that a rehearsal stands for: its settings, and a clock of predicted times.
+
+`RehearseSettings` is the section `[rehearse]`. `cluster_clock` asks the planner how long a step, an
+evaluation and the start would take there with the run's own plan; `ClusterClock` turns completed work
+into the cluster's time, cost and energy. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.units import format_duration
+from paceline.plan.cluster import RANKS_LIMIT, Cluster, accelerator, gpu_cluster
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.networks import analytic_workload, network
+from paceline.plan.plan_file import PlanFile
+from paceline.plan.prediction import predict, slowest_of
+from paceline.plan.workload import Affine, Workload
+
+# Interpreter, torch, model and first kernels of a rank, beside the ranks' meeting: an assumption.
+_PROCESS_START_S = 20.0
+# Measured on this project's CPU machine with up to 1,024 ranks: meeting, and 21 phases of agreement.
+_MEETING_S_PER_RANK = 0.3e-3 + 21 * 50e-6
+# The order of additions is worked out with memory in proportion to the square of the ranks.
+MOST_RANKS = 8192
+
+
+@dataclass(frozen=True)
+class RehearseSettings:
+    """The cluster that `paceline rehearse` stands for; without `nodes` a run is no rehearsal."""
+
+    nodes: int = 0
+    """Nodes of the cluster to rehearse; 0 trains as usual."""
+    gpus_per_node: int = 8
+    """Ranks of each of its nodes."""
+    gpu: str = ""
+    """Its accelerator, from the planner's catalog, such as `H100`; for the predicted times."""
+    profile: str = ""
+    """File of `paceline profile` or `tune` with the measured step of this model, for models that the
+    planner has no figures of."""
+    cluster: str = ""
+    """File of `paceline tune` with the cluster's measured links, instead of the four settings below."""
+    node_gbps: float = 100.0
+    """All links of a node together, in Gb/s."""
+    latency_us: float = 10.0
+    """Start of a message between nodes, in microseconds."""
+    links: int = 1
+    """Links of a node."""
+    oversubscription: float = 1.0
+    """By how much the rate between nodes falls when all of them send."""
+    input_images_per_s: float = 0.0
+    """Images that the input of one rank delivers in a second; 0: enough."""
+    eval_s: float | None = None
+    """Seconds of one evaluation on the cluster; unset, predicted from the forward pass."""
+    startup_s: float | None = None
+    """Seconds until the first step; unset, an estimate by the number of ranks."""
+    price_per_gpu_hour: float = 0.0
+    """Price of a GPU for an hour, in any currency; 0 leaves the cost out."""
+    watts_per_gpu: float = 0.0
+    """Power of a GPU with its share of the node, in watts; 0 leaves the energy out."""
+
+    def __post_init__(self) -> None:
+        if self.nodes and not 1 <= self.nodes <= RANKS_LIMIT:
+            raise ConfigError("rehearse.nodes", self.nodes, f"must be 0 to {RANKS_LIMIT:,}")
+        for name in ("gpus_per_node", "links"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rehearse.{name}", getattr(self, name), "must be at least 1")
+        if self.ranks > MOST_RANKS:
+            raise ConfigError(
+                "rehearse.nodes", self.nodes, f"{self.ranks:,} ranks are more than {MOST_RANKS:,}",
+                "rehearse a smaller cluster; paceline plan predicts the time of larger ones",
+            )  # fmt: skip
+        for name in ("node_gbps", "latency_us", "oversubscription"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"rehearse.{name}", getattr(self, name), "must be above 0")
+        for name in (
+            "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour", "watts_per_gpu",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"rehearse.{name}", value, "must be 0 or more")
+        if not self.nodes:
+            self._refuse_without_nodes()
+
+    def _refuse_without_nodes(self) -> None:
+        for name in ("gpu", "profile", "cluster"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"rehearse.{name}", getattr(self, name), "has no meaning without rehearse.nodes",
+                    "use paceline rehearse --nodes N",
+                )  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        """Virtual ranks; 0 where nothing is rehearsed."""
+        return self.nodes * self.gpus_per_node
+
+    def workload(self, model: str, image_size: int, classes: int) -> Workload | None:
+        """The step of one rank; None where neither a GPU nor a profile was given."""
+        work: Workload | None = None
+        if self.profile:
+            work = PlanFile.read(Path(self.profile), "rehearse.profile").profile
+        elif self.gpu:
+            try:
+                work = analytic_workload(network(model, image_size, classes), accelerator(self.gpu))
+            except ConfigError as error:
+                if error.field != "--model":
+                    raise
+                raise ConfigError(
+                    "rehearse.gpu", self.gpu, f"the planner has no figures of {model}",
+                    f"measure it there with paceline profile --model {model}, and give --profile FILE",
+                ) from None  # fmt: skip
+        elif self.cluster:
+            work = PlanFile.read(Path(self.cluster), "rehearse.cluster").workload
+        if work is not None and self.input_images_per_s:
+            work = replace(work, input=Affine(0.0, 1 / self.input_images_per_s))
+        return work
+
+    def place(self) -> Cluster:
+        """The cluster's links."""
+        if self.cluster:
+            file = PlanFile.read(Path(self.cluster), "rehearse.cluster")
+            found = file.planned_cluster()
+            if found.ranks_per_node != self.gpus_per_node:
+                raise ConfigError(
+                    "rehearse.gpus_per_node", self.gpus_per_node,
+                    f"{self.cluster} was measured with {found.ranks_per_node} ranks on a node",
+                    f"use {found.ranks_per_node}, or run paceline tune there again",
+                )  # fmt: skip
+            return found.with_nodes(self.nodes)
+        if not self.gpu:
+            raise ConfigError(
+                "rehearse.profile", self.profile, "says nothing about the links of the cluster",
+                "give --gpu as well, or --cluster FILE of paceline tune",
+            )  # fmt: skip
+        return gpu_cluster(
+            accelerator(self.gpu), self.nodes, self.gpus_per_node, self.node_gbps, self.latency_us,
+            self.links, self.oversubscription,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClusterClock:
+    """Predicted seconds on the cluster. `uncertainty` is the relative standard error of a step."""
+
+    ranks: int
+    step_s: float
+    eval_s: float
+    startup_s: float
+    uncertainty: float
+    images_per_s: float
+    efficiency: float
+    price_per_gpu_hour: float = 0.0
+    watts_per_gpu: float = 0.0
+
+    def describe(self) -> str:
+        return (
+            f"a step {format_duration(self.step_s)} (± {self.uncertainty:.0%}), an evaluation "
+            f"{format_duration(self.eval_s)}, the start {format_duration(self.startup_s)}; "
+            f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}"
+        )
+
+    def totals(self, predicted_s: float) -> dict[str, Any]:
+        """What `predicted_s` on the cluster amount to, for the summary."""
+        gpu_hours = self.ranks * predicted_s / 3600
+        found: dict[str, Any] = {"predicted_s": predicted_s, "gpu_hours": gpu_hours}
+        if self.price_per_gpu_hour:
+            found["cost"] = gpu_hours * self.price_per_gpu_hour
+        if self.watts_per_gpu:
+            found["energy_kwh"] = gpu_hours * self.watts_per_gpu / 1000
+        return found
+
+
+def cluster_clock(
+    settings: RehearseSettings, plan: FusionPlan, work: Workload, *, batch: int, accumulation: int,
+    validation: int, eval_batch: int,
+) -> ClusterClock:  # fmt: skip
+    """`batch` is a rank's micro-batch, of which it does `accumulation` for a step; an evaluation is of
+    `validation` images, in batches of `eval_batch`."""
+    place = settings.place()
+    found = predict(work, place, plan, batch)
+    slow = slowest_of(place.ranks)
+    # Only the last micro-step of a step hides an exchange.
+    extra = (accumulation - 1) * (work.forward.at(batch) + work.backward.at(batch)) * slow
+    step_s = found.step_s + extra
+    alone = accumulation * (work.forward.at(batch) + work.backward.at(batch)) + work.update_s
+    eval_s = settings.eval_s
+    if eval_s is None:
+        whole, rest = divmod(-(-validation // place.ranks), eval_batch)
+        eval_s = slow * (
+            whole * work.forward.at(eval_batch) + (work.forward.at(rest) if rest else 0)
+        )
+    startup_s = settings.startup_s
+    if startup_s is None:
+        startup_s = _PROCESS_START_S + _MEETING_S_PER_RANK * place.ranks
+    return ClusterClock(
+        ranks=place.ranks,
+        step_s=step_s,
+        eval_s=eval_s,
+        startup_s=startup_s,
+        uncertainty=found.uncertainty,
+        images_per_s=accumulation * batch * place.ranks / step_s,
+        efficiency=alone / step_s,
+        price_per_gpu_hour=settings.price_per_gpu_hour,
+        watts_per_gpu=settings.watts_per_gpu,
+    )

@@ -1,0 +1,220 @@
+"""Rehearsals: one process trains to the bits of the ranks that it stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import EvalEvent, StartEvent, StepEvent
+from paceline.report import RunFiles, summary_rows, verdict
+from paceline.train.weights import BatchNormState, pool
+from ranks import run_ranks
+from small_runs import run_small
+from train.runs import EVERY_STEP, last, stop_after, watched
+
+
+def _real(rank: int, folder: str, values: dict[str, Any]) -> str:
+    return str(run_small(folder, **values).summary["weights_sha256"])
+
+
+def rehearsed(ranks: int) -> dict[str, Any]:
+    return {"rehearse__nodes": 1, "rehearse__gpus_per_node": ranks}
+
+
+# The last step is short: 112 samples in batches of 32. Three micro-steps a rank need fp32 sums.
+CASES: dict[str, dict[str, Any]] = {
+    "native": {"run__global_batch_size": 32, "run__batch_size": 4},
+    "hierarchical in fp16": {
+        "run__global_batch_size": 16, "comm__algorithm": "hierarchical", "comm__wire": "float16",
+        "comm__fusion_mib": 0.1,
+    },
+    "halving in bf16, averaged": {
+        "run__global_batch_size": 16, "comm__algorithm": "halving_doubling", "comm__wire": "bfloat16",
+        "run__average_epochs": 1.0, "comm__fusion_mib": 0.2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(2, "native"), (4, "native"),
+    (4, "hierarchical in fp16"), (4, "halving in bf16, averaged")])  # fmt: skip
+def test_a_rehearsal_ends_with_the_bits_of_its_ranks(tmp_path: Path, ranks: int, case: str) -> None:
+    real = run_ranks(ranks, _real, str(tmp_path / "real"), CASES[case])[0]
+    found = run_small(tmp_path / "rehearsed", **CASES[case], **rehearsed(ranks)).summary
+    assert found["weights_sha256"] == real
+    there = json.loads((tmp_path / "real/summary.json").read_text())
+    assert found["world_size"] == there["world_size"] == ranks
+    assert found["top1"] == there["top1"]
+    assert found["val_loss"] == pytest.approx(there["val_loss"], rel=1e-6)
+    # Batch norm is each rank's own, and the checkpoint has them all.
+    ours, theirs = last(tmp_path / "rehearsed").batch_norm, last(tmp_path / "real").batch_norm
+    assert torch.equal(ours["rows"], theirs["rows"])
+    assert torch.equal(ours["tracked"], theirs["tracked"])
+
+
+def test_a_rehearsal_resumes_bit_identically_and_its_clock_goes_on(tmp_path: Path) -> None:
+    values: dict[str, Any] = {**rehearsed(4), "rehearse__profile": profile(tmp_path),
+                              "rehearse__gpu": "H100", **EVERY_STEP}  # fmt: skip
+    whole = run_small(tmp_path / "a", **values).summary
+    stop_after(3, tmp_path / "b", **values)
+    rest = run_small(tmp_path / "b", run__resume="auto", **values).summary
+    assert rest["resumed_at_steps"] == [3]
+    assert rest["weights_sha256"] == whole["weights_sha256"]
+    assert rest["rehearsal"] == whole["rehearsal"]
+
+
+def _resumed(rank: int, folder: str, saved: str) -> str:
+    return str(run_small(folder, run__resume=saved).summary["weights_sha256"])
+
+
+def test_the_cluster_continues_what_was_rehearsed(tmp_path: Path) -> None:
+    """A checkpoint of virtual ranks is that of as many real ones."""
+    whole = run_small(tmp_path / "a", **rehearsed(2), **EVERY_STEP).summary
+    saved = str(tmp_path / "a/checkpoints/step-00000003.pt")
+    found = run_ranks(2, _resumed, str(tmp_path / "b"), saved)
+    assert found == [whole["weights_sha256"]] * 2
+
+
+def profile(folder: Path) -> str:
+    """A step of resnet_tiny as `paceline profile` would have measured it."""
+    from paceline.models.registry import create_model
+    from paceline.models.settings import ModelSettings
+    from paceline.plan.plan_file import PlanFile
+    from paceline.plan.workload import Affine, Gradient, Workload
+
+    net = create_model(
+        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=28
+    )
+    names = [(name, p.numel()) for name, p in net.named_parameters()]
+    gradients = tuple(
+        Gradient(name, size, False, (at + 1) / len(names))
+        for at, (name, size) in enumerate(reversed(names))
+    )
+    work = Workload("resnet_tiny", gradients, Affine(0.001, 1e-4), Affine(0.002, 2e-4), 0.001)
+    path = folder / "profile.toml"
+    PlanFile(workload=work).write(path)
+    return str(path)
+
+
+def test_the_clock_advances_by_the_predicted_times(tmp_path: Path) -> None:
+    outcome, events = watched(
+        tmp_path / "a", **rehearsed(4), rehearse__profile=profile(tmp_path), rehearse__gpu="H100",
+        rehearse__startup_s=7.0, rehearse__eval_s=3.0, rehearse__price_per_gpu_hour=2.0,
+        rehearse__watts_per_gpu=700.0,
+    )  # fmt: skip
+    found = outcome.summary["rehearsal"]
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    evals = [event for event in events if isinstance(event, EvalEvent)]
+    assert steps[0].predicted_s == pytest.approx(7.0 + found["step_s"])
+    assert evals[-1].predicted_s == pytest.approx(7.0 + 7 * found["step_s"] + 2 * 3.0)
+    assert found["predicted_s"] == evals[-1].predicted_s
+    assert found["gpu_hours"] == pytest.approx(4 * found["predicted_s"] / 3600)
+    assert found["cost"] == pytest.approx(2 * found["gpu_hours"])
+    assert found["energy_kwh"] == pytest.approx(0.7 * found["gpu_hours"])
+    run = RunFiles.read(tmp_path / "a")
+    labels = dict(summary_rows(run))
+    assert labels["ranks (rehearsed)"] == "4"
+    assert "cluster's cost" in labels
+    assert "(predicted) on 4 ranks, rehearsed in" in verdict(run)
+    assert "Accuracy over the cluster" in (tmp_path / "a/report.html").read_text()
+
+
+def test_more_micro_steps_take_longer_but_one_exchange(tmp_path: Path) -> None:
+    def step_s(batch: int) -> float:
+        outcome, _ = watched(
+            tmp_path / str(batch), **rehearsed(2), rehearse__profile=profile(tmp_path),
+            rehearse__gpu="H100", run__batch_size=batch, run__epochs=1,
+        )  # fmt: skip
+        return float(outcome.summary["rehearsal"]["step_s"])
+
+    one, two = step_s(8), step_s(4)
+    # Two micro-steps of 4 take two fixed parts more than one of 8, on the slower of two ranks.
+    assert two - one == pytest.approx(0.003, rel=0.05)
+
+
+def test_without_figures_of_the_cluster_there_is_no_clock_and_the_run_says_so(
+    tmp_path: Path,
+) -> None:
+    outcome, events = watched(tmp_path / "a", **rehearsed(2), run__epochs=1)
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert start.world_size == 2
+    assert start.chosen["clock"].startswith("none")
+    assert "predicted_s" not in outcome.summary["rehearsal"]
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"rehearse__gpu": "H100"}, "rehearse.gpu"),  # resnet_tiny has no figures
+        ({"rehearse__profile": "missing.toml"}, "rehearse.profile"),
+        ({"rehearse__nodes": -1}, "rehearse.nodes"),
+        ({"rehearse__nodes": 5000}, "rehearse.nodes"),
+        ({"rehearse__node_gbps": 0.0}, "rehearse.node_gbps"),
+        ({"rehearse__eval_s": -1.0}, "rehearse.eval_s"),
+        ({"rehearse__gpu": "H100", "rehearse__nodes": 0}, "rehearse.gpu"),
+        ({"run__trace": True}, "run.trace"),
+        ({"run__global_batch_size": 7}, "run.global_batch_size"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_small(tmp_path / "a", **(rehearsed(4) | values))
+    assert caught.value.field == field
+
+
+def _nested(rank: int, folder: str) -> str:
+    try:
+        run_small(folder, **rehearsed(2))
+    except ConfigError as error:
+        return error.field
+    return ""
+
+
+def test_a_rehearsal_on_several_processes_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(2, _nested, str(tmp_path / "a")) == ["rehearse.nodes"] * 2
+
+
+def test_statistics_of_virtual_ranks_are_apart() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    state = BatchNormState(net, 2)
+    for rank in range(2):
+        state.load(rank)
+        net(torch.randn(8, 3) + 10 * rank)
+        state.store(rank)
+    assert not torch.allclose(state.kept[0], state.kept[1])
+    state.remember()
+    state.load(0)
+    net(torch.full((8, 3), float("nan")))
+    state.store(0)
+    state.discard_if(torch.ones(()))
+    assert torch.isfinite(state.kept).all()
+    assert torch.equal(state.average(None), pool(state.kept))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["native", "hierarchical"])
+def test_a_rehearsal_on_a_gpu_is_captured_and_close_to_that_on_the_cpu(
+    tmp_path: Path, algorithm: str
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values = {**rehearsed(4), "run__epochs": 1, "comm__algorithm": algorithm}
+    fp32: dict[str, Any] = {"precision__amp_dtype": "fp32"}
+    found, events = watched(
+        tmp_path / "gpu", run__device="cuda", run__cuda_graphs="on", **values, **fp32
+    )
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert "CUDA graphs on" in start.chosen["speed"]
+    expected = run_small(tmp_path / "cpu", **values, **fp32).summary
+    assert found.summary["val_loss"] == pytest.approx(expected["val_loss"], rel=0.02)
+    again, _ = watched(
+        tmp_path / "eager", run__device="cuda", run__cuda_graphs="off", **values, **fp32
+    )
+    assert again.summary["val_loss"] == pytest.approx(found.summary["val_loss"], rel=0.01)
