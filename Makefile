@@ -8,10 +8,12 @@
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
 #: make docs-test  the commands and programs of README and docs, as they are written; half an hour
+#: make watch-test  pages in a real browser (chromium), W&B and MLflow offline; writes docs/images
 #: make fuzz       mutated inputs for every parser (ARGS="--seed 1 --count 100000")
 #: make mutants    deliberate bugs in the code, each of which some test must find
 #: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
 #:                 --ranks 1 2 4"), and resumed
+#: make planner-fit  fit the planner's constants to measured systems (CSV=systems.csv ARGS=--write)
 #: make docs       rewrite docs/settings.md from the code
 #: make data       rebuild the embedded images from Debian's package dataset-fashion-mnist
 #: make clean      remove .venv and caches
@@ -22,7 +24,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
 
-.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test test-slow docs-test fuzz mutants chaos data docs clean
+.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test test-slow docs-test watch-test fuzz mutants chaos planner-fit data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -66,7 +68,7 @@ contracts: $(VENV)/.installed-test
 
 # Two at a time, but those that start jobs of many ranks or make hosts: they want the cores for themselves.
 unit: $(VENV)/.installed-test $(VENV)/.system
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale --ignore tests/watch $(ARGS)
 	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch tests/chaos tests/scale $(ARGS)
 
 # A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
@@ -94,6 +96,15 @@ test-slow: $(VENV)/.installed-test
 docs-test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow tests/tools/test_docs_run.py $(ARGS)
 
+$(VENV)/.installed-watch: $(VENV)/.installed-test
+	$(PIP) -e '.[watch-test]'
+	touch $@
+
+# Pages in a browser, desktop and phone, light and dark, with screenshots; trackers of others, offline.
+watch-test: $(VENV)/.installed-watch
+	sh tools/install_system_packages.sh chromium chromium-driver
+	$(BIN)/python -m pytest tests/watch $(ARGS)
+
 # Seeded; a small part of it is in `unit`. Findings go to fuzz-findings/ (CONTRIBUTING.md).
 fuzz: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
@@ -111,6 +122,9 @@ data: $(VENV)/.installed
 	$(BIN)/python tools/make_embedded_data.py /usr/share/datasets/fashion-mnist
 
 # Rewrites docs/settings.md from the code.
+planner-fit: $(VENV)/.installed
+	$(BIN)/python tools/fit_planner.py $(CSV) $(ARGS)
+
 docs: $(VENV)/.installed
 	$(BIN)/python tools/write_settings_reference.py
 

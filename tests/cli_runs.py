@@ -112,6 +112,11 @@ class CliProcess:
         assert code is not None, f"still running after {timeout_s} s\n{out}\n{err}"
         return Done(code, out, err)
 
+    def output(self) -> str:
+        """Standard output so far."""
+        file = Path(f"{self._log}.out")
+        return file.read_text() if file.exists() else ""
+
     def wait_until(self, reached: Callable[[], object], timeout_s: float = 30.0) -> None:
         """Waits for `reached()`; fails where the process ends, or the time runs out, first."""
         deadline = time.monotonic() + timeout_s

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Installs what pip cannot: mpirun (openmpi-bin), with which tests/launch starts ranks for real, ip and tc
 # (iproute2), with which tests/cluster makes hosts, and a compiler with libjpeg-turbo's header (gcc,
-# libjpeg-dev), with which the region decoder is built. Names of packages as arguments: only these.
+# libjpeg-dev), with which the region decoder is built; by name, chromium and chromium-driver, with which
+# tests/watch looks at pages. Names of packages as arguments: only these.
 # One line says what was done or why nothing was. It never fails: without them their tests are skipped.
 set -u
 
@@ -18,6 +19,7 @@ for package in ${*:-openmpi-bin iproute2 gcc libjpeg-dev}; do
         openmpi-bin) program=mpirun ;;
         iproute2) program=tc ;;
         libjpeg-dev) program=jpeglib.h ;;
+        chromium-driver) program=chromedriver ;;
         *) program=$package ;;
     esac
     case "$program" in

@@ -30,6 +30,7 @@ RECIPES = Path(__file__).parent / "recipes"
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
 LOSSES = ("cross_entropy", "bce")
+TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.
@@ -106,6 +107,16 @@ class RunSettings:
     """End the run as diverged after this many skipped steps in a row."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs `paceline[tensorboard]`)."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers that also receive all metrics: `csv` (`metrics.csv`), `tensorboard`, `wandb`,
+    `mlflow`; each but `csv` needs the extra of its name."""
+    watch: bool = False
+    """Serve the live report of this run on the loopback interface while it runs."""
+    watch_port: int = 0
+    """Port of the live report; 0 finds a free one."""
+    eval_details: str = "auto"
+    """Keep the accuracy of each class, confusions and the most confident mistakes of the latest
+    evaluation: `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes)."""
     rank_records: str = "auto"
     """Which ranks record their steps: `on`, every rank in a file of its own (`metrics.rank1.jsonl` …);
     `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
@@ -167,8 +178,14 @@ class RunSettings:
                 "run.trace_steps", list(self.trace_steps), "must be first and last of at most 1000 steps",
                 "try [10, 30]",
             )  # fmt: skip
+        for tracker in self.trackers:
+            if tracker not in TRACKERS:
+                raise ConfigError("run.trackers", tracker, "unknown", nearest(tracker, TRACKERS))
+        if not 0 <= self.watch_port < 65536:
+            raise ConfigError("run.watch_port", self.watch_port, "must be 0 to 65535")
         for name, known in (
             ("device", DEVICES),
+            ("eval_details", SWITCHES),
             ("fused_norm", SWITCHES),
             ("compile", COMPILE_MODES),
             ("cuda_graphs", SWITCHES),
@@ -219,6 +236,8 @@ class CheckpointSettings:
     """Batch-norm statistics in a checkpoint: of all `ranks`, one row each, or their `average`. With
     `average` every rank also goes on with the average after a save, so that resuming stays
     bit-identical; evaluations then depend on when the run saves."""
+    background: bool = True
+    """Write checkpoints on a thread: steps wait only for the copy to host memory."""
     on_sigusr1: str = "save"
     """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
     on_sigusr2: str = "stop"
@@ -458,6 +477,12 @@ def _follow_image(
             values = below.get(name)
             if name not in above and isinstance(values, list | tuple) and len(values) > 1:
                 del merged[name]
+
+
+def changed_settings(config: RunConfig) -> list[str]:
+    """Names of the settings that differ from their defaults; those that are unset do not count."""
+    usual = RunConfig().flat()
+    return sorted(name for name, value in config.flat().items() if usual.get(name) != value)
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:

@@ -51,6 +51,17 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_planners_notebook_runs_without_torch(tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "planner.ipynb").read_text())["cells"]
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = f"import sys\nsys.modules['torch'] = None\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(),
+                          capture_output=True, text=True, timeout=110)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "images/s" in done.stdout
+    assert "1,706 images fit" in done.stdout
+
+
 def test_users_code_type_checks(tmp_path: Path) -> None:
     """Against the public names, under mypy --strict."""
     program = tmp_path / "program.py"

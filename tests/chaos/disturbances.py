@@ -35,7 +35,9 @@ class Disturbance:
 
     # Whether the job goes on to its end by itself.
     goes_on = False
-    lost_steps = INTERVAL_STEPS
+    # A kill may interrupt the write of the last save; the one before it is complete, because a save waits
+    # for its predecessor.
+    lost_steps = 2 * INTERVAL_STEPS
     # Whether it came before the job's end.
     struck = False
 
@@ -102,8 +104,8 @@ class Signal(Disturbance):
 class FullDisk(Disturbance):
     """The disk of the run folder, a tmpfs, is filled by another process."""
 
-    # A save fails, and the step after it tells all ranks.
-    lost_steps = INTERVAL_STEPS + 1
+    # A save fails while steps go on, and the step after it tells all ranks.
+    lost_steps = 2 * INTERVAL_STEPS + 1
 
     def strike(self, job: Job, server: ForkServer) -> None:
         filler, block = self.folder / "filler", 1 << 20
@@ -123,7 +125,7 @@ class FullDisk(Disturbance):
 class ReadOnly(Disturbance):
     """Nothing can be made or renamed in the run folder any more."""
 
-    lost_steps = INTERVAL_STEPS + 1
+    lost_steps = 2 * INTERVAL_STEPS + 1
 
     def set_up(self) -> None:
         self.request = {"obeys_permissions": True}

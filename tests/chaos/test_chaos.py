@@ -59,7 +59,7 @@ def done(*steps: int) -> list[dict[str, Any]]:
     ("events", "broken"),
     [
         ([start(0), *done(1, 2, 3, 4, 5), start(3), *done(4, 5)], ""),
-        ([start(0), *done(1, 2, 3, 4), start(0)], "lost 4 steps, more than 3"),
+        ([start(0), *done(*range(1, 8)), start(0)], "lost 7 steps, more than 6"),
         ([start(0), *done(1, 2), {"event": "stop", "step": 2}, start(1)], "lost 1 steps, more than 0"),
         ([start(0), *done(1), {"event": "step", "step": 2, "loss": 0.7}], "the loss of step 2 differs"),
     ],

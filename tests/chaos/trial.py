@@ -317,7 +317,7 @@ class History:
     def __init__(self, folder: Path, reference: Reference) -> None:
         self._folder, self._reference = folder, reference
         self._read = 0
-        self._may_lose = INTERVAL_STEPS
+        self._may_lose = 2 * INTERVAL_STEPS
         self.done = 0
         self.salvaged = False
         self.violations: list[str] = []

@@ -26,7 +26,9 @@ from cli_runs import (
 )
 
 KILL = partial(faults.signal_self, signal.SIGKILL)
-SAVES = ("--set", "checkpoint.interval_steps=3")
+# Not in the background, so that the step from which a killed run continues is known.
+BACKGROUND = ("--set", "checkpoint.interval_steps=3")
+SAVES = (*BACKGROUND, "--set", "checkpoint.background=false")
 CHECKPOINTS = Path("run/checkpoints")
 
 
@@ -85,6 +87,20 @@ def test_killed_anywhere(
     assert summary(tmp_path / "run")["resumed_at_steps"] == resumed_at
     best = f"step-{summary(reference())['best_step']:08d}.pt"
     assert (tmp_path / CHECKPOINTS / "best.pt").samefile(tmp_path / CHECKPOINTS / best)
+
+
+@pytest.mark.parametrize(
+    "where", ["in the middle of a write", "before the rename", "between the best and the last"]
+)
+def test_killed_while_the_background_thread_writes(
+    tmp_path: Path, reference: Reference, where: str
+) -> None:
+    fault, resumed_at = KILLS[where]
+    arguments = small("--output", "run", *BACKGROUND)
+    assert run(arguments, tmp_path, fault).code == -signal.SIGKILL
+    resume(tmp_path)
+    assert_same_end(tmp_path / "run", reference())
+    assert summary(tmp_path / "run")["resumed_at_steps"] == resumed_at
 
 
 def test_a_half_written_file_beside_the_good_ones_is_no_checkpoint(

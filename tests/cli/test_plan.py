@@ -35,10 +35,45 @@ def test_json_table_page_and_plan(tmp_path: Path) -> None:
     told = ask(*flags, "--html", str(page))
     assert "bound by" in told
     assert "<svg" in page.read_text()
+    assert "batch 64 each" in page.read_text()
     scored = json.loads(ask(*flags, "--json", "--with-plan", str(plan)))
     assert scored["step_s"] == pytest.approx(found["step_s"])
     with pytest.raises(ConfigError, match="is for a cluster with ranks = 32"):
         ask("--gpu", "V100", "--nodes", "8", "--with-plan", str(plan))
+
+
+def test_without_a_batch_one_is_recommended() -> None:
+    flags = ("--gpu", "H100", "--nodes", "4", "--node-gbps", "3200", "--links", "8")
+    found = json.loads(ask(*flags, "--json"))
+    assert found["recommended_batch"]
+    assert found["batch_size"] <= found["largest_batch"]
+    assert found["global_batch_size"] <= 65_536
+    assert found["memory"]["total"] < 80e9
+    assert {(o["nodes"], o["batch"]) for o in found["options"]} >= {(4, found["batch_size"])}
+    given = json.loads(ask(*flags, "--json", "-b", "64"))
+    assert not given["recommended_batch"]
+    assert given["batch_size"] == 64
+    assert "recommended" in ask(*flags)
+
+
+def test_a_target_and_a_price() -> None:
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--node-gbps", "3200", "--links", "8")
+    priced = ("--target-minutes", "10", "--price-per-gpu-hour", "3")
+    found = json.loads(ask(*flags, *priced, "--json"))
+    assert found["chosen"]["train_s"] <= 600
+    assert found["chosen"]["cost"] == pytest.approx(3 * found["chosen"]["gpu_hours"])
+    told = ask(*flags, *priced)
+    assert "within 10 min" in told
+    assert "not possible" in ask(*flags, "--target-minutes", "0.01")
+
+
+def test_the_cores_of_a_node_can_be_the_verdict() -> None:
+    flags = ("--gpu", "H100", "-b", "256", "--json")
+    few = json.loads(ask(*flags, "--cores-per-node", "16"))
+    assert few["bound_by"] == "input"
+    assert few["advice"][0]["change"] == "an input that keeps up"
+    assert few["images_per_s"] == pytest.approx(few["input"]["images_per_s"])
+    assert json.loads(ask(*flags, "--nvjpeg"))["bound_by"] == "compute"
 
 
 def test_slow_input_is_the_verdict() -> None:
@@ -57,6 +92,16 @@ def test_slow_input_is_the_verdict() -> None:
         (("--gpu", "H100", "--nodes", "0"), "--nodes"),
         (("--gpu", "H100", "--node-gbps", "-1"), "--node-gbps"),
         (("--gpu", "H100", "-b", "0"), "--batch-size"),
+        (("--gpu", "H100", "-b", "1000000"), "at most 1,706 fit"),
+        (("--gpu", "H100", "--nodes", "1000000"), "ranks"),
+        (("--gpu", "H100", "--nodes", "100000", "-b", "64"), "more than the 1,281,167 images"),
+        (("--gpu", "H100", "--nodes", "100000"), "--max-global-batch"),
+        (("--gpu", "H100", "--node-gbps", "0"), "--node-gbps"),
+        (("--gpu", "H100", "--budget", "10"), "--price-per-gpu-hour"),
+        (("--gpu", "H100", "--software", "v9"), "--software"),
+        (("--gpu", "H100", "--cores-per-node", "-1"), "--cores-per-node"),
+        (("--gpu", "H100", "--input-bench", "nowhere.json"), "cannot be read"),
+        (("--gpu", "H100", "--model", "plan.no_such:net"), "no_such"),
         (("--gpu", "H100", "--epochs", "0"), "--epochs"),
         (("--gpu", "H100", "--epochs", "nan"), "--epochs"),
         (("--gpu", "H100", "--model", "alexnet", "--image-size", "32"), "too small"),

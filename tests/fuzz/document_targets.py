@@ -18,17 +18,8 @@ from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.flat_layout import TensorSpec
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
-from paceline.plan.answer import (
-    Answer,
-    Question,
-    advice_rows,
-    advise,
-    bucket_rows,
-    curve_rows,
-    fact_rows,
-    largest_ranks,
-    scaling_curve,
-)
+from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
+from paceline.plan.answer_rows import advice_rows, bucket_rows, curve_rows, fact_rows, option_rows
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
@@ -40,6 +31,7 @@ from paceline.plan.plan_file import (
     ProbedCluster,
 )
 from paceline.plan.prediction import predict
+from paceline.plan.recommend import Job, Limits, input_supply, options
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 from paceline.report import (
@@ -51,6 +43,8 @@ from paceline.report import (
     summary_rows,
     verdict,
 )
+from paceline.report.live_run import LiveRun
+from paceline.report.metrics_text import metrics_text
 from paceline.report.plan_page import plan_page
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
@@ -67,11 +61,13 @@ def document_targets() -> Sequence[Target]:
         Target("toml cluster", _clusters(), _planner(None), 6, form="toml"),
         Target("toml profile", [_document("p.toml", work.to_table())], _planner(made_cluster()), 6,
                form="toml"),
+        Target("json input", [_json("input.json", _INPUT)], _input, 2, form="json"),
         Target("toml sizes", _clusters(), _sizes, 8, form="toml"),
         Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
         Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 4, form="json"),
         Target("toml run config", [_document("config.toml", CONFIG)], _run_file, 3, form="toml"),
         Target("json trace", [_json("trace.json", _trace())], _run_file, 2, form="json"),
+        Target("json evaluation", [_json("evaluation.json", _evaluation())], _run_file, 4, form="json"),
         Target("flags", _flags(), _flag, 8),
         Target("environment", _environments(), _environment, 6, form="json"),
     ]  # fmt: skip
@@ -153,12 +149,15 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         question = Question(work, 16, algorithms)
         plan = best_plan(work, place, 16, algorithms)
         now = predict(work, place, plan, 16)
+        limits, job = Limits(price=2.0, minutes=5.0), Job(90.0, 1000, 400.0, 2.0)
+        found = options(question, place, limits, job)
         answer = Answer(
             work, place, now, tuple(scaling_curve(question, place)),
             largest_ranks(question, place), tuple(advise(question, place, now)), 90.0, 1000,
+            limits, job, tuple(found),
         )  # fmt: skip
         _strict_json(answer.to_json())
-        for rows in (fact_rows, bucket_rows, curve_rows, advice_rows):
+        for rows in (fact_rows, bucket_rows, curve_rows, advice_rows, option_rows):
             assert all(isinstance(cell, str) for row in rows(answer) for cell in row)
         _check_page(plan_page(answer))
         model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
@@ -167,6 +166,18 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         assert PlanFile.read(folder / "plan.toml").plan == plan
 
     return drive
+
+
+_INPUT = {"rows": [{"kind": "ours", "workers": 2, "images_per_s": 1648.4}]}
+
+
+def _input(content: bytes, name: str, folder: Path) -> None:
+    path = folder / name
+    path.write_bytes(content)
+    for cores in (0, 64):
+        supply = input_supply(8, cores, bench=path)
+        assert supply is not None
+        assert 0 < supply.images_per_s < float("inf")
 
 
 def _sizes(content: bytes, name: str, folder: Path) -> None:
@@ -189,7 +200,12 @@ def _metrics() -> list[Seed]:
     stall = {"input_stall_s": 0.01, "input_stall_causes": {"decode": 0.01}, "exposed_comm_s": 0.02}
     rows = [{**event.to_dict(), "time": 1.7e9 + i} for i, event in enumerate(finished_events(30))]
     rows = [{**row, **stall} if row["event"] == "step" else row for row in rows]
-    rows += [corrupt, {"event": "note", "text": "a note"}, resumed]
+    spread = {"min": 0.1, "median": 0.2, "max": 0.3, "rank": 1, "others": 0.2}
+    of_all = dict.fromkeys(("step_s", "exposed_comm_s", "input_stall_s", "core_wait_share"), spread)
+    saved = {"event": "checkpoint", "step": 19, "path": "c.pt", "save_s": 1.0, "stall_s": 0.1}
+    rows += [{"event": "ranks", "step": 5, "ranks": 2, **of_all}, saved]
+    rows += [corrupt, {"event": "note", "text": "a note"}]
+    rows += [{**resumed, "command": "paceline train", "changed": ["optim.lr"]}]
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     return [Seed("metrics.jsonl", text, rows), Seed("metrics.rank1.jsonl", text, rows)]
 
@@ -197,6 +213,12 @@ def _metrics() -> list[Seed]:
 def _trace() -> dict[str, Any]:
     event = {"cat": "exchange", "ph": "X", "ts": 1.0, "dur": 2.0, "args": {"step": 1, "buffer": 0}}
     return {"traceEvents": [event, {**event, "ts": 4.0, "args": {"step": 2, "buffer": 0}}]}
+
+
+def _evaluation() -> dict[str, Any]:
+    mistake = {"label": 0, "predicted": 1, "confidence": 0.9, "image": "/9j/4AAQ"}
+    counts = [[0, 0, 5], [0, 1, 2], [1, 1, 7]]
+    return {"step": 30, "classes": ["a", "b"], "counts": counts, "mistakes": [mistake]}
 
 
 _SOUND: dict[str, bytes] = {}
@@ -218,11 +240,17 @@ def _run_file(content: bytes, name: str, folder: Path) -> None:
         _SOUND["config.toml"] = to_toml(CONFIG)
         _SOUND["plan.toml"] = _plans()[0].content
         _SOUND["trace.json"] = json.dumps(_trace()).encode()
+        _SOUND["evaluation.json"] = json.dumps(_evaluation()).encode()
     for run, files in (("sound", _SOUND), ("damaged", {**_SOUND, name: content})):
         shutil.rmtree(folder / run, ignore_errors=True)
         (folder / run).mkdir()
         for file, data in files.items():
             (folder / run / file).write_bytes(data)
+    live = LiveRun(folder / "damaged")
+    live.refresh()
+    if live.files is None and not live.problem.isprintable():
+        raise AssertionError(f"not printable: {live.problem!r}")
+    metrics_text([("run", live.files)]).encode()
     found = RunFiles.read(folder / "damaged")
     rows = [("", verdict(found)), *summary_rows(found)]
     for text in (cell for row in rows for cell in row):

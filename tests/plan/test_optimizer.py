@@ -24,6 +24,7 @@ from paceline.plan.cost import all_reduce_s
 from paceline.plan.fusion_plan import WIRES, signal_bytes, wire_names
 from paceline.plan.optimizer import (
     best_plan,
+    limited_cuts,
     optimal_cuts,
     threshold_plan,
 )
@@ -284,3 +285,28 @@ def test_each_message_goes_by_the_algorithm_that_was_chosen_for_it(
     cost = sum(float(all_reduce_s(m.algorithm, cluster, sizes[m.dtype])) for m in messages)
     (score,) = score_plan(plan, work, cluster, 1)
     assert score.cost_s == pytest.approx(cost, rel=1e-12)
+
+
+def test_fewer_buckets_by_brute_force() -> None:
+    draw = np.random.default_rng(0)
+    count = 6
+    for _ in range(40):
+        ready = np.sort(draw.random(count)).tolist()
+        before = np.concatenate([[0.0], draw.random(count).cumsum()])
+        cost = np.maximum(before[None, :] - before[:, None], 0) * 0.3 + 0.05
+        for most in (1, 2, 3, count):
+            found = limited_cuts(ready, cost, most)
+            assert len(found) <= most
+            best = min(end(cuts, ready, cost) for cuts in all_cuts(count) if len(cuts) <= most)
+            assert end(found, ready, cost) == pytest.approx(best)
+
+
+def test_hidden_exchanges_that_cost_compute_are_sent_in_fewer_buckets() -> None:
+    """Latency of every bucket slows the backward pass, so that the plan which ends first is not best."""
+    work = made_workload((1_000_000,) * 8, ready=tuple((n + 1) / 8 for n in range(8)))
+    free = Cluster(64, 1, Link(1e-5, 1e-12), Link(1e-4, 1e-11))
+    costly = replace(free, hidden_cost=0.5)
+    first, fewer = (best_plan(work, place, 64, ("ring",)) for place in (free, costly))
+    assert len(fewer.buckets) < len(first.buckets)
+    steps = [predict(work, costly, plan, 64).step_s for plan in (first, fewer)]
+    assert steps[1] < steps[0]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from paceline.plan.answer import Question, advise, largest_ranks, node_counts, scaling_curve
-from paceline.plan.cluster import accelerator, gpu_cluster
+from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
 from paceline.plan.networks import analytic_workload, network
-from paceline.plan.optimizer import threshold_plan
+from paceline.plan.optimizer import best_plan, threshold_plan
 from paceline.plan.plan_file import Expected
 from paceline.plan.prediction import StepTimes, exchanges, exposed_s, predict, slowest_of
+from paceline.plan.recommend import Limits
 from paceline.plan.schedules import algorithm_names
 
 P40 = accelerator("P40")
@@ -56,6 +57,28 @@ def test_efficiency_falls_with_ranks() -> None:
     assert 24 in node_counts(gpu_cluster(P40, 24, 8, 100))
 
 
+@pytest.mark.parametrize("name", [name for name in catalogue() if name != "CPU"])
+def test_large_clusters_and_small_batches_stay_sane(name: str) -> None:
+    """Up to 8,192 GPUs and from 4 images on: efficiency falls with the nodes, speed rises with the
+    batch, and a step never gets shorter with either."""
+    gpu = accelerator(name)
+    work = analytic_workload(network("resnet50"), gpu)
+    curve = []
+    for nodes in (1, 2, 16, 128, 1024):
+        place = gpu_cluster(gpu, nodes, 8, 800, links=8)
+        steps, speeds = [], []
+        for batch in (4, 16, 64, 256):
+            plan = best_plan(work, place, batch, ("native",))
+            found = predict(work, place, plan, batch)
+            steps.append(found.step_s)
+            speeds.append(found.images_per_s)
+        assert steps == sorted(steps)
+        assert speeds == sorted(speeds)
+        curve.append(steps)
+    for steps_of_a_batch in zip(*curve, strict=True):
+        assert list(steps_of_a_batch) == sorted(steps_of_a_batch)
+
+
 def test_the_largest_job_that_stays_efficient() -> None:
     ask, place = question("alexnet", 128), gpu_cluster(P40, 4, 4, 10)
     most = largest_ranks(ask, place, 0.5)
@@ -68,10 +91,24 @@ def test_the_largest_job_that_stays_efficient() -> None:
 def test_the_advice_fits_the_bottleneck() -> None:
     ask, place = question("alexnet", 32), gpu_cluster(P40, 16, 8, 10)
     advice = advise(ask, place, ask.answer(place))
-    assert advice[0].change in ("twice the bandwidth between nodes", "twice the batch a GPU")
+    assert advice[0].change == "--batch-size 64 a GPU"
     assert advice[0].gain > 0.5
+    assert advice[0].price == "a global batch of 8,192"
+    assert any("16 Gb/s of payload a node instead of 8" in one.change for one in advice)
+    gains = [one.gain for one in advice]
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) >= 0.005
     alone = advise(ask, place.with_nodes(1), ask.answer(place.with_nodes(1)))
-    assert not any("between nodes" in one.change for one in alone)
+    assert not any("a node instead of" in one.change for one in alone)
+
+
+def test_no_advice_beyond_memory_and_accuracy() -> None:
+    ask, place = question("alexnet", 32), gpu_cluster(P40, 16, 8, 10)
+    now = ask.answer(place)
+    for limits in (Limits(memory_batch=32), Limits(global_batch=32 * 128)):
+        assert not any("--batch-size" in one.change for one in advise(ask, place, now, limits))
+    assert not any("nodes" in one.change and "payload" not in one.change
+                   for one in advise(ask, place, now, Limits(global_batch=32 * 128)))  # fmt: skip
 
 
 def test_each_technique_of_the_paper_gains() -> None:
@@ -93,7 +130,10 @@ def test_each_technique_of_the_paper_gains() -> None:
 
 def test_what_is_hidden_counts_where_it_costs() -> None:
     ask, place = question(), gpu_cluster(P40, 16, 8, 100)
-    free, slowed = ask.answer(place), ask.answer(replace(place, hidden_cost=0.25))
+    plan = best_plan(ask.workload, place, 64)
+    free, slowed = (
+        predict(ask.workload, replace(place, hidden_cost=cost), plan, 64) for cost in (0.0, 0.25)
+    )
     hidden_s = sum(score.cost_s for score in free.scores) - free.exposed_comm_s
     assert free.hidden_comm_s == 0
     assert slowed.hidden_comm_s == pytest.approx(0.25 * hidden_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from paceline.plan.cluster import Cluster, Link, accelerator, catalogue, gpu_clu
 from paceline.plan.networks import analytic_workload, network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.prediction import predict, slowest_of
-from paceline.plan.workload import Affine, StepAnatomy, fit_workload
+from paceline.plan.workload import Affine, StepAnatomy, Workload, fit_workload
 from plan.made import made_workload
 
 
@@ -34,6 +35,47 @@ def test_times_are_affine() -> None:
 def test_figures_that_cannot_be(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(made_workload(), **changes)  # type: ignore[arg-type]
+
+
+def test_small_batches_take_longer_where_the_chip_is_not_full() -> None:
+    time = Affine(1e-3, 1e-4, fill_s=2e-3, fill_batch=20.0)
+    assert time.at(0) == pytest.approx(3e-3)
+    assert time.at(20) == pytest.approx(1e-3 + 2e-3 + 2e-3 / math.e)
+    assert time.at(500) == pytest.approx(1e-3 + 5e-2, rel=1e-9)
+    assert time.scaled(3).at(20) == pytest.approx(3 * time.at(20))
+    with pytest.raises(ConfigError, match="fill_batch"):
+        replace(made_workload(), forward=replace(time, fill_batch=0.0))
+
+
+def test_the_small_batch_part_goes_through_the_file() -> None:
+    work = replace(made_workload(), forward=Affine(1e-3, 1e-4, 2e-3, 20.0))
+    table = work.to_table()
+    assert "fill_s" not in table["workload"]["backward"]
+    assert Workload.from_table(table) == work
+
+
+def test_more_multiprocessors_need_larger_batches() -> None:
+    """As fast on paper, but on twice as many multiprocessors: only small batches are slower."""
+    gpu = accelerator("A100")
+    wide = replace(gpu, processors=2 * gpu.processors)
+    net = network("resnet50")
+    one, other = analytic_workload(net, gpu), analytic_workload(net, wide)
+    assert other.compute_s(8) > 1.1 * one.compute_s(8)
+    assert other.compute_s(512) == pytest.approx(one.compute_s(512), rel=1e-3)
+
+
+def test_power_and_software_change_the_products_alone() -> None:
+    gpu = accelerator("A100")
+    net = network("resnet50")
+    new = analytic_workload(net, gpu)
+    weak = analytic_workload(net, replace(gpu, watts=300))
+    assert new.forward.per_image_s < weak.forward.per_image_s < 4 / 3 * new.forward.per_image_s
+    assert weak.forward.fixed_s == new.forward.fixed_s
+    old = analytic_workload(net, gpu, "v0.7")
+    assert old.forward.per_image_s > new.forward.per_image_s
+    assert analytic_workload(net, gpu, "v2.0").forward == new.forward
+    with pytest.raises(ConfigError, match="--software"):
+        analytic_workload(net, gpu, "v9")
 
 
 def test_shares_must_rise() -> None:
@@ -85,13 +127,13 @@ SEEN = [
     ("H100", 2, 8, 200, 6295, 8, 400),
     ("A100", 8, 8, 51, 2618, 8, 200),
     ("A100", 8, 8, 204, 3102, 8, 200),
-    ("A100-PCIE-40GB", 8, 4, 408, 2851, 1, 100),
+    ("A100-PCIE-80GB", 8, 4, 408, 2851, 1, 100),
     ("V100", 32, 16, 65, 1239, 8, 100),
 ]
 
 
 def test_measured_systems_of_many_nodes() -> None:
-    """No constant was fitted to these rows; they were known when the model was made."""
+    """All but the last are among the systems that the constants are fitted to."""
     away = []
     for name, nodes, gpus, batch, seen, links, gbps in SEEN:
         gpu = accelerator(name)
@@ -99,8 +141,8 @@ def test_measured_systems_of_many_nodes() -> None:
         cluster = gpu_cluster(gpu, nodes, gpus, links * gbps, links=links)
         plan = best_plan(work, cluster, batch, ("native",))
         away.append(abs(predict(work, cluster, plan, batch).images_per_s_per_gpu / seen - 1))
-    assert sum(away) / len(away) <= 0.10
-    assert max(away) <= 0.20
+    assert sum(away) / len(away) <= 0.05
+    assert max(away) <= 0.11
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,37 @@
 """Charts: which lines, on which axes, with which markers; curves that keep their shape; SVG that is
 safe."""
 
+import itertools
 import math
 import random
+import re
 import statistics
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.plan.answer import Answer, Question
+from paceline.plan.cluster import accelerator, gpu_cluster
+from paceline.plan.networks import analytic_workload, network
+from paceline.plan.workload import Affine
 from paceline.report import RunFiles
-from paceline.report.chart import Axis, Chart, Line, Marker, line_chart, tick_labels
+from paceline.report.chart import (
+    Axis,
+    Bar,
+    Chart,
+    Line,
+    Marker,
+    gantt_chart,
+    line_chart,
+    tick_labels,
+)
+from paceline.report.curves import moving_median, run_charts, thin
+from paceline.report.plan_page import step_bars
 from paceline.report.run_files import Point
-from paceline.report.run_page import moving_median, run_charts, thin
 from report.conftest import MakeRun
 from report.made_up_runs import evaluation, start, step
 
@@ -56,7 +73,7 @@ def test_a_single_value_has_a_margin(value: float) -> None:
 
 def test_a_logarithmic_axis_of_positive_values() -> None:
     axis = Axis.fit([0.2, 5000.0], log=True)
-    assert axis.labels() == ["0.1", "1", "10", "100", "1000", "1e4"]
+    assert axis.labels() == ["0.1", "1", "10", "100", "1,000", "10k"]
     assert [axis.share(value) for value in (0.1, 10, 10000)] == pytest.approx([0, 0.4, 1])
     assert len(Axis.fit([1e-12, 1e12], log=True).ticks) <= 7
     assert not Axis.fit([0.0, 10.0], log=True).log
@@ -203,3 +220,40 @@ def test_moving_median_equals_its_definition() -> None:
     assert [p.value for p in moving_median(points(values), 9)] == expected
     assert [p.value for p in moving_median(points([1, 1, 1, 99, 1, 1, 1]), 3)] == [1] * 7
     assert moving_median([]) == []
+
+
+def test_a_gantt_chart_has_a_row_for_each_name() -> None:
+    bars = [Bar("one", 0, 2, "first"), Bar("two", 1, 3, "<second>"), Bar("one", 2, 3, "third")]
+    drawn = gantt_chart("a step", "ms", bars)
+    assert drawn.count('class="bar') == 3
+    assert drawn.count(">one</text>") == 1
+    assert "&lt;second&gt;" in drawn
+
+
+def test_both_axes_may_be_logarithmic() -> None:
+    points = [(1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)]
+    drawn = line_chart(Chart("speed", "ranks", [Line("a", points)], log=True, log_x=True))
+    places = re.search(r'points="([^"]+)"', drawn)
+    assert places is not None
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in places[1].split())
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2)
+
+
+@pytest.mark.parametrize("input_rate", [0.0, 50.0])
+def test_the_bars_of_a_step_end_with_it(input_rate: float) -> None:
+    gpu = accelerator("V100")
+    work = analytic_workload(network("resnet50"), gpu)
+    work = replace(work, input=Affine(0.0, 1 / input_rate if input_rate else 0.0))
+    place = gpu_cluster(gpu, 8, 8, 25)
+    question = Question(work, 32, ("ring", "native"))
+    now = question.answer(place)
+    bars = step_bars(Answer(work, place, now, (), None, (), 1.0, 1000))
+    assert max(bar.end for bar in bars) == pytest.approx(1e3 * now.step_s)
+    links = [bar for bar in bars if bar.row == "links"]
+    assert len(links) == len(now.scores)
+    for one, other in itertools.pairwise(links):
+        assert one.end <= other.start + 1e-9
+    update = next(bar for bar in bars if bar.row == "update")
+    assert links[-1].end == pytest.approx(update.start)
+    assert ("input" in {bar.row for bar in bars}) == bool(input_rate)

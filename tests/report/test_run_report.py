@@ -199,11 +199,22 @@ def test_evaluations_show_the_training_since_the_previous_one(make_run: MakeRun)
 
 def test_checkpoints_the_latest_first_and_not_all(make_run: MakeRun) -> None:
     events = [start(), *(CheckpointEvent(n, f"c{n}.pt", 0.5, best=n == 29) for n in range(1, 31))]
-    page = run_page(make_run(events))
-    assert page.tables["Checkpoints"][1:3] == [
-        ("c30.pt", "30", "500 ms", ""), ("c29.pt", "29", "500 ms", "best so far")
+    folder = make_run(events)
+    (folder / "checkpoints").mkdir()
+    for name in ("step-00000029.pt", "step-00000030.pt", ".step-9.pt.tmp", "other.txt"):
+        (folder / "checkpoints" / name).write_bytes(bytes(2048))
+    (folder / "checkpoints/best.pt").hardlink_to(folder / "checkpoints/step-00000029.pt")
+    page = run_page(folder)
+    assert page.tables["Checkpoints"][1:] == [
+        ("best.pt", "29", "2 KiB", "best"), ("step-00000030.pt", "30", "2 KiB", ""),
+        ("step-00000029.pt", "29", "2 KiB", "best"),
     ]  # fmt: skip
-    assert len(page.tables["Checkpoints"]) == 13
+    (folder / "checkpoints/step-00000029.pt").unlink()
+    assert run_page(folder).tables["Checkpoints"][1] == ("best.pt", "29", "2 KiB", "best")
+    assert page.tables["Saves"][1:3] == [
+        ("c30.pt", "30", "500 ms", "–", ""), ("c29.pt", "29", "500 ms", "–", "best so far")
+    ]  # fmt: skip
+    assert len(page.tables["Saves"]) == 13
     assert "18 more not shown" in page.text
     table = Table.of("Steps", ("step",), [(str(n),) for n in range(1434)], set())
     assert (len(table.rows), table.note) == (200, "1,234 more not shown")
@@ -212,7 +223,7 @@ def test_checkpoints_the_latest_first_and_not_all(make_run: MakeRun) -> None:
 def test_a_finished_page_has_charts_configuration_and_environment(finished_run: Path) -> None:
     page = run_page(finished_run)
     assert "quickstart: 90.3\u00a0% top-1 in 101\u00a0s" in page.text
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5  # four charts, and the bar of the efficiency
     assert page.tables["optim"] == [
         ("lr", "0.4"), ("momentum", "0.9"), ("nesterov", "true"), ("milestones", "3, 6")
     ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +27,9 @@ from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, loop, run_training
 from paceline.train.divergence import find_bad_layer
-from paceline.train.observers import TensorBoardWriter
 from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
+from paceline.train.trackers import TensorBoardTracker, TrackerThread, check_trackers
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, watched
@@ -181,19 +180,21 @@ def test_notes_of_both_loaders_are_emitted_once_also_after_an_error(
 def test_tensorboard_scalars_can_be_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = TensorBoardWriter(tmp_path, 0)
+    notes: list[str] = []
+    writer = TrackerThread("tensorboard", lambda: TensorBoardTracker(tmp_path, 0), notes.append)
     writer.on_event(StepEvent(3, 0.5, 1.25, 0.1, 900.0, 0.1, 0.0))
     writer.on_event(EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7))
     writer.on_event(NoteEvent("not a number"))
     writer.close()
-    read = EventAccumulator(str(tmp_path))
+    assert notes == []
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     expected = {"train/loss": 1.25, "train/images_per_s": 900.0, "val/top1": 87.5, "val/loss": 0.5}
     for tag, value in expected.items():
         assert [(e.step, e.value) for e in read.Scalars(tag)] == [(3, value)]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
-        TensorBoardWriter(tmp_path, 0)
+        check_trackers(small_config(tmp_path / "run", run__tensorboard=True))
 
 
 LARS: dict[str, Any] = {"optim__name": "lars", "optim__trust_coefficient": 0.02}

@@ -33,6 +33,7 @@ from paceline.cli.failure import LAUNCHER_VARIABLE, root_cause
 from paceline.core.errors import LaunchError
 from paceline.core.host import available_cores
 from paceline.core.signal_context import SignalContext
+from paceline.train.machine import COMMAND_VARIABLE, command_line
 
 ADDRESS = "127.0.0.1"
 BACKEND = "paceline-local"
@@ -76,7 +77,11 @@ def launch(
     signals = LaunchSignals(SignalException, stops=stops, forwarded=saves)
     # Ranks choose their own thread counts; the agent's default is 1, with a warning.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // processes))
-    own = {LAUNCHER_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": threads}
+    own = {
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        COMMAND_VARIABLE: command_line(),
+        "OMP_NUM_THREADS": threads,
+    }
     if sys.platform == "linux":
         # Gloo would listen on the address that the host's name resolves to.
         own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")

@@ -16,21 +16,30 @@ from paceline.plan.plan_file import PlanFile
 
 if TYPE_CHECKING:
     from paceline.plan.answer import Answer
-    from paceline.plan.cluster import Cluster
+    from paceline.plan.cluster import Accelerator, Cluster
     from paceline.plan.fusion_plan import FusionPlan
+    from paceline.plan.layers import Network
     from paceline.plan.plan_file import PlanFile
     from paceline.plan.workload import Workload
 
 
 def plan(
-    model: str = typer.Option("", help="Which model; resnet50, or the profile's."),
+    model: str = typer.Option(
+        "",
+        help="Which model: a built-in name, timm:NAME or module:factory; resnet50, or the profile's.",
+    ),
     gpu: str = typer.Option("", help="An accelerator of the catalogue, such as H100."),
+    software: str = typer.Option(
+        "", help="Round of MLPerf Training whose libraries are used, such as v0.7; the newest."
+    ),
     profile: Path | None = typer.Option(
         None, help="What paceline profile or tune wrote; --gpu is then for the links inside a node."
     ),
     nodes: int | None = typer.Option(None, help="Nodes; 1, or as in the cluster file."),
     gpus_per_node: int | None = typer.Option(None, help="Ranks of a node; 8."),
-    batch_size: int = typer.Option(64, "--batch-size", "-b", help="Of one GPU."),
+    batch_size: int | None = typer.Option(
+        None, "--batch-size", "-b", help="Of one GPU; recommended where it is not given."
+    ),
     node_gbps: float | None = typer.Option(None, help="All links of a node, Gb/s; 100."),
     latency_us: float | None = typer.Option(None, help="Start of a message between nodes; 10."),
     links: int | None = typer.Option(None, help="Links of a node; 1."),
@@ -39,7 +48,22 @@ def plan(
     epochs: float = typer.Option(90.0, help="Epochs of the job."),
     dataset_size: int = typer.Option(1_281_167, help="Training images."),
     image_size: int | None = typer.Option(None, help="Edge of the images in pixels; 224."),
+    max_global_batch: int | None = typer.Option(
+        None, help="Largest batch of all GPUs together that keeps the accuracy; 65536."
+    ),
+    noise_scale: float = typer.Option(
+        0.0, help="As a run with run.noise_scale measured it; sets the largest batch instead."
+    ),
+    target_minutes: float = typer.Option(0.0, help="Recommend nodes that train in this time."),
+    price_per_gpu_hour: float = typer.Option(0.0, help="In any currency; none is built in."),
+    budget: float = typer.Option(0.0, help="Recommend the fastest job for this price."),
     input_images_per_s: float = typer.Option(0.0, help="What a rank's input delivers; 0: enough."),
+    cores_per_node: int = typer.Option(0, help="Cores of a node that decode images."),
+    packed: bool = typer.Option(False, "--packed", help="Those cores decode packed shards."),
+    nvjpeg: bool = typer.Option(False, "--nvjpeg", help="The GPUs decode the images."),
+    input_bench: Path | None = typer.Option(
+        None, help="What paceline bench input --json wrote, as the speed of a node's input."
+    ),
     algorithm: list[str] = typer.Option([], help="Allowed all-reduces; may be repeated. All."),
     wire: list[str] = typer.Option(
         [], help="Allowed formats: auto (as held), fp32, fp16, bf16; may be repeated. auto."
@@ -49,12 +73,22 @@ def plan(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write a page with plots."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
 ) -> int:
-    """Predict a job's speed and choose its fusion plan."""
+    """Predict a job's speed, recommend its batch and choose its fusion plan."""
     from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
     from paceline.plan.fusion_plan import wire_names
+    from paceline.plan.memory import check_memory
     from paceline.plan.optimizer import best_plan
     from paceline.plan.plan_file import PlanFile
     from paceline.plan.prediction import predict
+    from paceline.plan.recommend import (
+        Job,
+        accurate_batch,
+        fed_by,
+        input_supply,
+        limits_of,
+        options,
+        recommended_batch,
+    )
     from paceline.plan.schedules import algorithm_names
 
     if not 0 < epochs < float("inf") or dataset_size < 1:
@@ -73,12 +107,27 @@ def plan(
         file = replace(file, workload=PlanFile.read(profile, "--profile").profile)
     elif gpu:
         file = replace(file, workload=None)
-    work = _workload(model, gpu, file.workload, image_size, input_images_per_s)
+    chip, net = _chip(gpu), _network(model, file.workload, image_size)
+    work = _workload(model, chip, net, file.workload, image_size, software)
     place = _gpu_cluster(gpu, nodes, given) if cluster is None else file.planned_cluster()
     place = place if nodes is None else place.with_nodes(nodes)
+    supply = input_supply(place.ranks_per_node, cores_per_node, packed, nvjpeg, input_bench)
+    work = _fed(fed_by(work, supply, place.ranks_per_node), input_images_per_s)
     known = place.probed.algorithms if place.probed else algorithm_names()
     wires = wire_names(wire or ("auto",))
-    question = Question(work, batch_size, tuple(algorithm) or known, wires)
+    most = accurate_batch(max_global_batch, noise_scale)
+    limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour)
+    question = Question(work, batch_size or 1, tuple(algorithm) or known, wires)
+    if batch_size is None:
+        batch_size = recommended_batch(question, place, limits)
+        recommended = True
+    else:
+        recommended = False
+    if batch_size < 1:
+        raise ConfigError("--batch-size", batch_size, "must be at least 1")
+    memory = None if net is None or chip is None else check_memory(net, chip, batch_size)
+    _check_batch(batch_size, place, dataset_size)
+    question = replace(question, batch=batch_size)
     if with_plan is None:
         chosen = best_plan(work, place, batch_size, question.algorithms, wires)
     elif algorithm or wire:
@@ -89,10 +138,13 @@ def plan(
     else:
         chosen = _given_plan(with_plan, work, place)
     now = predict(work, place, chosen, batch_size)
+    job = None if chip is None else Job(epochs, dataset_size, chip.watts, price_per_gpu_hour)
     answer = Answer(
         work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
-        tuple(advise(question, place, now)), epochs, dataset_size,
-        file.probed is None or file.probed.device == "cuda",
+        tuple(advise(question, place, now, limits, _faster(net, chip, work))), epochs, dataset_size,
+        limits, job, tuple(options(question, place, limits, job)) if job else (), recommended, memory,
+        chip.memory_bytes if chip else 0.0, supply,
+        is_gpu=file.probed is None or file.probed.device == "cuda",
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -103,6 +155,16 @@ def plan(
     if html is not None:
         typer.echo(f"page: {_write_page(html, answer)}", err=as_json)
     return 0
+
+
+def _check_batch(batch: int, place: Cluster, samples: int) -> None:
+    """A request that no one can mean gets a line, not a prediction."""
+    if batch * place.ranks > samples:
+        raise ConfigError(
+            "--batch-size", batch,
+            f"{batch * place.ranks:,} on {place.ranks:,} GPUs together, more than the {samples:,} images "
+            "of an epoch", "use fewer nodes or a smaller batch, or give --dataset-size",
+        )  # fmt: skip
 
 
 def _write_page(path: Path, answer: Answer) -> Path:
@@ -121,32 +183,74 @@ def _given_plan(path: Path, work: Workload, place: Cluster) -> FusionPlan:
     return file.plan
 
 
-def _workload(
-    model: str, gpu: str, profiled: Workload | None, image_size: int | None, input_rate: float
-) -> Workload:
-    from paceline.plan.cluster import accelerator, catalogue
-    from paceline.plan.networks import analytic_workload, network
-    from paceline.plan.workload import Affine
+def _chip(gpu: str) -> Accelerator | None:
+    from paceline.plan.cluster import accelerator
 
-    if profiled is None and not gpu:
-        raise ConfigError(
-            "--gpu", None, "give either --gpu or --profile",
-            f"known GPUs are {', '.join(catalogue())}",
-        )  # fmt: skip
-    if input_rate < 0:
-        raise ConfigError("--input-images-per-s", input_rate, "must be 0 or more")
-    if profiled is None:
-        work = analytic_workload(network(model or "resnet50", image_size or 224), accelerator(gpu))
-    else:
-        if image_size is not None:
-            raise ConfigError("--image-size", image_size, "a profile has its own", "leave it out")
+    return accelerator(gpu) if gpu else None
+
+
+def _network(model: str, profiled: Workload | None, image_size: int | None) -> Network | None:
+    """The layers of the model; None where it is profiled and the planner does not know them."""
+    from paceline.plan.layers import is_network, network
+
+    name = model or ("resnet50" if profiled is None else profiled.model)
+    if is_network(name):
+        return network(name, image_size or 224)
+    if profiled is not None:
+        return None
+    if ":" in name:
+        from paceline.bench.layer_count import count_layers
+
+        return count_layers(name, image_size or 224)
+    return network(name, image_size or 224)
+
+
+def _workload(
+    model: str, chip: Accelerator | None, net: Network | None, profiled: Workload | None,
+    image_size: int | None, software: str,
+) -> Workload:  # fmt: skip
+    from paceline.plan.cluster import catalogue
+    from paceline.plan.networks import analytic_workload
+
+    if profiled is not None:
+        for flag, value in (("--image-size", image_size), ("--software", software or None)):
+            if value is not None:
+                raise ConfigError(flag, value, "a profile has its own", "leave it out")
         if model and profiled.model != model:
             raise ConfigError(
                 "--model", model, f"the profile is of {profiled.model}",
                 f"profile {model}, or leave --model out",
             )  # fmt: skip
-        work = profiled
+        return profiled
+    if chip is None or net is None:
+        raise ConfigError(
+            "--gpu", None, "give either --gpu or --profile",
+            f"known GPUs are {', '.join(catalogue())}",
+        )  # fmt: skip
+    return analytic_workload(net, chip, software)
+
+
+def _fed(work: Workload, input_rate: float) -> Workload:
+    from paceline.plan.workload import Affine
+
+    if input_rate < 0:
+        raise ConfigError("--input-images-per-s", input_rate, "must be 0 or more")
     return replace(work, input=Affine(0.0, 1 / input_rate)) if input_rate else work
+
+
+def _faster(net: Network | None, chip: Accelerator | None, work: Workload) -> dict[str, Workload]:
+    """The same model on the next faster accelerator of the catalogue, where this one is from it."""
+    from paceline.plan.cluster import catalogue
+    from paceline.plan.networks import analytic_workload
+
+    if net is None or chip is None or not work.source.startswith("layers"):
+        return {}
+    faster = sorted(
+        (gpu for gpu in catalogue().values() if gpu.flops_per_s * gpu.memory_bytes_per_s
+         > chip.flops_per_s * chip.memory_bytes_per_s),
+        key=lambda gpu: gpu.flops_per_s * gpu.memory_bytes_per_s,
+    )[:1]  # fmt: skip
+    return {f"{gpu.name} instead of {chip.name}": analytic_workload(net, gpu) for gpu in faster}
 
 
 def _gpu_cluster(gpu: str, nodes: int | None, flags: dict[str, Any]) -> Cluster:
@@ -180,7 +284,14 @@ def _print(answer: Answer) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.plan.answer import advice_rows, bucket_rows, curve_rows, fact_rows
+    from paceline.plan.answer_rows import (
+        advice_rows,
+        bucket_rows,
+        curve_rows,
+        fact_rows,
+        option_columns,
+        option_rows,
+    )
 
     console = Console()
     facts = Table(show_header=False, box=None)
@@ -191,8 +302,11 @@ def _print(answer: Answer) -> None:
         (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
          bucket_rows(answer)),
         (("ranks", "images/s", "efficiency", "exposed ms"), curve_rows(answer)),
-        (("what would help", "images/s"), advice_rows(answer)),
+        (option_columns(answer), option_rows(answer)),
+        (("what would help", "images/s", "price"), advice_rows(answer)),
     ):  # fmt: skip
+        if not rows:
+            continue
         table = Table(*head)
         for row in rows:
             table.add_row(*(Text(one_line(cell)) for cell in row))

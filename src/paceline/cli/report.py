@@ -66,7 +66,8 @@ def compare_runs(
     comparison = Comparison.of(read_runs(runs, left_out), label, baseline, left_out)
     page = None
     if html is not None:
-        page = write_page(render_comparison(comparison), html, "compare.html")
+        folder = html if html.is_dir() else html.parent
+        page = write_page(render_comparison(comparison, folder), html, "compare.html")
     if as_json:
         typer.echo(json.dumps(compare_json(comparison), default=str))
     elif as_markdown:

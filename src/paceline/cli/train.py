@@ -66,6 +66,7 @@ def train(
         None, help="torch.compile: auto, off, blocks or model."),
     plan: str | None = typer.Option(None, help="plan.toml of `paceline tune` or `paceline plan`."),
     trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
+    watch: bool = typer.Option(False, "--watch", help="Serve the live report on this machine."),
     dry: bool = typer.Option(False, "--dry-run", help="Show settings, memory and time; train nothing."),
     nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
     master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
@@ -87,6 +88,7 @@ def train(
         "run.log_interval": log_interval, "run.target_top1": target_top1,
         "run.pretrained": pretrained, "run.device": device, "precision.amp_dtype": amp_dtype,
         "run.compile": compile, "comm.plan": plan, "run.trace": "true" if trace else None,
+        "run.watch": "true" if watch else None,
     }  # fmt: skip
     flags = {name: parse_value(name, text) for name, text in given.items() if text is not None}
     config = resolve(recipe, flags, settings)

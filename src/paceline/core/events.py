@@ -43,6 +43,9 @@ class StartEvent(Event):
     chosen: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, str] = field(default_factory=dict)
+    # The command line of the whole run, and the settings that differ from their defaults.
+    command: str = ""
+    changed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,15 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
-    """A checkpoint is in its place."""
+    """A checkpoint is in its place, `save_s` seconds after the save began. The steps stood still for
+    `stall_s` of them: all, unless it was written in the background."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int
     path: str
     save_s: float
     best: bool = False
+    stall_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -241,13 +246,18 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                record = parse_json(line)
-            except ParseError:
-                record = None
-            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-                raise DataError(
-                    f"{path}: line {number} is not an event record",
-                    "restore the file, or delete that line",
-                )
-            yield record
+            yield parse_event(line, path, number)
+
+
+def parse_event(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The record of line `number` of `path`; a `DataError` where it is none."""
+    try:
+        record = parse_json(line)
+    except ParseError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        raise DataError(
+            f"{path}: line {number} is not an event record",
+            "restore the file, or delete that line",
+        )
+    return record

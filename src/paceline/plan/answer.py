@@ -1,28 +1,34 @@
-"""The answer of `paceline plan`: a prediction, efficiency against the number of ranks, what would help.
+"""The answer of `paceline plan`: a prediction, efficiency by ranks, what would help, what it costs.
 
-In: workload, cluster and batch. Out: plain data for JSON, rows of cells for the terminal and the page.
+In: workload, cluster and batch. Out: plain data for JSON; `paceline.plan.answer_rows` shows it.
 Every point of the curve has a plan of its own: the best for that size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from paceline.core.units import format_duration
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import keeps_float32
+from paceline.plan.memory import MemoryEstimate
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import BucketScore, Prediction, predict
+from paceline.plan.prediction import Prediction, predict
+from paceline.plan.recommend import (
+    InputSupply,
+    Job,
+    Limits,
+    Option,
+    choose,
+)
 from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Affine, Workload
 
-Row = tuple[str, ...]
 MOST_RANKS = 65_536
-# More buckets than these are shown as a number.
-_MOST_BUFFERS = 12
 _HALF_WIRE = "gradients rounded to 16 bits for the wire (--wire fp16)"
 
 
@@ -79,30 +85,67 @@ def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9)
 
 @dataclass(frozen=True)
 class Advice:
-    """`gain` is in images/s, relative."""
+    """`gain` is in images/s, relative; `price` is what the change takes."""
 
     change: str
     gain: float
+    price: str = ""
 
 
-def advise(question: Question, cluster: Cluster, now: Prediction) -> list[Advice]:
-    """Single changes, the most helpful first."""
-    changes: Sequence[tuple[str, Callable[[], Prediction]]] = (
-        ("the best plan instead of this one", lambda: question.answer(cluster)),
-        ("twice the bandwidth between nodes", lambda: question.answer(_links(cluster, 1.0, 0.5))),
-        ("half the latency", lambda: question.answer(_links(cluster, 0.5, 1.0))),
-        ("twice the batch a GPU", lambda: _double(question).answer(cluster)),
-        (_HALF_WIRE, lambda: _half(question).answer(cluster)),
-        ("an input that keeps up", lambda: _fed(question).answer(cluster)),
-        ("a GPU twice as fast", lambda: _fast(question).answer(cluster)),
-    )
-    found = [
-        Advice(change, ask().images_per_s / now.images_per_s - 1)
-        for change, ask in changes
-        if (cluster.nodes > 1 or "nodes" not in change)
-        and (change != _HALF_WIRE or _is_wide(question))
-    ]
-    return sorted(found, key=lambda advice: -advice.gain)
+# A change that gains less is not worth reading about.
+_LEAST_GAIN = 0.005
+
+
+def advise(
+    question: Question, cluster: Cluster, now: Prediction, limits: Limits | None = None,
+    faster: Mapping[str, Workload] | None = None,
+) -> list[Advice]:  # fmt: skip
+    """Single changes that one can make, the most helpful first, each with the best plan for it.
+    `faster` are the same model on other accelerators."""
+    limits = limits or Limits()
+    found: list[tuple[str, str, Callable[[], Prediction]]] = [
+        ("the best plan instead of this one", "--plan-out writes it", lambda: question.answer(cluster)),
+    ]  # fmt: skip
+    larger = min(2 * question.batch, limits.largest(cluster.ranks))
+    if larger > question.batch:
+        found.append((
+            f"--batch-size {larger} a GPU", f"a global batch of {larger * cluster.ranks:,}",
+            lambda: replace(question, batch=larger).answer(cluster),
+        ))  # fmt: skip
+    if _is_wide(question):
+        found.append((_HALF_WIRE, "gradients are rounded", lambda: _half(question).answer(cluster)))
+    if cluster.nodes > 1:
+        links = f"{2 * node_gbps(cluster):,.0f} Gb/s of payload a node instead of"
+        found.append((
+            f"{links} {node_gbps(cluster):,.0f}", "twice the links or faster ones",
+            lambda: question.answer(_links(cluster, 1.0, 0.5)),
+        ))  # fmt: skip
+        found.append((
+            "messages that start in half the time", "RDMA, fewer switches between nodes",
+            lambda: question.answer(_links(cluster, 0.5, 1.0)),
+        ))  # fmt: skip
+    if now.input_stall_s:
+        found.append((
+            "an input that keeps up", "more cores, packed shards or nvJPEG (docs/data.md)",
+            lambda: _fed(question).answer(cluster),
+        ))  # fmt: skip
+    if 2 * cluster.ranks <= MOST_RANKS and 2 * now.ranks * now.batch <= limits.global_batch:
+        double = cluster.with_nodes(2 * cluster.nodes)
+        if question.reaches(double):
+            found.append(
+                (f"{double.nodes:,} nodes", "twice the GPUs", lambda: question.answer(double))
+            )
+    for name, work in (faster or {}).items():
+        there = replace(question, workload=replace(work, input=question.workload.input))
+        found.append((name, "other GPUs", partial(there.answer, cluster)))
+    advice = [Advice(change, ask().images_per_s / now.images_per_s - 1, price)
+              for change, price, ask in found]  # fmt: skip
+    return sorted((one for one in advice if one.gain >= _LEAST_GAIN), key=lambda one: -one.gain)
+
+
+def node_gbps(cluster: Cluster) -> float:
+    """Payload of all links of a node."""
+    return cluster.links * 8e-9 / cluster.inter.beta_s if cluster.inter.beta_s else math.inf
 
 
 def _links(cluster: Cluster, alpha: float, beta: float) -> Cluster:
@@ -125,21 +168,8 @@ def _is_wide(question: Question) -> bool:
     return 2 * full > question.workload.elements and all(map(keeps_float32, question.wires))
 
 
-def _double(question: Question) -> Question:
-    return replace(question, batch=2 * question.batch)
-
-
 def _fed(question: Question) -> Question:
     return replace(question, workload=replace(question.workload, input=Affine(0.0, 0.0)))
-
-
-def _fast(question: Question) -> Question:
-    work = question.workload
-    faster = replace(
-        work, forward=work.forward.scaled(0.5), backward=work.backward.scaled(0.5),
-        update_s=work.update_s / 2,
-    )  # fmt: skip
-    return replace(question, workload=faster)
 
 
 @dataclass(frozen=True)
@@ -154,8 +184,31 @@ class Answer:
     advice: tuple[Advice, ...]
     epochs: float
     samples: int
+    limits: Limits = field(default_factory=Limits)
+    job: Job | None = None
+    options: tuple[Option, ...] = ()
+    recommended: bool = False
+    memory: MemoryEstimate | None = None
+    memory_bytes: float = 0.0
+    supply: InputSupply | None = None
     # Whether the ranks talk over NCCL.
     is_gpu: bool = True
+
+    @property
+    def option(self) -> Option | None:
+        """What the answer itself costs."""
+        return None if self.job is None else self.job.option(self.now, self.cluster.nodes)
+
+    @property
+    def chosen(self) -> Option | None:
+        """The row of the table that meets --target-minutes and --budget."""
+        return choose(self.options, self.limits)
+
+    @property
+    def needed_images_per_s(self) -> float:
+        """What the GPUs of one node take, if the input keeps up."""
+        fed = self.now.step_s - self.now.input_stall_s
+        return self.cluster.ranks_per_node * self.now.batch / fed
 
     @property
     def train_s(self) -> float:
@@ -219,84 +272,16 @@ class Answer:
                 for point in self.curve
             ],
             "advice": [asdict(advice) for advice in self.advice],
+            "recommended_batch": self.recommended,
+            "memory": None
+            if self.memory is None
+            else {**asdict(self.memory), "total": self.memory.total},
+            "largest_batch": self.limits.memory_batch,
+            "needed_images_per_s_per_node": self.needed_images_per_s,
+            "input": None if self.supply is None else asdict(self.supply),
+            "this": None if self.option is None else asdict(self.option),
+            "options": [asdict(option) for option in self.options],
+            "chosen": None if self.chosen is None else asdict(self.chosen),
             "cluster": asdict(replace(self.cluster, probed=None)),
             "start_up": {**self.start_up.to_table(), "total_s": self.start_up.total_s},
         }
-
-
-def fact_rows(answer: Answer) -> list[Row]:
-    """What it comes to."""
-    now, work = answer.now, answer.workload
-    sure = f"± {now.uncertainty:.0%}"
-    most = "none: one node is below" if answer.most_ranks is None else f"{answer.most_ranks:,}"
-    return [
-        ("model", f"{work.model}, {work.elements:,} weights; {work.source}"),
-        ("cluster", _cluster_words(answer)),
-        ("batch", f"{now.batch} a GPU, {now.batch * now.ranks:,} in all"),
-        ("step", f"{1e3 * now.step_s:.2f} ms {sure}: compute {1e3 * now.compute_s:.2f}, exposed "
-                 f"communication {1e3 * now.exposed_comm_s:.2f}{_slowed(now)}, input "
-                 f"{1e3 * now.input_stall_s:.2f}"),
-        ("speed", f"{now.images_per_s:,.0f} images/s {sure}, {now.images_per_s_per_gpu:,.0f} a GPU"),
-        ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
-        ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
-                 f"{format_duration(answer.train_s)} {sure}"),
-        ("start-up", answer.start_up.describe()),
-        ("ranks at 90 %", most + _or_more(answer)),
-        ("verdict", f"bound by {answer.bound_by}"),
-    ]  # fmt: skip
-
-
-def _slowed(now: Prediction) -> str:
-    """Only where it was measured."""
-    if not now.hidden_comm_s:
-        return ""
-    return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:.2f}"
-
-
-def _or_more(answer: Answer) -> str:
-    """More than 65,536 ranks are not looked at."""
-    step = answer.cluster.ranks_per_node
-    capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
-    return " or more" if capped else ""
-
-
-def _cluster_words(answer: Answer) -> str:
-    c = answer.cluster
-    inter = c.links * 8e-9 / c.inter.beta_s if c.inter.beta_s else float("inf")
-    return (
-        f"{c.nodes:,} nodes × {c.ranks_per_node}, {inter:,.3g} Gb/s of payload a node, "
-        f"{1e6 * c.inter.alpha_s:.3g} µs a message"
-    )
-
-
-def bucket_rows(answer: Answer) -> list[Row]:
-    now = answer.now
-    rows: list[Row] = [
-        (
-            str(number), str(score.tensors), f"{score.bytes / 2**20:.2f}", _way(score),
-            f"{1e3 * made.ready_s:.2f}", f"{1e3 * made.start_s:.2f}", f"{1e3 * made.end_s:.2f}",
-        )
-        for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1)
-    ]  # fmt: skip
-    if len(rows) <= _MOST_BUFFERS:
-        return rows
-    half = _MOST_BUFFERS // 2
-    gap = ("…", f"{len(rows) - 2 * half} more", "", "", "", "", "")
-    return [*rows[:half], gap, *rows[-half:]]
-
-
-def _way(score: BucketScore) -> str:
-    """`ring`, or `ring, float16` where the bucket does not travel as it is held."""
-    return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
-
-
-def curve_rows(answer: Answer) -> list[Row]:
-    return [
-        (f"{p.ranks:,}", f"{p.images_per_s:,.0f}", f"{p.efficiency:.1%}",
-         f"{1e3 * p.exposed_comm_s:.2f}")
-        for p in answer.curve
-    ]  # fmt: skip
-
-
-def advice_rows(answer: Answer) -> list[Row]:
-    return [(advice.change, f"{advice.gain:+.1%}") for advice in answer.advice]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,10 +54,12 @@ class ProbedCosts(Protocol):
 class Cluster:
     """`nodes` of `ranks_per_node`. `inter` is one link between nodes, of which each node has `links`;
     `oversubscription` divides their rate when all nodes talk at once. `gamma_s` is the time to add up a
-    byte, `launch_s` the time that every collective takes beside its messages, `cast_s` the time to bring
-    an element into another format for the wire, and back. `hidden_cost` is what a second of an exchange
-    costs the compute that hides it, where the same processors do both. `spread` is the relative standard
-    error of start-ups and rates. `probed`, where there is one, knows better than the rest."""
+    byte, `launch_s` the time that every collective takes beside its messages, `cast_s` the time to
+    bring an element into another format for the wire, and back. `hidden_cost` is what a second of an
+    exchange costs the compute that hides it, where the same processors or memory serve both.
+    `depth_cost` is by how much a byte between nodes takes longer for every doubling of the nodes, whose
+    flows meet in more switches. `spread` is the relative standard error of start-ups and rates.
+    `probed`, where there is one, knows better than the rest."""
 
     nodes: int
     ranks_per_node: int
@@ -68,6 +71,7 @@ class Cluster:
     launch_s: float = 0.0
     cast_s: float = 0.0
     hidden_cost: float = 0.0
+    depth_cost: float = 0.0
     spread: float = 0.3
     probed: ProbedCosts | None = None
 
@@ -98,6 +102,7 @@ class Cluster:
             ("launch time", self.launch_s),
             ("time to cast an element", self.cast_s),
             ("cost of a hidden exchange", self.hidden_cost),
+            ("cost of a doubling of the nodes", self.depth_cost),
         ):
             if not 0 <= value <= LONGEST_S:
                 raise ConfigError(name, value, f"must be 0 or more, at most {LONGEST_S:g}")
@@ -109,7 +114,8 @@ class Cluster:
     @property
     def between(self) -> Link:
         """One flow between two nodes, under contention in the switches."""
-        return replace(self.inter, beta_s=self.inter.beta_s * self.oversubscription)
+        deeper = 1 + self.depth_cost * math.log2(self.nodes)
+        return replace(self.inter, beta_s=self.inter.beta_s * self.oversubscription * deeper)
 
     @property
     def slowest(self) -> Link:
@@ -128,6 +134,31 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class StepConstants:
+    """What a step takes beside the peaks of the chip and of the links: the constants that
+    `tools/fit_planner.py` fits to measured systems. `matrix_share` and `memory_share` are of the peaks;
+    `layer_cycles` is the latency of one layer's pass in cycles of the chip; clocks go with the
+    `power_exponent`-th power of the board's watts; `hidden_cost` and `depth_cost` are those of `Cluster`.
+    `residual` is the relative standard error that is left. `software` has, for a chip and a round of
+    MLPerf Training, how many times as long a product took with the libraries of that round."""
+
+    matrix_share: float
+    memory_share: float
+    layer_cycles: float
+    power_exponent: float
+    hidden_cost: float
+    depth_cost: float
+    residual: float
+    software: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@cache
+def step_constants() -> StepConstants:
+    text = files("paceline.plan").joinpath("step_constants.toml").read_text(encoding="utf-8")
+    return StepConstants(**tomllib.loads(text))
+
+
+@dataclass(frozen=True)
 class Measured:
     """One whole training: images/s of one accelerator at `batch`, among `ranks` of one node."""
 
@@ -139,13 +170,22 @@ class Measured:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Peaks in FLOP/s and bytes/s; `measured` may be a sister chip's, then `like` names it."""
+    """Peaks in FLOP/s and bytes/s; `processors` (multiprocessors), `clock_hz`, `memory_bytes` and
+    `watts` of the board, which has `reference_watts` where the peaks hold. `measured`, where the law of
+    the step does not hold as it is, may be a sister chip's, then `like` names it. `family` is the chip
+    whose software it shares."""
 
     name: str
     flops_per_s: float
     memory_bytes_per_s: float
     node_bytes_per_s: float
     source: str
+    processors: int
+    clock_hz: float
+    memory_bytes: float
+    watts: float
+    reference_watts: float
+    family: str
     like: str = ""
     measured: Measured | None = None
 
@@ -164,6 +204,12 @@ def _read(name: str, table: dict[str, Any]) -> Accelerator:
         memory_bytes_per_s=table["memory_gb_per_s"] * 1e9,
         node_bytes_per_s=table["node_gb_per_s"] * 1e9,
         source=table["source"],
+        processors=table["processors"],
+        clock_hz=table["clock_ghz"] * 1e9,
+        memory_bytes=table["memory_gb"] * 1e9,
+        watts=table["watts"],
+        reference_watts=table.get("reference_watts", table["watts"]),
+        family=table.get("family", name),
         like=table.get("like", ""),
         measured=None if measured is None else Measured(**measured),
     )
@@ -194,8 +240,10 @@ CAST_BYTES = 12
 def gpu_cluster(
     gpu: Accelerator, nodes: int, gpus_per_node: int, node_gbps: float,
     latency_us: float = INTER_LATENCY_US, links: int = 1, oversubscription: float = 1.0,
+    constants: StepConstants | None = None,
 ) -> Cluster:  # fmt: skip
     """`node_gbps` is the sum over a node's links."""
+    constants = constants or step_constants()
     for flag, value in (("--node-gbps", node_gbps), ("--latency-us", latency_us)):
         if not 0 < value < math.inf:
             raise ConfigError(flag, value, "must be above 0", "100 Gb/s and 10 us are usual")
@@ -210,4 +258,7 @@ def gpu_cluster(
         oversubscription=oversubscription,
         launch_s=LAUNCH_US * 1e-6,
         cast_s=CAST_BYTES / gpu.memory_bytes_per_s,
+        # Fitted to GPUs; on CPU ranks `paceline tune` measures what hidden exchanges cost.
+        hidden_cost=0.0 if gpu.name == "CPU" else constants.hidden_cost,
+        depth_cost=constants.depth_cost,
     )

@@ -34,17 +34,26 @@ from paceline.plan.prediction import RANK_SPREAD, slowest_of
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.workload import Gradient, Workload
 
+# So many smaller numbers of buckets are tried where hidden exchanges cost compute.
+_MOST_FEWER = 8
+
 
 def best_plan(
     workload: Workload, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
     wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
     """Boundaries, algorithms and formats that leave the least communication exposed; a bucket is
-    rounded to a format only where that ends the exchange sooner. `algorithms`: None means all."""
+    rounded to a format only where that ends the exchange sooner. Where hidden exchanges cost compute, the
+    best for each smaller number of buckets is compared with it. `algorithms`: None means all."""
     names = algorithm_names() if algorithms is None else algorithms
     cost = BucketCost(workload.gradients, cluster, names, wires)
     ready = _slowest_ready(workload, cluster, batch, spread)
-    found = optimal_buckets(Costs(ready, cost.wires, cost.of), cost.seconds)
+    costs = Costs(ready, cost.wires, cost.of)
+    found = optimal_buckets(costs, cost.seconds)
+    if cluster.hidden_cost:
+        backward = workload.backward.at(batch) * slowest_of(cluster.ranks, spread)
+        plans = [found, *_fewer_buckets(costs, cost.seconds, len(found))]
+        found = min(plans, key=lambda plan: costs.lost_s(plan, backward, cluster.hidden_cost))
     return _with_names(workload, cost, found)
 
 
@@ -108,6 +117,11 @@ class Costs(NamedTuple):
             free = self.start_s(bucket, free) + self.seconds(bucket)
         return free
 
+    def lost_s(self, buckets: Sequence[Bucket], backward_s: float, hidden_cost: float) -> float:
+        """By how much the step is longer: what is exposed, and what the rest costs the compute."""
+        exposed = max(0.0, self.end_s(buckets) - backward_s)
+        return exposed + hidden_cost * max(0.0, sum(map(self.seconds, buckets)) - exposed)
+
 
 def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Bucket]:
     """All end as soon as they can in the cheapest formats, `seconds`, and no single one could take a
@@ -115,6 +129,39 @@ def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Buck
     cheapest = [costs.cheapest(cut) for cut in optimal_cuts(costs.ready_s, seconds)]
     by_s = costs.end_s(cheapest) * (1 + 1e-12)
     return _more_exact(_joined(_more_exact(cheapest, costs, by_s), costs, by_s), costs, by_s)
+
+
+def _fewer_buckets(
+    costs: Costs, seconds: npt.NDArray[np.float64], count: int
+) -> list[list[Bucket]]:
+    """The plans that end soonest with 1 to `count` − 1 buckets, at most _MOST_FEWER of them."""
+    found = []
+    for most in range(1, min(count, _MOST_FEWER + 1)):
+        cheapest = [costs.cheapest(cut) for cut in limited_cuts(costs.ready_s, seconds, most)]
+        found.append(_more_exact(cheapest, costs, costs.end_s(cheapest) * (1 + 1e-12)))
+    return found
+
+
+def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: int) -> list[Cut]:
+    """As `optimal_cuts`, with `most` runs at most."""
+    count = len(ready_s)
+    starts = np.concatenate([[0.0], ready_s])
+    ends = np.concatenate([[0.0], starts[1:] + cost[0, 1:]])
+    origins = [np.zeros(count + 1, dtype=np.int64)]
+    for _ in range(most - 1):
+        # found[i, j]: gradients up to i in one run fewer, i to j − 1 in the last one.
+        found = np.maximum(ends[:, None], starts[None, :]) + cost
+        found[np.tril_indices(count + 1)] = np.inf
+        origins.append(found.argmin(axis=0))
+        ends = np.concatenate([[0.0], found.min(axis=0)[1:]])
+    cuts = []
+    stop = count
+    for origin in reversed(origins):
+        if not stop:
+            break
+        cuts.append((int(origin[stop]), stop))
+        stop = int(origin[stop])
+    return cuts[::-1]
 
 
 def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:

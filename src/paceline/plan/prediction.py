@@ -213,6 +213,7 @@ def predict(
     compute = times.forward_s + times.backward_s + times.update_s
     exposed = exposed_s(times.ready_s, times.cost_s, times.backward_s)
     alone = max(workload.compute_s(batch), workload.input.at(batch))
+    busy = compute + exposed + times.slowed_s()
     return Prediction(
         ranks=cluster.ranks,
         batch=batch,
@@ -220,7 +221,8 @@ def predict(
         compute_s=compute,
         exposed_comm_s=exposed,
         hidden_comm_s=times.slowed_s(),
-        input_stall_s=max(0.0, step - compute - exposed - times.slowed_s()),
+        # What rounding leaves of the difference is no stall.
+        input_stall_s=step - busy if step > busy * (1 + 1e-12) else 0.0,
         efficiency=alone / step,
         uncertainty=_uncertainty(workload, cluster, plan, batch, spread),
         scores=tuple(scores),

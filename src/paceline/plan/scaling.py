@@ -14,9 +14,12 @@ from paceline.plan.answer import Question, node_counts
 from paceline.plan.cluster import Cluster, catalogue, gpu_cluster
 from paceline.plan.cluster import accelerator as find_accelerator
 from paceline.plan.fusion_plan import wire_names
-from paceline.plan.networks import analytic_workload, network
+from paceline.plan.layers import is_network, network
+from paceline.plan.memory import check_memory
+from paceline.plan.networks import analytic_workload
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
+from paceline.plan.recommend import limits_of, recommended_batch
 from paceline.plan.schedules import algorithm_names, check_name
 from paceline.plan.workload import Affine, Workload
 
@@ -79,7 +82,8 @@ def predict_scaling(
     accelerator: str = "h100",
     nodes: int | None = None,
     gpus_per_node: int | None = None,
-    batch_size: int = 64,
+    batch_size: int | None = 64,
+    software: str = "",
     image_size: int = 224,
     node_gbps: float | None = None,
     latency_us: float | None = None,
@@ -98,7 +102,9 @@ def predict_scaling(
         accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`.
         nodes: 1, or as in the cluster file; the rows double from one node to at least twice as many.
         gpus_per_node: ranks of a node; 8.
-        batch_size: of one rank.
+        batch_size: of one rank; None recommends one: the smallest that is nearly as fast as the fastest
+            within the accelerator's memory and a global batch of 65,536.
+        software: a round of MLPerf Training whose libraries are used, such as `v0.7`; the newest.
         image_size: edge of the images in pixels.
         node_gbps: all links of a node, in Gb/s; 100.
         latency_us: start of a message between nodes; 10.
@@ -116,9 +122,11 @@ def predict_scaling(
         (32, True)
         >>> [row.nodes for row in prediction.rows]
         [1, 2, 4, 8, 16]
+        >>> predict_scaling(accelerator="h100", nodes=64, batch_size=None).batch_size
+        128
     """
     with _python_names():
-        work = _workload(model, accelerator, image_size, profile, input_images_per_s)
+        work = _workload(model, accelerator, image_size, profile, input_images_per_s, software)
         place = _cluster(cluster, accelerator, nodes, {
             "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
             "links": links, "oversubscription": oversubscription,
@@ -126,7 +134,14 @@ def predict_scaling(
         for name in algorithms:
             check_name(name, "algorithms")
         known = place.probed.algorithms if place.probed else algorithm_names()
-        question = Question(work, batch_size, tuple(algorithms) or known, wire_names(wires))
+        question = Question(work, batch_size or 1, tuple(algorithms) or known, wire_names(wires))
+        net = network(model, image_size) if is_network(model) else None
+        if batch_size is None:
+            limits = limits_of(net, find_accelerator(accelerator))
+            batch_size = recommended_batch(question, place, limits)
+        elif net is not None and profile is None:
+            check_memory(net, find_accelerator(accelerator), batch_size)
+        question = replace(question, batch=batch_size)
         rows = [_row(question, place.with_nodes(count)) for count in _counts(question, place)]
     now = next(row for row in rows if row.nodes == place.nodes)
     return ScalingPrediction(
@@ -166,12 +181,13 @@ def _row(question: Question, place: Cluster) -> ScalingRow:
 
 
 def _workload(
-    model: str, gpu: str, image_size: int, profile: str | PathLike[str] | None, input_rate: float
-) -> Workload:
+    model: str, gpu: str, image_size: int, profile: str | PathLike[str] | None, input_rate: float,
+    software: str,
+) -> Workload:  # fmt: skip
     if not 0 <= input_rate < float("inf"):
         raise ConfigError("input_images_per_s", input_rate, "must be 0 or more")
     if profile is None:
-        work = analytic_workload(network(model, image_size), find_accelerator(gpu))
+        work = analytic_workload(network(model, image_size), find_accelerator(gpu), software)
     else:
         work = PlanFile.read(Path(profile), "profile").profile
         if work.model != model:

@@ -3,7 +3,7 @@
 In: a measured step (`fit_workload`) or an analysis of the model (`paceline.plan.networks`). Out: forward,
 backward, update and input times, and for each gradient its size and the share of the backward pass after
 which it is ready. Times are affine in the batch: a fixed part for launches and latency, and a part for
-each image.
+each image; small batches take longer where layers leave part of the chip idle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,16 +29,24 @@ _MOST_ELEMENTS = 2**48
 
 @dataclass(frozen=True)
 class Affine:
-    """`fixed_s` + `per_image_s` · batch."""
+    """`fixed_s` + `per_image_s` · batch. With `fill_s`, small batches take longer: products whose tiles
+    do not fill all multiprocessors take as long as if they did, which adds `fill_s` · exp(−batch /
+    `fill_batch`)."""
 
     fixed_s: float
     per_image_s: float
+    fill_s: float = 0.0
+    fill_batch: float = 1.0
 
     def at(self, batch: int) -> float:
-        return self.fixed_s + self.per_image_s * batch
+        filling = self.fill_s * math.exp(-batch / self.fill_batch) if self.fill_s else 0.0
+        return self.fixed_s + self.per_image_s * batch + filling
 
     def scaled(self, factor: float) -> Affine:
-        return Affine(self.fixed_s * factor, self.per_image_s * factor)
+        return replace(
+            self, fixed_s=self.fixed_s * factor, per_image_s=self.per_image_s * factor,
+            fill_s=self.fill_s * factor,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,10 @@ class Workload:
             times: Affine = getattr(self, name)
             for part, value in asdict(times).items():
                 _check_seconds(f"{name}.{part}", value)
+            if times.fill_batch < SHORTEST_S:
+                raise _error(
+                    f"{name}.fill_batch", times.fill_batch, "must be above 0", "make it anew"
+                )
         _check_seconds("update_s", self.update_s)
         if self.forward.at(1) + self.backward.at(1) < SHORTEST_S:
             raise _error("backward", 0.0, "a step takes no time", "profile it again")
@@ -120,6 +132,9 @@ class Workload:
     def to_table(self) -> dict[str, Any]:
         table = asdict(self)
         table["gradients"] = [asdict(gradient) for gradient in self.gradients]
+        for name in ("forward", "backward", "input"):
+            if not table[name]["fill_s"]:
+                del table[name]["fill_s"], table[name]["fill_batch"]
         return {"workload": table}
 
     @classmethod

@@ -10,6 +10,7 @@ from paceline.report.compare_page import (
 )
 from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
 from paceline.report.comparison import Comparison
+from paceline.report.efficiency import Efficiency
 from paceline.report.html import chart_document, range_page
 from paceline.report.outcome import Outcome, verdict
 from paceline.report.run_files import RunFiles
@@ -21,6 +22,7 @@ __all__ = [
     "CompareError",
     "ComparedRun",
     "Comparison",
+    "Efficiency",
     "Outcome",
     "RunFiles",
     "Table",

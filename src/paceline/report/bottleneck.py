@@ -83,6 +83,10 @@ class ExposedWaits:
     @classmethod
     def of(cls, run: RunFiles) -> ExposedWaits:
         """Empty for a run of one rank, and for records without the field `exposed_comm_s`."""
+        return run.derived((cls,), lambda: cls._of(run))
+
+    @classmethod
+    def _of(cls, run: RunFiles) -> ExposedWaits:
         step_s = median(run.values("step", "step_s") or [0.0])
         if (finite(run.start, "world_size") or 1) <= 1:
             return cls({}, step_s)
@@ -145,6 +149,10 @@ class InputStall:
     @classmethod
     def of(cls, run: RunFiles, rank: int = 0) -> InputStall:
         """Without the first step after each start, which waits for the pipeline to fill."""
+        return run.derived((cls, rank), lambda: cls._of(run, rank))
+
+    @classmethod
+    def _of(cls, run: RunFiles, rank: int) -> InputStall:
         first = {record["step"] + 1 for record in run.of_kind("start", rank)}
         steps, step_s, causes = 0, 0.0, dict[str, float]()
         for record in run.of_kind("step", rank):

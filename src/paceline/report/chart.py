@@ -53,7 +53,8 @@ class Marker:
 
 @dataclass(frozen=True)
 class Chart:
-    """`x_range` aligns the charts of one run. Without a `legend` the page names the lines elsewhere."""
+    """`x_range` aligns the charts of one run. Without a `legend` the page names the lines elsewhere.
+    `log` and `log_x` make an axis logarithmic."""
 
     title: str
     x_label: str
@@ -65,13 +66,14 @@ class Chart:
     show_value: Callable[[float], str] = number
     note: str = ""
     legend: bool = True
+    log_x: bool = False
 
 
 def line_chart(chart: Chart) -> str:
     """One `<svg>` element; without any point, an empty frame that says so."""
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
-    x_axis = Axis.fit(chart.x_range or xs, tight=True, target_ticks=6)
+    x_axis = Axis.fit(chart.x_range or xs, tight=True, log=chart.log_x, target_ticks=6)
     y_axis = Axis.fit(ys, log=chart.log, from_zero=chart.from_zero, target_ticks=4)
     if ys:
         body = [*_frame(chart, x_axis, y_axis), *_strips(chart, x_axis), *_markers(chart, x_axis)]
@@ -196,6 +198,31 @@ def _legend(chart: Chart) -> list[str]:
     return parts
 
 
+_BAR_WIDTH, _BAR_HEIGHT = 1000.0, 26.0
+
+
+def share_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
+    """One `<svg>` bar of (name, share, style class), and a legend with the shares. Shares add up to one;
+    parts of zero are left out."""
+    drawn, items, x = [], [], 0.0
+    shown = [part for part in parts if part[1] > 0]
+    for name, share, css_class in shown:
+        text = f"{name} {100 * share:.1f} %"
+        width = share * _BAR_WIDTH
+        drawn.append(
+            f'<rect class="part {css_class}" x="{x:.1f}" y="0" width="{width:.1f}" '
+            f'height="{_BAR_HEIGHT:g}"><title>{markup(text)}</title></rect>'
+        )
+        items.append(f'<li class="{css_class}">{markup(text)}</li>')
+        x += width
+    label = ", ".join(f"{name} {100 * share:.0f} %" for name, share, _ in shown)
+    return (
+        f'<svg class="chart bar" viewBox="0 0 {_BAR_WIDTH:g} {_BAR_HEIGHT:g}" '
+        f'preserveAspectRatio="none" role="img" aria-label="{markup(f"{title}: {label}")}">'
+        f'{"".join(drawn)}</svg><ul class="key">{"".join(items)}</ul>'
+    )
+
+
 # Values closer to each other (relative), or to zero, than this would need very long labels.
 _SAME = 1e-4
 _ZERO = 1e-100
@@ -255,7 +282,7 @@ class Axis:
     def labels(self) -> list[str]:
         """The ticks as text, all with the same number of decimals."""
         if self.log:
-            return [f"{tick:g}" if 1e-3 <= tick < 1e4 else _scientific(tick) for tick in self.ticks]
+            return [f"{tick:,g}" if 1e-3 <= tick < 1e4 else _power(tick) for tick in self.ticks]
         return tick_labels(self.ticks)
 
 
@@ -301,7 +328,63 @@ def tick_labels(ticks: Iterable[float]) -> list[str]:
     return ["0" if value == 0 and unit else f"{value:,.{decimals}f}{unit}" for value in scaled]
 
 
+def _power(value: float) -> str:
+    """A power of ten: `10k`, `1M`, otherwise scientific."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size <= value < 1e3 * size:
+            return f"{value / size:g}{unit}"
+    return _scientific(value)
+
+
 def _scientific(value: float, digits: int = 2) -> str:
     """`0.00025` → `2.5e-4`."""
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return "0" if value == 0 else f"{float(mantissa):.{digits + 1}g}e{int(exponent)}"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Of a Gantt chart, from `start` to `end`, in row `row`; `text` shows on hover."""
+
+    row: str
+    start: float
+    end: float
+    text: str
+    colour: int = 1
+
+
+# Rows of a Gantt chart: their height, and the width of their names.
+_ROW, _NAMES = 26, 92
+
+
+def gantt_chart(label: str, unit: str, bars: Sequence[Bar]) -> str:
+    """One `<svg>` element, a row for each name in the order of the bars, time to the right."""
+    rows = list(dict.fromkeys(bar.row for bar in bars))
+    axis = Axis.fit([0.0, *(bar.end for bar in bars)], tight=True, target_ticks=5)
+    foot, width = 8 + _ROW * len(rows), WIDTH - _NAMES - RIGHT
+
+    def x(value: float) -> float:
+        return _NAMES + axis.share(value) * width
+
+    parts = []
+    for tick, text in zip(axis.ticks, axis.labels(), strict=True):
+        parts.append(f'<path class="grid" d="M{x(tick):.1f} 4V{foot}"/>')
+        parts.append(f'<text x="{x(tick):.1f}" y="{foot + 17}" text-anchor="middle">{text}</text>')
+    for number_, name in enumerate(rows):
+        y = 8 + _ROW * number_
+        parts.append(f'<text x="{_NAMES - 8}" y="{y + 15}" text-anchor="end">{markup(name)}</text>')
+    for bar in bars:
+        y = 8 + _ROW * rows.index(bar.row)
+        # A bar too short to see is one unit wide.
+        wide = max(1.0, x(bar.end) - x(bar.start))
+        parts.append(
+            f'<rect class="bar c{bar.colour}" x="{x(bar.start):.1f}" y="{y}" width="{wide:.1f}" '
+            f'height="{_ROW - 6}"><title>{markup(bar.text)}</title></rect>'
+        )
+    parts.append(
+        f'<text x="{WIDTH - RIGHT}" y="{foot + 33}" text-anchor="end">{markup(unit)}</text>'
+    )
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {foot + 38}" role="img" '
+        f'aria-label="{markup(label)}">' + "".join(parts) + "</svg>"
+    )

@@ -5,8 +5,10 @@ What is equal in all rows is in the caption instead of a column.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -14,9 +16,10 @@ from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_p
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
-from paceline.report.html import document, figures, list_section, section
+from paceline.report.curves import MAX_POINTS, spans_decades
+from paceline.report.html import document, figures, link_to, list_section, section
 from paceline.report.quantities import count, loss, markup, number, plural, rate, text_of
-from paceline.report.run_page import MAX_POINTS, spans_decades
+from paceline.report.run_page import REPORT_NAME
 from paceline.report.tables import Table
 
 # Curves of a shorter run are cut into this many parts instead of epochs.
@@ -159,8 +162,8 @@ def differing_table(comparison: Comparison) -> Table:
     return Table.of("Settings that differ", ("row", *names), rows if names else [], {0})
 
 
-def runs_table(comparison: Comparison) -> Table:
-    """Each run on its own, with the label of its row."""
+def runs_table(comparison: Comparison, folder: Path | None = None) -> Table:
+    """Each run on its own, with the label of its row; on a page in `folder`, with links to reports."""
     rows = [
         (
             row.label,
@@ -176,7 +179,15 @@ def runs_table(comparison: Comparison) -> Table:
         for run in row.runs
     ]
     columns = ("row", "run", "seed", "top-1 %", "val loss", "images/s", "train time", "state")
-    return Table.of("Runs", columns, rows, {0, 1, 7})
+    table = Table.of("Runs", columns, rows, {0, 1, 7})
+    if folder is None:
+        return table
+    reports = (run.path / REPORT_NAME for row in comparison.rows for run in row.runs)
+    links = tuple(
+        link_to(os.path.relpath(report.resolve(), folder.resolve())) if report.is_file() else ""
+        for report in reports
+    )
+    return replace(table, links=links[: len(table.rows)], link_column=1)
 
 
 def compare_markdown(comparison: Comparison) -> str:
@@ -251,8 +262,8 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Table, charts, settings and runs as one HTML page."""
+def render_comparison(comparison: Comparison, folder: Path | None = None) -> str:
+    """Table, charts, settings and runs as one HTML page; in `folder` it links to the runs' reports."""
     runs = sum(len(row.runs) for row in comparison.rows)
     title = f"Comparison of {plural(runs, 'run')} in {plural(len(comparison.rows), 'row')}"
     return document(
@@ -264,7 +275,7 @@ def render_comparison(comparison: Comparison) -> str:
             figures(compare_charts(comparison)),
             list_section("Notes", comparison.notes),
             section("Settings that differ", [differing_table(comparison)]),
-            section("Runs", [runs_table(comparison)]),
+            section("Runs", [runs_table(comparison, folder)]),
             "<footer>Paceline comparison</footer>",
         ],
     )

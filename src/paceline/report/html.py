@@ -1,7 +1,7 @@
 """The parts that all pages share: document, sections, tables, charts.
 
-A page is one HTML document with its style and charts inline; it has no script and loads nothing. All text
-is escaped here.
+A page is one HTML document with its style and charts inline. A page in a file has no script and loads
+nothing. All text is escaped here.
 """
 
 from __future__ import annotations
@@ -9,21 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from urllib.parse import quote
 
 from paceline.report.chart import Chart, line_chart
 from paceline.report.quantities import markup
 from paceline.report.tables import Table
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """The whole page; `parts` are markup, and empty ones are left out."""
+def document(title: str, parts: Iterable[str], script: str = "") -> str:
+    """The whole page; `parts` are markup, and empty ones are left out. Only live pages have a `script`,
+    the address of one."""
+    loaded = f'<script src="{markup(script)}" defer></script>\n' if script else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{markup(title)}</title>\n<style>{_style()}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
+        f"<title>{markup(title)}</title>\n<style>{_style()}</style>\n{loaded}</head>\n<body>\n<main>\n"
+        + joined(parts)
         + "\n</main>\n</body>\n</html>\n"
     )
+
+
+def joined(parts: Iterable[str]) -> str:
+    """The content of a page, without the empty parts."""
+    return "\n".join(part for part in parts if part)
 
 
 @cache
@@ -82,11 +90,25 @@ def list_section(title: str, lines: Iterable[str]) -> str:
     return f'<section><h2>{markup(title)}</h2>\n<ul class="card notes">{items}</ul></section>'
 
 
+def folded(summary: str, body: str) -> str:
+    """What is shown on demand."""
+    return f"<details><summary>{markup(summary)}</summary>\n{body}</details>" if body else ""
+
+
 def definition_list(rows: Iterable[tuple[str, str]], css_class: str) -> str:
     pairs = "".join(
         f"<div><dt>{markup(label)}</dt><dd>{markup(value)}</dd></div>" for label, value in rows
     )
     return f'<dl class="{css_class}">{pairs}</dl>' if pairs else ""
+
+
+def link_to(path: str) -> str:
+    """A relative address: whatever the names in it, it neither leaves this place nor names a protocol."""
+    return f"./{quote(path)}"
+
+
+def _linked(cell: str, link: str) -> str:
+    return f'<a href="{markup(link)}">{markup(cell)}</a>' if link else markup(cell)
 
 
 def _cards(tables: Iterable[Table], *, titled: bool) -> str:
@@ -99,16 +121,20 @@ def _table(table: Table, *, titled: bool) -> str:
     """A table that scrolls sideways on a narrow screen instead of widening the page."""
     css = [' class="text"' * (n in table.text_columns) for n in range(len(table.columns))]
 
-    def row(tag: str, cells: Iterable[str], attributes: str = "") -> str:
+    def row(tag: str, cells: Iterable[str], attributes: str = "", link: str = "") -> str:
         filled = (
-            f"<{tag}{attributes}{css_class}>{markup(cell)}</{tag}>"
-            for css_class, cell in zip(css, cells, strict=True)
+            f"<{tag}{attributes}{css_class}>"
+            f"{_linked(cell, link if n == table.link_column else '')}</{tag}>"
+            for n, (css_class, cell) in enumerate(zip(css, cells, strict=True))
         )
         return f"<tr>{''.join(filled)}</tr>"
 
     caption = f"<caption>{markup(table.title)}</caption>" if titled else ""
     head = row("th", table.columns, ' scope="col"') if any(table.columns) else ""
-    body = "".join(row("td", cells) for cells in table.rows)
+    links = table.links or ("",) * len(table.rows)
+    body = "".join(
+        row("td", cells, link=link) for cells, link in zip(table.rows, links, strict=False)
+    )
     note = f'<p class="note">{markup(table.note)}</p>' if table.note else ""
     return (
         f'<div class="scroll"><table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table></div>'

@@ -48,6 +48,10 @@ class Outcome:
 
     @classmethod
     def of(cls, run: RunFiles) -> Outcome:
+        return run.derived((cls,), lambda: cls._of(run))
+
+    @classmethod
+    def _of(cls, run: RunFiles) -> Outcome:
         summary, start, steps = run.summary or {}, run.start, run.of_kind("step")
         top1, top5 = run.points("eval", "top1"), run.points("eval", "top5")
         speeds, noise = run.values("step", "images_per_s"), run.values("step", "noise_scale")

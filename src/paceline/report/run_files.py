@@ -7,20 +7,26 @@ steps: the records after the step that it returned to are superseded and left ou
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from paceline.core.errors import DataError
-from paceline.core.events import read_events
+from paceline.core.events import parse_event, read_events
 from paceline.core.untrusted import ParseError, is_finite, parse_json, parse_toml
+from paceline.report.quantities import text_of
 
 Record = dict[str, Any]
+Derived = TypeVar("Derived")
 
 EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
+_CHECKPOINT_NAME = re.compile(r"(best|step-\d{1,12})(\.salvaged)?\.pt(\.[a-z]+(-\d+)?)?")
+_STEP_NAME = re.compile(r"step-(\d{1,12})\.")
 # A step has at most one record of these kinds; of the others it may have several.
 _ONE_PER_STEP = frozenset({"step", "eval", "checkpoint", "ranks"})
 _WITH_STEP = _ONE_PER_STEP | {"start", "corrupt", "stop"}
@@ -44,6 +50,17 @@ class RunFiles:
     ranks: dict[int, tuple[Record, ...]]
     summary: Record | None
     config: Record
+    # What has been derived from the records, which do not change.
+    _derived: dict[tuple[Any, ...], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def derived(self, key: tuple[Any, ...], make: Callable[[], Derived]) -> Derived:
+        """The result of `make`, computed once: many parts of a page need the same figures."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: Derived = self._derived[key]
+        return found
 
     @classmethod
     def read(cls, path: Path, *, first_rank_only: bool = False) -> RunFiles:
@@ -53,23 +70,13 @@ class RunFiles:
         """
         try:
             _check_folder(path)
-            files = {0: path / EVENTS_NAME}
-            for file in [] if first_rank_only else sorted(path.iterdir()):
-                if matched := _RANK_NAME.fullmatch(file.name):
-                    files[int(matched[1])] = file
-            ranks = {
-                rank: tuple(current_records(_checked(file))) for rank, file in sorted(files.items())
-            }
-            summary = _read_summary(path / "summary.json")
-            config = _read_config(path / "config.toml")
+            files = {0: path / EVENTS_NAME} if first_rank_only else rank_files(path)
+            return assemble(path, {rank: _checked(file) for rank, file in files.items()})
         except OSError as error:
             raise DataError(
                 f"{error.filename or path} cannot be read: {error.strerror}",
                 "check its permissions",
             ) from error
-        if _continues(ranks[0]):
-            summary = None
-        return cls(path, ranks, summary, config)
 
     @property
     def events(self) -> tuple[Record, ...]:
@@ -77,7 +84,17 @@ class RunFiles:
         return self.ranks[0]
 
     def of_kind(self, kind: str, rank: int = 0) -> list[Record]:
-        return [record for record in self.ranks[rank] if record["event"] == kind]
+        """Not to be changed by the caller."""
+        return self._by_kind(rank).get(kind, [])
+
+    def _by_kind(self, rank: int) -> dict[str, list[Record]]:
+        def sort() -> dict[str, list[Record]]:
+            found: dict[str, list[Record]] = {}
+            for record in self.ranks[rank]:
+                found.setdefault(record["event"], []).append(record)
+            return found
+
+        return self.derived(("kinds", rank), sort)
 
     @property
     def start(self) -> Record:
@@ -103,12 +120,17 @@ class RunFiles:
         )
 
     def values(self, kind: str, field: str, rank: int = 0) -> list[float]:
-        return finite_values(self.of_kind(kind, rank), field)
+        """Not to be changed by the caller."""
+        return self.derived(
+            ("values", kind, field, rank), lambda: finite_values(self.of_kind(kind, rank), field)
+        )
 
 
 def finite(record: Record, name: str) -> float | None:
     """A field as a number; None where it is absent, null (JSON's NaN), huge or of another type."""
     value = record.get(name)
+    if type(value) is float and 1 / _MAX_VALUE < abs(value) <= _MAX_VALUE:
+        return value  # nearly always
     if not is_finite(value) or abs(value) > _MAX_VALUE:
         return None
     return float(value) if abs(value) > 1 / _MAX_VALUE else 0.0
@@ -121,6 +143,44 @@ def finite_values(records: Iterable[Record], name: str) -> list[float]:
 def integer(record: Record, name: str) -> int | None:
     value = finite(record, name)
     return None if value is None else round(value)
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A file in `RUN/checkpoints`; `step` is None where neither its name nor another name of the same
+    file has one."""
+
+    name: str
+    step: int | None
+    bytes: int
+    note: str
+
+
+def checkpoint_files(path: Path) -> list[CheckpointFile]:
+    """What exists now, by step, the latest first, `best.pt` before the others. Files may vanish while
+    this looks."""
+    found: dict[str, os.stat_result] = {}
+    with suppress(OSError):
+        for entry in os.scandir(path / "checkpoints"):
+            with suppress(OSError):
+                if _CHECKPOINT_NAME.fullmatch(entry.name) and entry.is_file():
+                    found[entry.name] = entry.stat()
+    steps = {name: int(match[1]) for name in found if (match := _STEP_NAME.match(name))}
+    best = found.get("best.pt")
+    files = []
+    for name, status in found.items():
+        # `best.pt` is a second name of the file of its step, as long as that one is kept.
+        same = best is not None and os.path.samestat(status, best)
+        step, note = steps.get(name), "best" if same else ""
+        if name == "best.pt":
+            others = [n for n in steps if os.path.samestat(found[n], status)]
+            step, note = (steps[others[0]] if others else None), "best"
+        elif ".salvaged." in name:
+            note = "saved by one rank after another was lost"
+        elif not name.endswith(".pt"):
+            note = "set aside"
+        files.append(CheckpointFile(text_of(name), step, status.st_size, note))
+    return sorted(files, key=lambda f: (f.name != "best.pt", -(f.step or 0), f.name))
 
 
 def current_records(records: Iterable[Record]) -> list[Record]:
@@ -143,14 +203,42 @@ def current_records(records: Iterable[Record]) -> list[Record]:
     ]
 
 
+def rank_files(path: Path) -> dict[int, Path]:
+    """The files of events of a run folder, by rank."""
+    files = {0: path / EVENTS_NAME}
+    for file in path.iterdir():
+        if matched := _RANK_NAME.fullmatch(file.name):
+            files[int(matched[1])] = file
+    return dict(sorted(files.items()))
+
+
+def assemble(path: Path, ranks: Mapping[int, Iterable[Record]]) -> RunFiles:
+    """The records of each rank, with the other files of the folder. Raises `DataError` and `OSError`."""
+    current = {rank: tuple(current_records(records)) for rank, records in ranks.items()}
+    summary = _read_summary(path / "summary.json")
+    config = _read_config(path / "config.toml")
+    if _continues(current[0]):
+        summary = None
+    return RunFiles(path, current, summary, config)
+
+
+def parse_line(line: bytes, file: Path, number: int) -> Record:
+    """The record of one line of a file of events, checked."""
+    return _with_step(parse_event(line, file, number), file, number)
+
+
 def _checked(file: Path) -> Iterable[Record]:
-    for line, record in enumerate(read_events(file), start=1):
-        if type(record.get("step", None if record["event"] in _WITH_STEP else 0)) is not int:
-            raise DataError(
-                f"{file}: line {line} has no whole number as its step",
-                "restore the file, or delete that line",
-            )
-        yield record
+    for number, record in enumerate(read_events(file), start=1):
+        yield _with_step(record, file, number)
+
+
+def _with_step(record: Record, file: Path, number: int) -> Record:
+    if type(record.get("step", None if record["event"] in _WITH_STEP else 0)) is not int:
+        raise DataError(
+            f"{file}: line {number} has no whole number as its step",
+            "restore the file, or delete that line",
+        )
+    return record
 
 
 def _continues(events: tuple[Record, ...]) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,217 +16,31 @@ from paceline.core.errors import DataError
 from paceline.core.files import whole_file
 from paceline.core.units import format_percent
 from paceline.report import tables
-from paceline.report.bottleneck import ExposedWaits, InputStall, bound_by
-from paceline.report.chart import XY, Chart, Line, Marker
+from paceline.report.bottleneck import InputStall, bound_by
+from paceline.report.chart import share_bar
+from paceline.report.curves import run_charts
+from paceline.report.efficiency import CAUSES, Efficiency
+from paceline.report.evaluation import Evaluation
 from paceline.report.html import (
     card_section,
     definition_list,
     document,
     figures,
+    folded,
     list_section,
     section,
 )
 from paceline.report.outcome import Outcome, verdict
-from paceline.report.quantities import count, date, loss, markup, number, rate, text_of
-from paceline.report.run_files import EVENTS_NAME, Point, RunFiles, finite
-
-# More points than this are closer than a pixel in a chart of one column.
-MAX_POINTS = 600
-# A shorter curve is not smoothed.
-_MIN_SMOOTHED = 40
-# A loss that spans more than this has a logarithmic axis: else one spike flattens the rest.
-_LOG_SPAN = 100.0
-_MAX_SKIP_MARKERS = 200
-
-
-def run_charts(run: RunFiles) -> list[Chart]:
-    """The last one, exposed communication, only for runs of several ranks."""
-    axis = _XAxis(run)
-    losses, speeds = run.points("step", "loss"), run.points("step", "images_per_s")
-    loss_lines = [
-        *axis.smoothed("training", losses),
-        axis.line("validation", run.points("eval", "loss"), 2),
-    ]
-    charts = [
-        axis.chart(
-            "Accuracy (%)",
-            [
-                axis.line("top-1", run.points("eval", "top1"), 1),
-                axis.line("top-5", run.points("eval", "top5"), 2),
-            ],
-            show_value=format_percent,
-        ),
-        axis.chart(
-            "Loss",
-            loss_lines,
-            log=spans_decades(loss_lines),
-            markers=[*axis.resumes(), *axis.skips()],
-            show_value=loss,
-            note=_smoothing(losses),
-        ),
-        axis.chart(
-            "Learning rate", [axis.line("rate", run.points("step", "lr"), 1)], from_zero=True
-        ),
-        *_scheduled(run, axis),
-        axis.chart(
-            "Throughput (images/s)",
-            axis.smoothed("images/s", speeds),
-            from_zero=True,
-            show_value=rate,
-            note=_smoothing(speeds),
-        ),
-    ]
-    if ExposedWaits.of(run).exposed_s is not None:
-        waits = [p._replace(value=1e3 * p.value) for p in run.points("step", "exposed_comm_s")]
-        lines = axis.smoothed("rank 0 waits", waits)
-        note = _smoothing(waits)
-        charts.append(axis.chart("Exposed communication (ms)", lines, from_zero=True, note=note))
-    if noise := run.points("step", "noise_scale"):
-        lines = axis.smoothed("noise scale", noise)
-        charts.append(
-            axis.chart(
-                "Gradient noise scale (samples)", lines, log=spans_decades(lines), show_value=count
-            )
-        )
-    return charts
-
-
-def _scheduled(run: RunFiles, axis: _XAxis) -> list[Chart]:
-    """Charts of batch and momentum, where a schedule changes them."""
-    found = []
-    if batches := run.points("step", "batch_size"):
-        line = axis.line("samples a step", batches, 1)
-        found.append(axis.chart("Global batch", [line], from_zero=True, show_value=rate))
-    if momenta := run.points("step", "momentum"):
-        found.append(axis.chart("Momentum", [axis.line("momentum", momenta, 1)]))
-    return found
-
-
-class _XAxis:
-    """Epochs, or steps where the run is shorter than an epoch."""
-
-    def __init__(self, run: RunFiles) -> None:
-        self._run = run
-        records = [*run.of_kind("step"), *run.of_kind("eval")]
-        self._epochs = sorted((r["step"], finite(r, "epoch") or 0.0) for r in records)
-        self._last_step = max((step for step, _ in self._epochs), default=0)
-        last_epoch = max((epoch for _, epoch in self._epochs), default=0.0)
-        self._by_epoch = last_epoch >= 1
-        self._label = "epoch" if self._by_epoch else "step"
-        self._range: XY = (0.0, (last_epoch if self._by_epoch else float(self._last_step)) or 1.0)
-
-    def line(self, name: str, points: Sequence[Point], colour: int, faint: bool = False) -> Line:
-        xy = [(p.epoch if self._by_epoch else p.step, p.value) for p in thin(points)]
-        return Line(name, xy, colour, faint)
-
-    def smoothed(self, name: str, points: Sequence[Point]) -> list[Line]:
-        """The smoothed curve, with the measured values behind it."""
-        if len(points) < _MIN_SMOOTHED:
-            return [self.line(name, points, 1)]
-        return [
-            self.line(name, moving_median(points), 1),
-            self.line("single steps", points, 1, faint=True),
-        ]
-
-    def chart(
-        self,
-        title: str,
-        lines: Sequence[Line],
-        *,
-        log: bool = False,
-        from_zero: bool = False,
-        markers: Sequence[Marker] | None = None,
-        show_value: Callable[[float], str] = number,
-        note: str = "",
-    ) -> Chart:
-        shown = self.resumes() if markers is None else markers
-        return Chart(
-            title, self._label, lines, self._range, log, from_zero, shown, show_value, note
-        )
-
-    def resumes(self) -> list[Marker]:
-        return [
-            Marker(self._x(start["step"]), f"resumed at step {count(start['step'])}")
-            for start in self._run.resumes
-            if start["step"] <= self._last_step
-        ]
-
-    def skips(self) -> list[Marker]:
-        skipped = [record for record in self._run.of_kind("step") if record.get("skipped") is True]
-        every = max(1, -(-len(skipped) // _MAX_SKIP_MARKERS))
-        return [
-            Marker(self._x(record["step"]), f"step {count(record['step'])} skipped", "skip")
-            for record in skipped[::every]
-        ]
-
-    def _x(self, step: int) -> float:
-        """A step on the axis; its epoch is that of the last record up to it."""
-        if not self._by_epoch:
-            return float(step)
-        before = bisect_right(self._epochs, (step, math.inf))
-        return self._epochs[before - 1][1] if before else 0.0
-
-
-def spans_decades(lines: Sequence[Line]) -> bool:
-    """Whether only a logarithmic axis shows all values."""
-    values = [value for line in lines for _, value in line.points]
-    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_SPAN
-
-
-def _smoothing(points: Sequence[Point]) -> str:
-    if len(points) < _MIN_SMOOTHED:
-        return ""
-    return f"median of {smoothing_window(len(points))} steps"
-
-
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points: the first, the last, and between them the median of each group."""
-    assert limit >= 3
-    if len(points) <= limit:
-        return list(points)
-    inner, groups = len(points) - 2, limit - 2
-    thinned = [points[0]]
-    for n in range(groups):
-        group = points[1 + n * inner // groups : 1 + (n + 1) * inner // groups]
-        middle = group[len(group) // 2]
-        thinned.append(middle._replace(value=median(point.value for point in group)))
-    return [*thinned, points[-1]]
-
-
-def smoothing_window(length: int) -> int:
-    """An odd number of points, about 4 % of the curve."""
-    return max(9, min(501, length // 25)) | 1
-
-
-def moving_median(points: Sequence[Point], window: int | None = None) -> list[Point]:
-    """Each value replaced by the median of those around it: a spike in the loss does not bend the curve.
-
-    At the start the window grows with the curve, which keeps a steep start; at the end it shrinks on one
-    side, so that the last value is not a single measurement.
-    """
-    half = (window or smoothing_window(len(points))) // 2
-    ordered: list[float] = []
-    smooth = []
-    entered = 0
-    for i, point in enumerate(points):
-        while entered <= min(len(points) - 1, i + min(i, half)):
-            insort(ordered, points[entered].value)
-            entered += 1
-        if i > half:
-            del ordered[bisect_left(ordered, points[i - half - 1].value)]
-        middle = len(ordered) // 2
-        value = ordered[middle]
-        if len(ordered) % 2 == 0:
-            value = (ordered[middle - 1] + value) / 2
-        smooth.append(point._replace(value=value))
-    return smooth
-
+from paceline.report.quantities import count, date, markup, rate, text_of
+from paceline.report.run_files import EVENTS_NAME, RunFiles, finite, finite_values
 
 REPORT_NAME = "report.html"
 # The figures in large type.
 _LARGE = ("top-1", "top-5", "images/s", "training time", "time to target")
 # No line break between a number and its unit.
 _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
+# Style classes of the causes in the bar.
+_LOOKS = ("c1", "c2", "c4", "c8", "c5", "c6", "rest")
 _PAGE_SUFFIXES = (".html", ".htm")
 _PAGE_BEGINS = b"<!doctype html>"
 # The files of a run folder, including those that the run has yet to write.
@@ -250,30 +62,143 @@ def write_report(
 
 def render_run(run: RunFiles) -> str:
     """The report of a run as one page."""
+    return document(verdict(run), run_parts(run))
+
+
+def run_parts(run: RunFiles) -> list[str]:
+    """The parts of the page, some of them empty."""
     results = tables.result_rows(run)
     incidents = [tables.resume_table(run), tables.skipped_table(run), tables.corrupt_table(run)]
-    files_and_ranks = [tables.checkpoint_table(run), tables.rank_table(run)]
-    return document(
-        verdict(run),
-        [
-            _header(run),
-            definition_list([row for row in results if row[0] in _LARGE], "tiles"),
-            definition_list([row for row in results if row[0] not in _LARGE], "facts"),
-            figures(run_charts(run)),
-            section("Predicted and measured", [tables.expectation_table(run)]),
-            section("Waiting for the input", [tables.stall_table(run)]),
-            section("Staleness", [tables.staleness_table(run)]),
-            section("Evaluations", [tables.epoch_table(run)]),
-            section("Incidents", incidents, titled=True),
-            list_section("Notes", notes(run)[: tables.MAX_ROWS]),
-            section("Files and ranks", files_and_ranks, titled=True),
-            card_section("Configuration", tables.configuration_tables(run), "no config.toml"),
-            card_section(
-                "Environment", tables.environment_tables(run), "unknown until the run ends"
-            ),
-            _footer(run),
-        ],
+    files_and_ranks = [
+        tables.checkpoint_table(run), tables.save_table(run), tables.rank_table(run)
+    ]  # fmt: skip
+    return [
+        _header(run),
+        efficiency_section(run),
+        definition_list([row for row in results if row[0] in _LARGE], "tiles"),
+        definition_list([row for row in results if row[0] not in _LARGE], "facts"),
+        figures(run_charts(run)),
+        _loss_note(run),
+        section("Predicted and measured", [tables.expectation_table(run)]),
+        section("Waiting for the input", [tables.stall_table(run)]),
+        section("Staleness", [tables.staleness_table(run)]),
+        section("Evaluations", [tables.epoch_table(run)]),
+        _mistakes_section(run),
+        section("Incidents", incidents, titled=True),
+        list_section("Notes", notes(run)[: tables.MAX_ROWS]),
+        section("Files and ranks", files_and_ranks, titled=True),
+        _configuration(run),
+        card_section("Environment", tables.environment_tables(run), "unknown until the run ends"),
+        _footer(run),
+    ]
+
+
+def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
+    """T = S · N · e, what bounds the steps, and a bar of what e was lost to."""
+    found = Efficiency.of(run)
+    if found is None:
+        return ""
+    terms = [
+        ("T, images/s", rate(found.total)),
+        ("S, images/s of one rank", rate(found.alone)),
+        ("N, ranks", count(found.ranks)),
+        ("e, efficiency", format_percent(100 * found.e, 1)),
+    ]
+    parts = [("used", found.e, "used")]
+    parts += [(cause, found.lost[cause], look) for cause, look in zip(CAUSES, _LOOKS, strict=True)]
+    most = found.largest_loss
+    lost = f". Most of e was lost to {most} ({100 * found.lost[most]:.0f} %)" if most else ""
+    bound, told = bound_by(run), ""
+    if bound:
+        named = f"Steps are bound by <strong>{markup(bound)}</strong>{markup(lost)}."
+        told = f'<p class="bound">{named}</p>'
+    title = "<h2>T = S · N · e</h2>\n" if heading else ""
+    return (
+        f'<section class="efficiency">{title}{definition_list(terms, "formula")}\n'
+        f"{share_bar('where the time went', parts)}\n{told}</section>"
     )
+
+
+def _loss_note(run: RunFiles) -> str:
+    reasons = why_training_loss_is_higher(run)
+    if not reasons:
+        return ""
+    return (
+        '<p class="note">The training loss lies above the validation loss: '
+        f"{markup('; '.join(reasons))}.</p>"
+    )
+
+
+def why_training_loss_is_higher(run: RunFiles) -> list[str]:
+    """What raises the training loss and not the validation loss; empty where it is not higher."""
+    validation = run.points("eval", "loss")
+    if not validation:
+        return []
+    last, before = validation[-1].step, validation[-2].step if len(validation) > 1 else 0
+    training = [r for r in run.of_kind("step") if before < r["step"] <= last]
+    losses = finite_values(training, "loss")
+    if not losses or median(losses) <= validation[-1].value:
+        return []
+    settings = dict(tables.flat(run.config))
+    reasons = []
+    smoothing = finite(settings, "run.smoothing") or 0.0
+    if smoothing > 0 and settings.get("run.loss", "cross_entropy") in ("cross_entropy", "bce"):
+        floor = _smoothing_floor(smoothing, run) if settings.get("run.loss") != "bce" else None
+        least = "" if floor is None else f", which adds up to {floor:.3f}"
+        reasons.append(f"label smoothing {smoothing:g} is part of the training loss only{least}")
+    for name in ("mixup", "cutmix"):
+        if (finite(settings, f"run.{name}") or 0.0) > 0:
+            reasons.append(f"{name} mixes the training images only")
+    augment = settings.get("data.augment")
+    if isinstance(augment, str) and augment not in ("", "none"):
+        reasons.append(f"training images are augmented ({text_of(augment)}), validation images not")
+    if (finite(settings, "run.average_epochs") or 0.0) > 0:
+        reasons.append("evaluations use the averaged weights")
+    reasons.append("a training loss is measured before its update, while the weights still improve")
+    return reasons
+
+
+def _smoothing_floor(smoothing: float, run: RunFiles) -> float | None:
+    """The cross-entropy of a perfect prediction with smoothed labels: their entropy."""
+    evaluation = Evaluation.read(run.path)
+    described = re.search(r"(\d+) classes", text_of(_chosen(run).get("data")))
+    classes = len(evaluation.classes) if evaluation else int(described[1]) if described else 0
+    if not 2 <= classes <= 10**6:
+        return None
+    rest = smoothing / classes
+    top = 1 - smoothing + rest
+    return -top * math.log(top) - (classes - 1) * rest * math.log(rest)
+
+
+def _chosen(run: RunFiles) -> dict[str, Any]:
+    chosen = run.start.get("chosen")
+    return chosen if isinstance(chosen, dict) else {}
+
+
+def _mistakes_section(run: RunFiles) -> str:
+    found = Evaluation.read(run.path)
+    if found is None:
+        return ""
+    matrix, gallery = found.matrix(), found.gallery()
+    pictures = ""
+    if matrix:
+        caption = "Confusion matrix <span>a row for each class</span>"
+        pictures += f"<figure><figcaption>{caption}</figcaption>{matrix}</figure>"
+    if gallery:
+        pictures += f"<figure><figcaption>Most confident mistakes</figcaption>{gallery}</figure>"
+    shown = [found.class_table(), found.confusion_table()]
+    head = f"Classes, at step {count(found.step)}"
+    charts = f'<section class="charts">{pictures}</section>' if pictures else ""
+    return section(head, shown, titled=True) + charts
+
+
+def _configuration(run: RunFiles) -> str:
+    """What was changed stands before everything else."""
+    changed = tables.changed_table(run)
+    everything = card_section("Configuration", tables.configuration_tables(run), "no config.toml")
+    if not changed.rows:
+        return everything
+    return section("Changed settings", [changed]) + "\n" + folded("All settings", everything)
 
 
 def summary_rows(run: RunFiles) -> list[tuple[str, str]]:
@@ -283,6 +208,8 @@ def summary_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.append(("waiting for the input", stall))
     if bottleneck := bound_by(run):
         rows.append(("bound by", bottleneck))
+    if efficiency := Efficiency.of(run):
+        rows.append(("T = S · N · e", efficiency.describe()))
     for part, predicted, measured, apart in tables.expectation_table(run).rows:
         rows.append((f"{part}, predicted", f"{predicted} ms; measured {measured} ms ({apart})"))
     return rows
@@ -299,9 +226,11 @@ def _header(run: RunFiles) -> str:
     model = (run.summary or {}).get("model")
     facts = [text_of(run.path.resolve().name), began, *([text_of(model)] if model else [])]
     title = _UNIT_GAP.sub("&nbsp;", markup(verdict(run)))
+    command = run.start.get("command")
+    typed = f"\n<p><code>{markup(text_of(command))}</code></p>" if command else ""
     return (
         f'<header><p><span class="state {state}">{state}</span>'
-        f"{markup(' · '.join(facts))}</p>\n<h1>{title}</h1></header>"
+        f"{markup(' · '.join(facts))}</p>\n<h1>{title}</h1>{typed}</header>"
     )
 
 

@@ -23,7 +23,7 @@ from paceline.report.bottleneck import (
 )
 from paceline.report.outcome import Outcome
 from paceline.report.quantities import count, date, loss, number, plural, rate, text_of
-from paceline.report.run_files import Record, RunFiles, finite, finite_values
+from paceline.report.run_files import Record, RunFiles, checkpoint_files, finite, finite_values
 
 Row = tuple[str, ...]
 MAX_ROWS = 200
@@ -31,13 +31,16 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class Table:
-    """`text_columns` are aligned to the left, the others to the right."""
+    """`text_columns` are aligned to the left, the others to the right. `links` has an address for the
+    `link_column` of each row on a page, empty for none."""
 
     title: str
     columns: Row
     rows: tuple[Row, ...]
     text_columns: frozenset[int] = frozenset({0})
     note: str = ""
+    links: tuple[str, ...] = ()
+    link_column: int = 0
 
     @classmethod
     def of(
@@ -203,17 +206,30 @@ def corrupt_table(run: RunFiles) -> Table:
 
 
 def checkpoint_table(run: RunFiles) -> Table:
-    """The latest first."""
+    """The checkpoints that exist, the latest first, and `best.pt` with the step whose file it is."""
+    # The file of the best step may be gone, while `best.pt` stays.
+    best = [r["step"] for r in run.of_kind("checkpoint") if r.get("best") is True]
+    rows = []
+    for file in checkpoint_files(run.path):
+        step = best[-1] if file.step is None and best else file.step
+        rows.append((file.name, count(step), format_bytes(file.bytes), file.note))
+    return Table.of("Checkpoints", ("file", "step", "size", ""), rows, {0, 3}, max_rows=20)
+
+
+def save_table(run: RunFiles) -> Table:
+    """Every save, the latest first, with the time in which no step could run."""
     rows = [
         (
-            text_of(record.get("path")),
+            text_of(record.get("path")).replace("\\", "/").rpartition("/")[2],
             count(record["step"]),
             format_duration(finite(record, "save_s")),
+            format_duration(finite(record, "stall_s")),
             "best so far" if record.get("best") is True else "",
         )
         for record in reversed(run.of_kind("checkpoint"))
     ]
-    return Table.of("Checkpoints", ("file", "step", "saved in", ""), rows, {0, 3}, max_rows=12)
+    columns = ("file", "step", "saved in", "steps stood still", "")
+    return Table.of("Saves", columns, rows, {0, 4}, max_rows=12)
 
 
 def skipped_table(run: RunFiles) -> Table:
@@ -253,6 +269,14 @@ def rank_table(run: RunFiles) -> Table:
     ]
     columns = ("rank", "records", "median step", "of it waiting for data")
     return Table.of("Ranks", columns, rows if len(rows) > 1 else [], set())
+
+
+def changed_table(run: RunFiles) -> Table:
+    """The settings that differ from their defaults; without rows where the run has not recorded which."""
+    changed = run.start.get("changed")
+    names = set(map(text_of, changed)) if isinstance(changed, list) else set()
+    rows = [(name, text_of(value)) for name, value in flat(run.config) if name in names]
+    return Table.of("Changed", ("setting", "value"), sorted(rows), {0, 1})
 
 
 def configuration_tables(run: RunFiles) -> list[Table]:

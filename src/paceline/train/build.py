@@ -18,7 +18,7 @@ from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.events import Event, NoteEvent, Observer
+from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader, describe_channels
 from paceline.models.freeze import count_frozen
 from paceline.models.names import MODEL_NAMES
@@ -31,6 +31,7 @@ from paceline.optim.svrg import SVRG
 from paceline.plan.plan_file import PlanFile
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
+from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.fast_path import describe_norms, eager_norms, share_norms
 from paceline.train.inputs import (
@@ -81,6 +82,7 @@ class Training:
     source: Source
     validation: Source
     store: CheckpointStore
+    writer: CheckpointWriter
     progress: Progress
     stop: StopSignals
     plan_file: PlanFile
@@ -122,6 +124,21 @@ class Training:
         """Before rank 0 writes: raises if the folder is gone or another process has taken it over."""
         if self.lock is not None:
             self.lock.check()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Reports a checkpoint that has been written since the last call; with `wait`, also the one that
+        is being written. A write error fails the run at the next step."""
+        written = self.writer.take_written(wait=wait)
+        if written is None:
+            return
+        if written.error is not None:
+            self.step.fault = written.error
+            return
+        self.emit(
+            CheckpointEvent(
+                written.step, str(written.path), written.save_s, written.best, written.stall_s
+            )
+        )
 
     def write_trace(self) -> None:
         """All ranks send their spans, and rank 0 writes them. A write error fails the run at the next
@@ -269,6 +286,7 @@ def _assemble(
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
         trace=trace, chosen=chosen, make_loader=make_loader,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        writer=CheckpointWriter(background=config.checkpoint.background),
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:

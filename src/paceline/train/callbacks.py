@@ -113,7 +113,7 @@ class Callback:
         """After each evaluation."""
 
     def on_checkpoint(self, run: RunControl, event: CheckpointEvent) -> None:
-        """After a checkpoint was written; on rank 0 only."""
+        """After a checkpoint was written, at the step that follows; on rank 0 only."""
 
     def on_stop(self, run: RunControl, event: StopEvent) -> None:
         """After the last step of this process."""

@@ -15,6 +15,7 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,16 @@ class Checkpoint:
         rank = self.batch_norm.get("only_rank")
         return None if rank is None else int(rank)
 
+    def with_tensors(self, change: Callable[[Tensor, tuple[Any, ...]], Tensor]) -> Checkpoint:
+        """With each tensor replaced by `change(tensor, its place)`, in new dictionaries and lists."""
+        names = self.__dataclass_fields__
+        parts = {name: _changed(getattr(self, name), change, (name,)) for name in names}
+        return Checkpoint(**parts)
+
+    def on_host(self) -> Checkpoint:
+        """With all tensors in host memory, where those of a CPU are not copied."""
+        return self.with_tensors(lambda value, _: value.detach().cpu())
+
     def to_bytes(self) -> memoryview:
         buffer = io.BytesIO()
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -131,6 +142,19 @@ class Checkpoint:
             )
         _check_types(parts, path)
         return cls(**parts)
+
+
+def _changed(
+    value: Any, change: Callable[[Tensor, tuple[Any, ...]], Tensor], where: tuple[Any, ...]
+) -> Any:
+    if isinstance(value, Tensor):
+        return change(value, where)
+    if isinstance(value, dict):
+        return {key: _changed(item, change, (*where, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        made = (_changed(item, change, (*where, n)) for n, item in enumerate(value))
+        return list(made) if isinstance(value, list) else tuple(made)
+    return value
 
 
 def _check_types(parts: dict[str, Any], path: Path) -> None:

@@ -42,6 +42,7 @@ from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
+from paceline.train.eval_details import EvalDetails
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
@@ -75,13 +76,14 @@ def evaluate(
     corrupt_limit: int | None = None,
     classes: int | None = None,
     loss_function: TrainingLoss | None = None,
+    details: EvalDetails | None = None,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
     Without a `loss_function` the reported loss is cross-entropy.
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
     they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
-    outputs of a model that has several.
+    outputs of a model that has several. `details` collects what was wrong.
     """
     started = time.perf_counter()
     modes = [(module, module.training) for module in model.modules()]
@@ -110,6 +112,8 @@ def evaluate(
                 correct5 += ranked.sum()
                 whole = isinstance(loss_function, OwnLoss) and loss_function.in_evaluation
                 loss += loss_function.evaluated(found if whole else outputs, labels)
+                if details is not None:
+                    details.add(outputs, labels, batch.images)
                 seen += len(labels)
                 corrupt += batch.corrupt
     except (PacelineError, RuntimeError, MemoryError) as error:

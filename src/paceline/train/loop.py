@@ -10,12 +10,13 @@ import math
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from paceline.core.errors import PacelineError
+from paceline.config import changed_settings
+from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import (
-    CheckpointEvent,
     EvalEvent,
     NoteEvent,
     StartEvent,
@@ -26,9 +27,11 @@ from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.train.build import Training
+from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
+from paceline.train.eval_details import EvalDetails, wants_details
 from paceline.train.evaluate import evaluate
-from paceline.train.machine import hardware, versions
+from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
 from paceline.train.run_state import shared_weights
@@ -89,6 +92,8 @@ class TrainingLoop:
                 chosen=t.chosen,
                 versions=versions(),
                 hardware=hardware(t.group.device),
+                command=command_line(),
+                changed=changed_settings(t.config),
             )
         )
         if t.folder.resume_from is not None and t.saved_step < 0:
@@ -105,6 +110,7 @@ class TrainingLoop:
         self._gather_times()
         if t.saved_step != progress.step:
             self._save(best=False)
+        t.finish_save()
         t.write_trace()
         return result
 
@@ -117,6 +123,7 @@ class TrainingLoop:
         exact = t.step.faulted and not t.step.update.asynchronous
         if exact and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
+            t.finish_save()
 
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
@@ -190,6 +197,7 @@ class TrainingLoop:
         self._save_owed |= outcome.save
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
+        t.finish_save(wait=False)
         self._note_fallback()
         estimate = self._noise_estimate(outcome, last - first)
         event = StepEvent(
@@ -297,12 +305,15 @@ class TrainingLoop:
             device=t.group.device,
         )
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
+        classes = t.config.model.num_classes or len(t.source.classes)
+        details = None
+        if wants_details(t.config, len(t.validation), classes):
+            details = EvalDetails(classes, t.group.device)
         shared = shared_weights(t.state.memory)
         with shared, applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
-                t.config.model.num_classes or len(t.source.classes),
-                t.step.micro.loss_function,
+                classes, t.step.micro.loss_function, details,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")
@@ -316,6 +327,8 @@ class TrainingLoop:
         if best:
             progress.best_top1, progress.best_step = found.top1, progress.step
         self._input.evaluation(found.corrupt_here, found.corrupt_count)
+        if details is not None:
+            self._write_details(details)
         t.emit(
             EvalEvent(
                 step=progress.step,
@@ -335,6 +348,17 @@ class TrainingLoop:
         elif self._save_is_due(progress.step):
             self._save_if_sound()
         return RunResult("target", None) if reached else None
+
+    def _write_details(self, details: EvalDetails) -> None:
+        """A collective; rank 0 writes. The file is for the report only: training goes on without it."""
+        t = self._t
+        content = details.gather(t.group, t.progress.step, list(t.source.classes))
+        if content is None:
+            return
+        try:
+            write_atomically(t.folder.path / "evaluation.json", content)
+        except CheckpointError as error:
+            self._input.note(str(error))
 
     def _save_is_due(self, step: int) -> bool:
         t = self._t
@@ -381,6 +405,7 @@ class TrainingLoop:
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
+        t.finish_save()  # the previous one
         t.step.update.settle()
         # Before the checkpoint, which has the shares of the steps that follow it.
         self._divide_again()
@@ -390,11 +415,12 @@ class TrainingLoop:
         self._save_owed = t.stop.save_requested = False
         if checkpoint is None:
             return
-        try:
+        best = best and t.config.checkpoint.keep_best
+        forget = self._is_sound
+
+        def write(checkpoint: Checkpoint) -> Path:
             t.check_folder()
-            best = best and t.config.checkpoint.keep_best
-            path = t.store.put(checkpoint, best=best, forget=self._is_sound)
-        except PacelineError as error:
-            t.step.fault = error
-            return
-        t.emit(CheckpointEvent(progress.step, str(path), time.perf_counter() - started, best))
+            return t.store.put(checkpoint, best=best, forget=forget)
+
+        t.writer.save(checkpoint, write, best=best, started=started)
+        t.finish_save(wait=False)

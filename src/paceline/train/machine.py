@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,18 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.host import ask_for_connections, available_cores, connections
 from paceline.core.topology import Topology
 from paceline.version import __version__
+
+# Set by the local launcher for its ranks, whose own command line lacks the launcher's options.
+COMMAND_VARIABLE = "PACELINE_COMMAND"
+
+
+def command_line() -> str:
+    """The command that started this run, for a shell."""
+    if started := os.environ.get(COMMAND_VARIABLE):
+        return started
+    program = Path(sys.argv[0])
+    name = "paceline" if program.name in ("paceline", "__main__.py") else program.name
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:

@@ -1,11 +1,13 @@
 """What a run reports beside its metrics: input stalls, corrupt samples, notes of the loaders, and the
-trace (`trace.json` with the spans of all ranks, `run.trace`; TensorBoard scalars).
+trace (`trace.json` with the spans of all ranks, `run.trace`), and the server of the live report.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +20,9 @@ from paceline.comm.progress import BucketInfo, ExchangeObserver, Observers
 from paceline.comm.tracing import NoTimeline, Spans, Timeline, TimelineSpan, measure_offsets
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, RunError
-from paceline.core.events import CorruptEvent, EvalEvent, Event, NoteEvent, StepEvent
+from paceline.core.events import CorruptEvent, Event, NoteEvent
 from paceline.data import CorruptSample, allowed_corrupt, divide_wait, mark_stream, sum_by_stage
+from paceline.report.server import LOOPBACK, open_socket, url_of
 from paceline.report.trace_file import TracedRank, TracedSpan, trace_document
 from paceline.train.checkpoint import write_atomically
 from paceline.train.run_state import Progress
@@ -140,6 +143,8 @@ class InputReport:
 
 
 NAME = "trace.json"
+# The server answers requests that have begun.
+_SERVER_END_S = 5.0
 
 
 class RunTrace:
@@ -211,30 +216,45 @@ class RunTrace:
         return TracedSpan(name, span.track, span.start_s, span.stop_s, details)
 
 
-class TensorBoardWriter:
-    """An `Observer` that writes scalars to `RUN/tensorboard`."""
+class WatchProcess:
+    """An `Observer` that serves the live report of the run (`run.watch`) from its own process, so that
+    making pages does not hold up the training's interpreter. The process ends with this one."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "run.tensorboard", True, "tensorboard is not installed",
-                "pip install 'paceline[tensorboard]', or leave it out",
-            ) from None  # fmt: skip
-        # Hides steps that a killed process logged after its last checkpoint.
-        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+    def __init__(self, folder: Path, port: int) -> None:
+        """Raises ConfigError where the port cannot be had."""
+        self._process: subprocess.Popen[bytes] | None = None
+        opened = open_socket(LOOPBACK, port)
+        with opened:
+            self.url = url_of(opened)
+            descriptor = opened.fileno()
+            command = [sys.executable, "-m", "paceline.report.server", str(descriptor), str(folder)]
+            # It lives as long as its standard input, also after `kill -9` of this process.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True
+            )
 
     def on_event(self, event: Event) -> None:
-        names: tuple[str, ...]
-        if isinstance(event, StepEvent):
-            names, tag = ("loss", "lr", "images_per_s", "epoch"), "train"
-        elif isinstance(event, EvalEvent):
-            names, tag = ("top1", "top5", "loss"), "val"
-        else:
-            return
-        for name in names:
-            self._writer.add_scalar(f"{tag}/{name}", getattr(event, name), event.step)
+        """The process reads the records itself."""
 
     def close(self) -> None:
-        self._writer.close()
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_SERVER_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def watch_run(folder: Path, port: int, emit: Callable[[Event], None]) -> list[WatchProcess]:
+    """The server, and a note of its address; without it training goes on, and a note says why."""
+    try:
+        server = WatchProcess(folder, port)
+    except (ConfigError, OSError) as error:
+        emit(NoteEvent(f"no live report: {error}"))
+        return []
+    emit(NoteEvent(f"live report at {server.url}"))
+    return [server]

@@ -35,10 +35,11 @@ from paceline.train.components import Components
 from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
-from paceline.train.observers import TensorBoardWriter
+from paceline.train.observers import watch_run
 from paceline.train.rank_records import RecentEvents, each_rank_writes
 from paceline.train.run_folder import RunLock
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
+from paceline.train.trackers import open_trackers
 from paceline.train.weights import (
     applied,
     as_metadata,
@@ -103,9 +104,12 @@ def _train(
         with _device_errors(group):
             outcome = _finished_before(training) or _run_loop(training, display)
     except DeviceError:
-        raise  # nothing can be closed in a lost context
+        # Nothing can be closed in a lost context; a checkpoint that is being written is in host memory.
+        training.finish_save()
+        raise
     except BaseException as error:
         group.leaving(error)
+        training.finish_save()
         write_recent_events(training)
         training.close()
         _finish_given_module(training, components)
@@ -189,9 +193,12 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     is refused must leave the run unchanged."""
     config, folder, error = training.config, training.folder, None
     try:
-        if training.is_main and config.run.tensorboard:
-            place = folder.path / "tensorboard"
-            training.observers.append(TensorBoardWriter(place, training.progress.step))
+        if training.is_main:
+            # First, so that at the end their last notes still reach the others.
+            training.observers += open_trackers(
+                config, folder.path, training.progress.step,
+                lambda text: training.emit(NoteEvent(text)),
+            )  # fmt: skip
         training.observers.append(_records(training))
         training.group.before_forced_exit(lambda: write_recent_events(training))
         if training.is_main:
@@ -208,6 +215,9 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
                 config.with_values({"run.output": "", "run.resume": "", **resolved})
             )
             training.plan_file.write(folder.path / "plan.toml")
+            if config.run.watch:
+                watching = watch_run(folder.path, config.run.watch_port, training.emit)
+                training.observers += watching
         if training.callbacks is not None:
             training.observers.append(training.callbacks)
     except PacelineError as caught:
@@ -347,6 +357,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     if differ or not training.config.checkpoint.salvage:
         return
     training.group.leaving(error)
+    training.finish_save()
     with contextlib.suppress(Exception):
         checkpoint = _last_completed_step(training, loop)
         if checkpoint is not None:

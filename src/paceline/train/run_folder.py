@@ -171,8 +171,9 @@ def _holder(file: Path) -> str:
 # Settings that a resumed run may change while it remains the same run.
 LOCAL_SETTINGS = frozenset(
     {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
-    | {"run.trace", "run.trace_steps"}
-    | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2"}
+    | {"run.trace", "run.trace_steps", "run.trackers", "run.watch", "run.watch_port"}
+    | {"run.eval_details"}
+    | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2", "checkpoint.background"}
     | {"checkpoint.salvage", "checkpoint.accept_salvaged"}
     | {"data.workers", "data.prefetch_batches", "data.read_retries", "checkpoint.keep"}
     # Caches do not change batches.

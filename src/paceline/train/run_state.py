@@ -257,7 +257,8 @@ class RunState:
         return progress.step >= self.batches.total_steps or (reached and evaluated)
 
     def capture(self, progress: Progress) -> Checkpoint | None:
-        """The current checkpoint, on rank 0. A collective: all ranks send their statistics."""
+        """The current checkpoint, on rank 0. A collective: all ranks send their statistics. Its tensors
+        are those of the run, which the next step changes."""
         one = self.config.checkpoint.batch_norm == "average"
         rows = self.batch_norm.rows(self.group, average=one)
         average = self.average.capture(self.group, average=one) if self.average else {}
@@ -265,7 +266,11 @@ class RunState:
         with shared_weights(self.memory):
             if rows is None:
                 return None
-            return self._checkpoint(progress, rows, average, exchange=exchange)
+            found = self._checkpoint(progress, rows, average, exchange=exchange)
+            if self.memory is None or not self.memory.ranks_differ:
+                return found
+            # Behind the context the model has this rank's own weights again.
+            return found.with_tensors(lambda value, _: value.detach().clone())
 
     def _capture_exchange(self) -> dict[str, Any]:
         """The state of each rank's exchange, as bytes: it differs in size and meaning."""
@@ -282,7 +287,7 @@ class RunState:
         """The current checkpoint of this rank alone, without the other ranks' batch-norm statistics."""
         rows = self.batch_norm.flat.detach().cpu()[None].clone()
         average = self.average.capture_alone() if self.average else {}
-        return self._checkpoint(progress, rows, average, only_rank=self.group.rank)
+        return self._checkpoint(progress, rows, average, only_rank=self.group.rank).on_host()
 
     def _checkpoint(
         self,
@@ -300,7 +305,7 @@ class RunState:
             threads=torch.get_num_threads(),
             plan=self.exchange_plan.to_table(),
             model={
-                name: value.detach().cpu()
+                name: value.detach()
                 for name, value in full_state(self.model, self.optimizer).items()
                 if name not in statistics
             },
@@ -308,7 +313,7 @@ class RunState:
                 "names": self.batch_norm.names,
                 "widths": self.batch_norm.widths,
                 "rows": rows,
-                "tracked": self.batch_norm.tracked.cpu(),
+                "tracked": self.batch_norm.tracked,
                 **({} if only_rank is None else {"only_rank": only_rank}),
             },
             optimizer=_without_masters(self.optimizer.state_dict()),

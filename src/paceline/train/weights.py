@@ -146,7 +146,7 @@ class WeightAverage:
         state = self.full_state()
         return {
             "count": float(self._count),
-            "weights": {name: state[name].cpu() for name in state if name in names},
+            "weights": {name: state[name] for name in state if name in names},
             "rows": rows,
         }
 
@@ -214,7 +214,7 @@ class ScheduleFree(WeightAverage):
         return list(torch._foreach_lerp(self.base, self.weights, self._beta))
 
     def _captured(self, rows: Tensor) -> dict[str, Any]:
-        return super()._captured(rows) | {"base": [weight.cpu() for weight in self.base]}
+        return super()._captured(rows) | {"base": list(self.base)}
 
     def restore(self, saved: dict[str, Any], group: Group) -> None:
         super().restore(saved, group)

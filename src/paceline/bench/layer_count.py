@@ -1,0 +1,124 @@
+"""The layers of any model, counted from one traced step on the meta device.
+
+In: a model's name (`timm:convnext_tiny`, `module:factory`) and an image size. Out: a `Network` for the
+planner. Nothing is computed: tensors on the meta device have shapes only.
+Every operation that autograd records is counted: multiply-adds by torch's own formulas, activations
+read and written, and what autograd keeps for the backward pass, by its own account. Elementwise work on
+one map is taken to be fused into the operation before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from paceline.core.errors import ConfigError
+from paceline.models.registry import create_model
+from paceline.models.settings import ModelSettings
+from paceline.plan.layers import Layer, NetTensor, Network
+
+_BATCH = 2
+# Operations that read and write their map and are no product: one pass each way.
+_PASSES = ("norm", "pool", "softmax", "upsample", "grid_sampler")
+# Sums and products of two maps, fused into what makes one of them: the other one is read.
+_JOINS = ("add", "mul", "sub", "div", "cat")
+
+
+def count_layers(name: str, image_size: int = 224, num_classes: int = 1000) -> Network:
+    """ConfigError where the model cannot be made or does not run on the meta device."""
+    model = create_model(ModelSettings(name=name), num_classes=num_classes)
+    return count_module(model.to("meta").train(), name, image_size)
+
+
+def count_module(model: nn.Module, name: str, image_size: int) -> Network:
+    counter = _Counter(model)
+    images = torch.empty(_BATCH, 3, image_size, image_size, device="meta")
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor), counter:
+            model(images)
+    except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            "--model", name, f"does not run on the meta device at {image_size} pixels ({reason})",
+            "profile it instead: paceline profile, then --profile",
+        ) from None  # fmt: skip
+    return Network(name, image_size, counter.layers())
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trained = {
+            _storage(parameter): NetTensor(name, parameter.numel(), half=parameter.dim() > 1)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._fixed = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._left = dict(self._trained)
+        self._kept: set[int] = set()
+        # Storages that were counted stay alive, so that none takes another's place.
+        self._alive: list[Tensor] = []
+        self._found: list[dict[str, Any]] = []
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Autograd saves this: an activation that no one else has saved yet counts once."""
+        place = _storage(tensor)
+        if place not in self._fixed and place not in self._kept and self._found:
+            self._kept.add(place)
+            self._alive.append(tensor)
+            self._found[-1]["kept"] += tensor.untyped_storage().nbytes() / 4 / _BATCH
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        kwargs = dict(kwargs or {})
+        out = func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._alive += outputs
+        maps = [tensor for tensor in inputs if _storage(tensor) not in self._fixed]
+        written = outputs[0].numel() if outputs else 0
+        flops, moved, depth = 0.0, 0.0, 0
+        kind = func._overloadpacket.__name__.strip("_")
+        formula: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = float(formula(*args, **kwargs, out_val=out))
+            moved = float(sum(tensor.numel() for tensor in maps) + written)
+            depth = max(1, round(flops / 2 / max(1, written)))
+        elif any(word in kind for word in _PASSES):
+            moved = 2.0 * max([written, *(tensor.numel() for tensor in maps)])
+        elif any(kind.startswith(word) for word in _JOINS) and len(maps) > 1:
+            moved = float(min(tensor.numel() for tensor in maps))
+        tensors = [self._left.pop(p) for p in map(_storage, inputs) if p in self._left and moved]
+        if moved:
+            self._found.append({
+                "name": f"{len(self._found)}.{kind}", "flops": flops / _BATCH,
+                "moved": moved / _BATCH, "depth": depth, "tensors": tensors, "kept": 0.0,
+            })  # fmt: skip
+        return out
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Trained tensors that no counted operation reads join the first layer: they are ready last."""
+        if not self._found or not self._trained:
+            raise ConfigError("--model", None, "has no layers that train", "name another model")
+        self._found[0]["tensors"] += list(self._left.values())
+        return tuple(
+            Layer(
+                one["name"], one["flops"], one["moved"], tuple(one["tensors"]), one["depth"],
+                math.ceil(one["kept"]),
+            )
+            for one in self._found
+        )  # fmt: skip
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,227 @@
+"""Networks without the framework: what each layer does to one image.
+
+`network` gives, for a model's name and an image size, each layer's multiply-adds, the activations that
+it reads, writes and keeps for the backward pass, and its trained tensors under the names that the model
+itself gives them. `paceline.plan.networks` makes the times of a step of it, `paceline.plan.memory` the
+memory. A model that is not here is counted from a trace (`paceline.bench.layer_count`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.core.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class NetTensor:
+    """A trained tensor. Biases and what belongs to normalisation stay fp32 in half precision."""
+
+    name: str
+    elements: int
+    half: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`flops` counts a multiply-add as two, `moved` the elements read and written, both for one image
+    in the forward pass. `depth` is the length of the sums of a matrix product (input channels times
+    kernel area), 0 for other layers. `kept` are the elements that stay for the backward pass."""
+
+    name: str
+    flops: float
+    moved: float
+    tensors: tuple[NetTensor, ...] = ()
+    depth: int = 0
+    kept: float = 0.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """Layers in the order of the forward pass."""
+
+    name: str
+    image_size: int
+    layers: tuple[Layer, ...]
+
+    @property
+    def tensors(self) -> tuple[NetTensor, ...]:
+        return tuple(tensor for layer in self.layers for tensor in layer.tensors)
+
+    @property
+    def flops(self) -> float:
+        """Of one image, forward."""
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.elements for tensor in self.tensors)
+
+
+class Tracer:
+    """Follows one image through the layers, and writes down what each does."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        self.channels, self.size = channels, size
+        self.layers: list[Layer] = []
+
+    @property
+    def map_elements(self) -> float:
+        return self.channels * self.size**2
+
+    def conv(
+        self, name: str, out: int, kernel: int, stride: int = 1, padding: int | None = None,
+        groups: int = 1, bias: bool = False,
+    ) -> None:  # fmt: skip
+        padding = kernel // 2 if padding is None else padding
+        read = self.map_elements
+        size = self._shrunk(kernel, stride, padding)
+        depth = (self.channels // groups) * kernel**2
+        weights = out * depth
+        self.channels, self.size = out, size
+        flops = 2.0 * weights * size**2
+        tensors = [NetTensor(f"{name}.weight", weights, half=True)]
+        tensors += [NetTensor(f"{name}.bias", out, half=False)] if bias else []
+        moved, kept = read + self.map_elements, self.map_elements
+        self.layers.append(Layer(name, flops, moved, tuple(tensors), depth, kept))
+
+    def norm(self, name: str, kept: bool = True) -> None:
+        """Fused kernels: the product before it gives the statistics, the norm reads and writes the map.
+        Its output is kept unless a sum follows, which keeps its own."""
+        tensors = tuple(
+            NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
+        )
+        size = self.map_elements
+        self.layers.append(Layer(name, 4 * size, 2 * size, tensors, kept=size if kept else 0.0))
+
+    def pool(self, name: str, kernel: int, stride: int, padding: int) -> None:
+        read = self.map_elements
+        self.size = self._shrunk(kernel, stride, padding)
+        moved, kept = read + self.map_elements, self.map_elements
+        self.layers.append(Layer(name, 0.0, moved, kept=kept))
+
+    def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
+        size = (self.size + 2 * padding - kernel) // stride + 1
+        if size < 1:
+            raise ConfigError("--image-size", None, "too small for this model", "224 is usual")
+        return size
+
+    def spread(self, name: str, times: float) -> None:
+        """Elementwise work over the whole map, whose result is kept."""
+        self.layers.append(Layer(name, 0.0, times * self.map_elements, kept=self.map_elements))
+
+    def average(self, name: str, size: int = 1) -> None:
+        read = self.map_elements
+        self.size = size
+        self.layers.append(Layer(name, 0.0, read + self.map_elements))
+
+    def linear(self, name: str, out: int) -> None:
+        features = int(self.map_elements)
+        self.channels, self.size = out, 1
+        tensors = (
+            NetTensor(f"{name}.weight", features * out, half=True),
+            NetTensor(f"{name}.bias", out, half=False),
+        )
+        moved, kept = float(features + out), float(features)
+        self.layers.append(Layer(name, 2.0 * features * out, moved, tensors, features, kept))
+
+
+Build = Callable[[int, int], list[Layer]]
+
+
+def is_network(name: str) -> bool:
+    return name in RESNETS or name in ALEXNETS
+
+
+def network(name: str, image_size: int = 224, num_classes: int = 1000) -> Network:
+    """ConfigError where the model has no analytic form."""
+
+    known: dict[str, Build] = {**RESNETS, **ALEXNETS}
+    if name not in known:
+        remedy = nearest(name, tuple(known)) or "give timm:NAME or module:factory, or --profile"
+        raise ConfigError("--model", name, "unknown to the planner", remedy)
+    if image_size < 32:
+        raise ConfigError("--image-size", image_size, "must be at least 32", "224 is usual")
+    return Network(name, image_size, tuple(known[name](image_size, num_classes)))
+
+
+_DEPTHS = {
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+    "resnet50": (3, 4, 6, 3),
+    "resnet101": (3, 4, 23, 3),
+    "resnet152": (3, 8, 36, 3),
+}
+_WIDE = ("resnet50", "resnet101", "resnet152")
+
+
+def _layers(name: str, image_size: int, num_classes: int) -> list[Layer]:
+    trace = Tracer(3, image_size)
+    trace.conv("conv1", 64, 7, 2, 3)
+    trace.norm("bn1")
+    trace.pool("maxpool", 3, 2, 1)
+    for number, depth in enumerate(_DEPTHS[name]):
+        for block in range(depth):
+            stride = 2 if number > 0 and block == 0 else 1
+            _block(trace, f"layer{number + 1}.{block}", 64 << number, stride, name in _WIDE)
+    trace.average("avgpool")
+    trace.linear("fc", num_classes)
+    return trace.layers
+
+
+def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> None:
+    entry = trace.channels, trace.size
+    kernels = ((1, 1), (3, stride), (1, 1)) if wide else ((3, stride), (3, 1))
+    for number, (kernel, step) in enumerate(kernels, 1):
+        out = channels * 4 if wide and number == 3 else channels
+        trace.conv(f"{name}.conv{number}", out, kernel, step)
+        trace.norm(f"{name}.bn{number}", kept=number < len(kernels))
+    leaving = trace.channels, trace.size
+    if entry != leaving:
+        trace.channels, trace.size = entry
+        trace.conv(f"{name}.downsample.0", leaving[0], 1, stride, 0)
+        trace.norm(f"{name}.downsample.1", kept=False)
+    trace.channels, trace.size = leaving
+    # Fused with the norm before it: one map more is read.
+    trace.spread(f"{name}.sum", 1.0)
+
+
+RESNETS: dict[str, Build] = {name: partial(_layers, name) for name in _DEPTHS}
+
+
+# Number in `features`, channels, kernel, stride, padding, and whether a pool follows.
+_CONVOLUTIONS = (
+    (0, 64, 11, 4, 2, True),
+    (3, 192, 5, 1, 2, True),
+    (6, 384, 3, 1, 1, False),
+    (8, 256, 3, 1, 1, False),
+    (10, 256, 3, 1, 1, True),
+)
+_HIDDEN, _POOLED = 4096, 6
+
+
+def _layers_network_alexnet(norms: bool, image_size: int, num_classes: int) -> list[Layer]:
+    trace = Tracer(3, image_size)
+    for number, channels, kernel, stride, padding, pooled in _CONVOLUTIONS:
+        trace.conv(f"features.{number}", channels, kernel, stride, padding, bias=True)
+        if norms:
+            trace.norm(f"features.bn{number}")
+        else:
+            trace.spread(f"features.{number + 1}", 2.0)
+        if pooled:
+            trace.pool(f"features.{number + 2}", 3, 2, 0)
+    if norms:
+        trace.norm("features.bn_pool5")
+    trace.average("avgpool", _POOLED)
+    trace.linear("classifier.1", _HIDDEN)
+    trace.linear("classifier.4", _HIDDEN)
+    trace.linear("classifier.6", num_classes)
+    return trace.layers
+
+
+ALEXNETS: dict[str, Build] = {
+    "alexnet": partial(_layers_network_alexnet, False),
+    "alexnet_bn": partial(_layers_network_alexnet, True),
+}

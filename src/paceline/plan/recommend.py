@@ -1,0 +1,265 @@
+"""Which batch, how many nodes, for how long and at what price: the choices behind `paceline plan`.
+
+In: a question without a batch, a cluster, limits (memory, the largest global batch that keeps the
+accuracy, minutes, money). Out: a recommended batch and a table of nodes × batch with time, GPU-hours,
+cost, energy and efficiency. Energy counts the boards at their power limit and nothing else; it is an
+estimate from above for the GPUs and leaves hosts and cooling out. No price is built in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.core.untrusted import ParseError, parse_json
+from paceline.plan.cluster import Accelerator, Cluster
+from paceline.plan.layers import Network
+from paceline.plan.memory import LARGEST_BATCH, largest_batch
+from paceline.plan.noise import useful_batch
+from paceline.plan.prediction import Prediction
+from paceline.plan.workload import Affine, Workload
+
+if TYPE_CHECKING:
+    from paceline.plan.answer import Question
+
+# 64K is the largest batch at which ResNet-50 and AlexNet were trained without loss in the paper that
+# Paceline re-creates (LARS, no decay on biases and norms).
+ACCURATE_GLOBAL_BATCH = 65_536
+# Of two batches the smaller is recommended where the larger gains less than this share of the speed.
+_WORTH = 0.03
+# Images/s that one core decodes beside a training (16 threads, records/2026-11-15_input_h200): full-size
+# ImageNet JPEGs, and shards packed to 256 pixels; and nvJPEG on one H200.
+CORE_IMAGES_PER_S = 368.0
+PACKED_IMAGES_PER_S = 833.0
+NVJPEG_IMAGES_PER_S = 13_766.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`memory_batch` is the largest batch of one GPU that fits, None where the model's layers are not
+    known; `minutes` and `budget` are what the job may take, 0 for no limit; `price` is that of a GPU for
+    an hour, 0 where it is not known."""
+
+    memory_batch: int | None = None
+    global_batch: int = ACCURATE_GLOBAL_BATCH
+    minutes: float = 0.0
+    budget: float = 0.0
+    price: float = 0.0
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--target-minutes", self.minutes),
+            ("--budget", self.budget),
+            ("--price-per-gpu-hour", self.price),
+        ):
+            if not 0 <= value < math.inf:
+                raise ConfigError(flag, value, "must be 0 or more, and finite")
+        if self.budget and not self.price:
+            raise ConfigError(
+                "--budget", self.budget, "needs a price", "give --price-per-gpu-hour, too"
+            )
+        if self.global_batch < 1:
+            raise ConfigError("--max-global-batch", self.global_batch, "must be at least 1")
+
+    def largest(self, ranks: int) -> int:
+        """Of one GPU; 0 where so many ranks exceed the global batch with one image each."""
+        most = self.global_batch // ranks
+        return most if self.memory_batch is None else min(most, self.memory_batch)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the table: a number of nodes and a batch. `cost` is 0 where no price was given."""
+
+    nodes: int
+    ranks: int
+    batch: int
+    images_per_s: float
+    efficiency: float
+    train_s: float
+    gpu_hours: float
+    cost: float
+    energy_kwh: float
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch * self.ranks
+
+    def within(self, limits: Limits) -> bool:
+        return (not limits.minutes or self.train_s <= 60 * limits.minutes) and (
+            not limits.budget or self.cost <= limits.budget
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on which board, and for how long."""
+
+    epochs: float
+    samples: int
+    watts: float
+    price: float = 0.0
+
+    def option(self, found: Prediction, nodes: int) -> Option:
+        seconds = found.epochs_s(self.epochs, self.samples)
+        hours = found.ranks * seconds / 3600
+        return Option(
+            nodes, found.ranks, found.batch, found.images_per_s, found.efficiency, seconds, hours,
+            hours * self.price, hours * self.watts / 1000,
+        )  # fmt: skip
+
+
+def candidate_batches(most: int) -> list[int]:
+    """Powers of two and one and a half times those up to `most`, from 8 images on; and `most`."""
+    found = {most}
+    for power in range(3, most.bit_length()):
+        found |= {size for size in (1 << power, 3 << (power - 1)) if size <= most}
+    return sorted(found)
+
+
+def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> int:
+    """The smallest batch that is within 3 % of the fastest within memory and accuracy."""
+    most = limits.largest(cluster.ranks)
+    if most < 1:
+        if limits.memory_batch == 0:
+            raise ConfigError(
+                "--model", question.workload.model, "does not fit one GPU with a single image",
+                "choose a GPU with more memory",
+            )  # fmt: skip
+        raise ConfigError(
+            "--nodes", cluster.nodes,
+            f"{cluster.ranks:,} GPUs with one image each exceed a batch of {limits.global_batch:,}",
+            "use fewer nodes, or raise --max-global-batch",
+        )  # fmt: skip
+    speeds = {
+        batch: replace(question, batch=batch).answer(cluster).images_per_s
+        for batch in candidate_batches(most)
+    }
+    best = max(speeds.values())
+    return min(batch for batch, speed in speeds.items() if speed >= (1 - _WORTH) * best)
+
+
+def options(question: Question, cluster: Cluster, limits: Limits, job: Job) -> list[Option]:
+    """Nodes from a quarter to four times those asked for, each with up to three batches."""
+    counts = sorted({max(1, round(cluster.nodes * factor)) for factor in (0.25, 0.5, 1, 2, 4)})
+    if limits.minutes or limits.budget:
+        counts = sorted({*counts, *(1 << power for power in range(11))})
+    found = []
+    for nodes in counts:
+        place = _resized(cluster, nodes)
+        if place is None or not question.reaches(place):
+            continue
+        most = limits.largest(place.ranks)
+        batches = {
+            min(size, most) for size in (question.batch, 2 * question.batch, question.batch // 2)
+        }
+        for batch in sorted(size for size in batches if size >= 1):
+            answer = replace(question, batch=batch).answer(place)
+            found.append(job.option(answer, nodes))
+    return found
+
+
+def _resized(cluster: Cluster, nodes: int) -> Cluster | None:
+    try:
+        return cluster.with_nodes(nodes)
+    except ConfigError:
+        return None
+
+
+def choose(found: Sequence[Option], limits: Limits) -> Option | None:
+    """With a time, the fewest GPU-hours that meet it; with a budget alone, the fastest within it."""
+    fitting = [option for option in found if option.within(limits)]
+    if not fitting:
+        return None
+    if limits.minutes:
+        return min(fitting, key=lambda option: (option.gpu_hours, option.train_s))
+    return min(fitting, key=lambda option: (option.train_s, option.gpu_hours))
+
+
+def accurate_batch(most: int | None, noise_scale: float) -> int:
+    """The largest global batch: as given, or up to which a doubling saves a tenth of the time according
+    to a measured noise scale, or the largest that is known to keep the accuracy."""
+    if not noise_scale:
+        return ACCURATE_GLOBAL_BATCH if most is None else most
+    if not 0 < noise_scale < math.inf:
+        raise ConfigError("--noise-scale", noise_scale, "must be above 0, and finite")
+    if most is not None:
+        raise ConfigError(
+            "--noise-scale", noise_scale, "sets the largest batch, as --max-global-batch does",
+            "leave out one of them",
+        )  # fmt: skip
+    return max(1, min(LARGEST_BATCH, int(useful_batch(noise_scale))))
+
+
+def limits_of(
+    net: Network | None, gpu: Accelerator | None, global_batch: int | None = None,
+    minutes: float = 0.0, budget: float = 0.0, price: float = 0.0,
+) -> Limits:  # fmt: skip
+    memory = None if net is None or gpu is None else largest_batch(net, gpu)
+    most = ACCURATE_GLOBAL_BATCH if global_batch is None else global_batch
+    return Limits(memory, most, minutes, budget, price)
+
+
+@dataclass(frozen=True)
+class InputSupply:
+    """What the input of a node delivers, in images/s, and by what."""
+
+    images_per_s: float
+    source: str
+
+
+def input_supply(
+    gpus_per_node: int, cores: int = 0, packed: bool = False, nvjpeg: bool = False,
+    bench: Path | None = None,
+) -> InputSupply | None:  # fmt: skip
+    """None where nothing is said of it: the input is taken to keep up."""
+    if cores < 0:
+        raise ConfigError("--cores-per-node", cores, "must be 0 or more")
+    if bench is not None:
+        workers, rate = _bench_rate(bench)
+        if not cores:
+            return InputSupply(rate, f"{workers} workers as measured ({bench.name})")
+        return InputSupply(rate / workers * cores, f"{cores} cores as measured ({bench.name})")
+    if nvjpeg:
+        rate = NVJPEG_IMAGES_PER_S * gpus_per_node
+        return InputSupply(rate, f"nvJPEG at {NVJPEG_IMAGES_PER_S:,.0f} images/s a GPU")
+    if cores:
+        each = PACKED_IMAGES_PER_S if packed else CORE_IMAGES_PER_S
+        what = "packed shards" if packed else "full-size JPEGs"
+        return InputSupply(cores * each, f"{cores} cores at {each:,.0f} images/s, {what}")
+    return None
+
+
+def _bench_rate(path: Path) -> tuple[int, float]:
+    """Workers and images/s of the fastest of our own rows in a file of `paceline bench input --json`."""
+    try:
+        rows = parse_json(path.read_bytes())["rows"]
+        found = [
+            (float(row["images_per_s"]), int(row["workers"]))
+            for row in rows
+            if row["kind"] == "ours"
+        ]
+        rate, workers = max(found)
+    except OSError as error:
+        raise ConfigError(
+            "--input-bench", str(path), f"cannot be read ({error.strerror})", "check the path"
+        ) from None
+    except (ParseError, ValueError, KeyError, TypeError, OverflowError):
+        rate, workers = 0.0, 0
+    if not (0 < rate < math.inf and 0 < workers < 1 << 20):
+        raise ConfigError(
+            "--input-bench", str(path), "is no output of paceline bench input",
+            "write it with paceline bench input --json",
+        )  # fmt: skip
+    return workers, rate
+
+
+def fed_by(work: Workload, supply: InputSupply | None, gpus_per_node: int) -> Workload:
+    """The workload with an input of that speed, shared by the GPUs of a node."""
+    if supply is None:
+        return work
+    return replace(work, input=Affine(0.0, gpus_per_node / supply.images_per_s))

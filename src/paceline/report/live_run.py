@@ -1,0 +1,122 @@
+"""`LiveRun`: a run folder that is read again and again while the run writes to it.
+
+Only what has been appended since the last look is read. A file that was replaced or has become shorter is
+read from its start. A last line without its line end is left for the next look.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.core.errors import DataError, PacelineError
+from paceline.core.untrusted import one_line
+from paceline.report.run_files import (
+    EVENTS_NAME,
+    Record,
+    RunFiles,
+    assemble,
+    parse_line,
+    rank_files,
+)
+
+# What one look reads of a file at most: the page of a huge run appears after several looks.
+_MOST_BYTES = 64 << 20
+
+
+@dataclass
+class _Tail:
+    """One file of events: how far it has been read, and its records."""
+
+    path: Path
+    identity: tuple[int, int] = (0, 0)
+    offset: int = 0
+    lines: int = 0
+    records: list[Record] = field(default_factory=list)
+
+    def read_on(self) -> bool:
+        """Whether there is anything new."""
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            identity, restarted = (status.st_dev, status.st_ino), False
+            if identity != self.identity or status.st_size < self.offset:
+                restarted = bool(self.records)
+                self.identity, self.offset, self.lines, self.records = identity, 0, 0, []
+            if status.st_size == self.offset:
+                return restarted
+            file.seek(self.offset)
+            content = file.read(_MOST_BYTES)
+        whole = content.rfind(b"\n") + 1
+        for line in content[:whole].split(b"\n")[:-1]:
+            self.lines += 1
+            self.records.append(parse_line(line, self.path, self.lines))
+            self.offset += len(line) + 1
+        return restarted or whole > 0
+
+
+class LiveRun:
+    """`files` is what the folder holds now; None with a `problem` where it cannot be read. `version`
+    changes with every change of either."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: RunFiles | None = None
+        self.problem = "not read yet"
+        self.version = 0
+        self._tails: dict[int, _Tail] = {}
+        self._others: tuple[object, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return one_line(self.path.resolve().name)
+
+    def refresh(self) -> None:
+        """Reads what is new. Never raises for what the folder holds or lacks."""
+        try:
+            changed = self._read_on()
+            problem = ""
+        except PacelineError as error:
+            changed, problem = False, str(error)
+        except OSError as error:
+            changed = False
+            problem = f"{self.path} cannot be read: {error.strerror}; it is looked for again"
+        if problem:
+            self._tails.clear()
+            self._others = ()
+            self.files = None
+        if changed or problem != self.problem:
+            self.version += 1
+        self.problem = problem
+
+    def _read_on(self) -> bool:
+        if not (self.path / EVENTS_NAME).is_file():
+            gone = (
+                "is gone"
+                if self.files is not None or "is gone" in self.problem
+                else "does not exist"
+            )
+            what = f"has no {EVENTS_NAME} yet" if self.path.is_dir() else gone
+            raise DataError(f"run folder {self.path} {what}", "it is looked for again")
+        found = rank_files(self.path)
+        changed = found.keys() != self._tails.keys()
+        self._tails = {rank: self._tails.get(rank) or _Tail(file) for rank, file in found.items()}
+        for tail in self._tails.values():
+            changed |= tail.read_on()
+        others = tuple(
+            _status(self.path / name) for name in ("summary.json", "config.toml", "evaluation.json")
+        )
+        # Files appear and vanish in it without a record: checkpoints are removed.
+        others += (_status(self.path / "checkpoints"),)
+        if changed or others != self._others or self.files is None:
+            records = {rank: tail.records for rank, tail in self._tails.items()}
+            self.files, self._others, changed = assemble(self.path, records), others, True
+        return changed
+
+
+def _status(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

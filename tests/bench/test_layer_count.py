@@ -1,0 +1,86 @@
+"""Layers counted from a trace on the meta device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from paceline.bench.layer_count import count_layers, count_module
+from paceline.cli.app import app
+from paceline.core.errors import ConfigError
+from paceline.plan.cluster import accelerator
+from paceline.plan.memory import step_memory
+from paceline.plan.networks import analytic_workload, network
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnet18", "alexnet_bn"])
+def test_a_traced_network_is_the_written_one(name: str) -> None:
+    """Two independent counts: of operations, and by hand."""
+    traced, written = count_layers(name), network(name)
+    assert traced.elements == written.elements
+    assert {t.name: (t.elements, t.half) for t in traced.tensors} == {
+        t.name: (t.elements, t.half) for t in written.tensors
+    }
+    assert traced.flops == pytest.approx(written.flops, rel=0.01)
+    gpu = accelerator("H100")
+    for batch in (16, 256):
+        one, other = (analytic_workload(net, gpu).compute_s(batch) for net in (traced, written))
+        assert one == pytest.approx(other, rel=0.06)
+    memory = [step_memory(net, 256).total for net in (traced, written)]
+    assert memory[0] == pytest.approx(memory[1], rel=0.10)
+
+
+class Attention(nn.Module):
+    """A block of a vision transformer: patches, attention, a wide layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, 16, 16)
+        self.norm = nn.LayerNorm(64)
+        self.qkv = nn.Linear(64, 192)
+        self.wide = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.head((x + self.wide(x)).mean(1))
+
+
+def make_attention(num_classes: int = 10, **_: object) -> nn.Module:
+    return Attention()
+
+
+def test_products_of_attention_count() -> None:
+    tokens, width = 14 * 14, 64
+    with torch.device("meta"):
+        net = count_module(Attention(), "attention", 224)
+    linear = 2 * tokens * (3 * 256 * width + width * 192 + 2 * width * 256) + 2 * width * 10
+    attention = 2 * 2 * tokens * tokens * width
+    assert net.flops == pytest.approx(linear + attention, rel=0.01)
+    assert net.elements == sum(p.numel() for p in Attention().parameters())
+    ready = [g.ready for g in analytic_workload(net, accelerator("A100")).gradients]
+    assert ready == sorted(ready)
+
+
+def test_the_planner_takes_any_factory() -> None:
+    flags = ["plan", "--gpu", "A100", "--model", "bench.test_layer_count:make_attention", "--json"]
+    done = CliRunner().invoke(app, flags, catch_exceptions=False)
+    found = json.loads(done.output)
+    assert found["model"].endswith("make_attention")
+    assert found["memory"]["total"] > 0
+    assert found["recommended_batch"]
+
+
+def test_a_model_that_looks_at_values_is_refused_in_one_line() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * int(x.sum().item())
+
+    with pytest.raises(ConfigError, match="paceline profile"):
+        count_module(Looks(2, 2).to("meta"), "looks", 32)

@@ -1,0 +1,181 @@
+"""Memory, recommended batches, prices, input and the table of nodes and batches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.plan.answer import Question
+from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
+from paceline.plan.memory import check_memory, largest_batch, step_memory, usable_bytes
+from paceline.plan.networks import analytic_workload, network
+from paceline.plan.noise import useful_batch
+from paceline.plan.recommend import (
+    CORE_IMAGES_PER_S,
+    NVJPEG_IMAGES_PER_S,
+    Job,
+    Limits,
+    accurate_batch,
+    candidate_batches,
+    choose,
+    fed_by,
+    input_supply,
+    options,
+    recommended_batch,
+)
+
+H100 = accelerator("H100")
+NET = network("resnet50")
+ASK = Question(analytic_workload(NET, H100), 64, ("native",))
+PLACE = gpu_cluster(H100, 4, 8, 3200, links=8)
+JOB = Job(90, 1_281_167, H100.watts, 2.0)
+
+# Model, batch, half precision, CUDA graphs, GiB: torch.cuda.max_memory_allocated of our step on one H200
+# (records/2026-11-15_training-step_h200).
+PEAKS = [
+    ("resnet50", 256, True, True, 10.55),
+    ("resnet50", 256, True, False, 10.45),
+    ("resnet50", 512, True, True, 20.66),
+    ("alexnet_bn", 512, True, True, 2.17),
+    ("resnet50", 256, False, True, 26.47),
+]
+
+
+@pytest.mark.parametrize(("model", "batch", "half", "graphs", "gib"), PEAKS)
+def test_measured_peaks_are_met(
+    model: str, batch: int, half: bool, graphs: bool, gib: float
+) -> None:
+    found = step_memory(network(model), batch, half, graphs)
+    assert found.total / 2**30 == pytest.approx(gib, rel=0.10)
+
+
+@pytest.mark.parametrize("name", list(catalogue()))
+def test_the_largest_batch_is_the_largest(name: str) -> None:
+    gpu = accelerator(name)
+    most = largest_batch(NET, gpu)
+    assert step_memory(NET, most).total <= usable_bytes(gpu) < step_memory(NET, most + 1).total
+    assert check_memory(NET, gpu, most).total <= gpu.memory_bytes
+    with pytest.raises(ConfigError, match=f"at most {most:,} fit"):
+        check_memory(NET, gpu, most + 1)
+
+
+def test_a_model_that_does_not_fit_at_all() -> None:
+    tiny = replace(H100, memory_bytes=2.2e9)
+    assert largest_batch(NET, tiny) == 0
+    with pytest.raises(ConfigError, match="more memory"):
+        check_memory(NET, tiny, 1)
+    with pytest.raises(ConfigError, match="--model"):
+        recommended_batch(ASK, PLACE, Limits(memory_batch=0))
+
+
+def test_the_recommended_batch_is_the_smallest_that_is_nearly_as_fast() -> None:
+    limits = Limits(largest_batch(NET, H100))
+    batch = recommended_batch(ASK, PLACE, limits)
+    most = limits.largest(PLACE.ranks)
+    speed = {
+        size: replace(ASK, batch=size).answer(PLACE).images_per_s
+        for size in candidate_batches(most)
+    }
+    best = max(speed.values())
+    assert speed[batch] >= 0.97 * best
+    assert all(fast < 0.97 * best for size, fast in speed.items() if size < batch)
+
+
+def test_limits_hold() -> None:
+    assert recommended_batch(ASK, PLACE, Limits(memory_batch=50)) <= 50
+    assert recommended_batch(ASK, PLACE, Limits(global_batch=640)) <= 20
+    with pytest.raises(ConfigError, match="--nodes"):
+        recommended_batch(ASK, PLACE, Limits(global_batch=31))
+    assert candidate_batches(5) == [5]
+    assert candidate_batches(32) == [8, 12, 16, 24, 32]
+
+
+def test_a_noise_scale_sets_the_largest_batch() -> None:
+    assert accurate_batch(None, 0.0) == 65_536
+    assert accurate_batch(3200, 0.0) == 3200
+    assert accurate_batch(None, 1000.0) == int(useful_batch(1000.0)) < 65_536
+    for most, noise in ((3200, 1000.0), (None, -1.0), (None, float("nan"))):
+        with pytest.raises(ConfigError, match="--noise-scale"):
+            accurate_batch(most, noise)
+
+
+def test_the_table_keeps_the_limits_and_counts_hours() -> None:
+    limits = Limits(memory_batch=200, global_batch=10_000, price=2.0)
+    found = options(replace(ASK, batch=100), PLACE, limits, JOB)
+    assert {option.nodes for option in found} == {1, 2, 4, 8, 16}
+    for option in found:
+        assert option.batch <= 200
+        assert option.global_batch <= 10_000
+        assert option.gpu_hours == pytest.approx(option.ranks * option.train_s / 3600)
+        assert option.cost == pytest.approx(2 * option.gpu_hours)
+        assert option.energy_kwh == pytest.approx(0.7 * option.gpu_hours)
+
+
+def test_a_time_takes_the_cheapest_and_a_budget_the_fastest() -> None:
+    found = options(replace(ASK, batch=128), PLACE, Limits(price=2.0), JOB)
+    slowest = max(option.train_s for option in found)
+    in_time = Limits(minutes=slowest / 120, price=2.0)
+    chosen = choose(found, in_time)
+    assert chosen is not None
+    assert chosen.train_s <= slowest / 2
+    assert all(chosen.gpu_hours <= o.gpu_hours for o in found if o.within(in_time))
+    budget = Limits(budget=sorted(option.cost for option in found)[3], price=2.0)
+    fast = choose(found, budget)
+    assert fast is not None
+    assert fast.cost <= budget.budget
+    assert all(fast.train_s <= o.train_s for o in found if o.within(budget))
+    assert choose(found, Limits(minutes=1e-3)) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({"minutes": -1.0}, "--target-minutes"),
+        ({"budget": 5.0}, "--budget"),
+        ({"price": float("nan")}, "--price-per-gpu-hour"),
+        ({"global_batch": 0}, "--max-global-batch"),
+    ],
+)
+def test_limits_that_cannot_be(values: dict[str, float], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        Limits(**values)  # type: ignore[arg-type]
+
+
+def test_what_the_input_of_a_node_delivers(tmp_path: Path) -> None:
+    assert input_supply(8) is None
+    cores = input_supply(8, cores=64)
+    assert cores is not None
+    assert cores.images_per_s == 64 * CORE_IMAGES_PER_S
+    packed = input_supply(8, cores=64, packed=True)
+    assert packed is not None
+    assert packed.images_per_s > cores.images_per_s
+    gpus = input_supply(8, nvjpeg=True)
+    assert gpus is not None
+    assert gpus.images_per_s == 8 * NVJPEG_IMAGES_PER_S
+    file = tmp_path / "input.json"
+    rows = [{"kind": "ours", "workers": 2, "images_per_s": 1648.0},
+            {"kind": "dataloader", "workers": 2, "images_per_s": 9000.0}]  # fmt: skip
+    file.write_text(json.dumps({"rows": rows}))
+    as_measured, scaled = input_supply(8, bench=file), input_supply(8, cores=16, bench=file)
+    assert as_measured is not None
+    assert scaled is not None
+    assert as_measured.images_per_s == 1648
+    assert scaled.images_per_s == 8 * 1648
+    assert fed_by(ASK.workload, scaled, 8).input.at(100) == pytest.approx(100 / 1648)
+
+
+NO_WORKERS = '{"rows": [{"kind": "ours", "workers": 0, "images_per_s": 1}]}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [1]}', '{"rows": []}', NO_WORKERS])
+def test_a_file_that_is_no_benchmark(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "input.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--input-bench"):
+        input_supply(8, bench=file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        input_supply(8, bench=tmp_path / "none.json")

@@ -1,0 +1,133 @@
+"""Run folders that change while they are read: they grow, are cut, vanish, and hold foreign things."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.core.events import Event
+from paceline.report.live_run import LiveRun
+from report.conftest import MakeRun
+from report.made_up_runs import BEGAN, evaluation, start, step
+
+
+def line(event: Event) -> str:
+    return json.dumps({**event.to_dict(), "time": BEGAN}) + "\n"
+
+
+def append(folder: Path, text: str, name: str = "metrics.jsonl") -> None:
+    with (folder / name).open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def recorded(run: LiveRun, rank: int = 0) -> list[int]:
+    assert run.files is not None, run.problem
+    return [record["step"] for record in run.files.of_kind("step", rank)]
+
+
+def test_a_folder_that_grows(make_run: MakeRun) -> None:
+    folder = make_run([start(), step(1)])
+    run = LiveRun(folder)
+    run.refresh()
+    assert recorded(run) == [1]
+    version = run.version
+    run.refresh()
+    assert run.version == version, "nothing new, nothing to render"
+    half = line(step(3))
+    append(folder, line(step(2)) + half[:20])
+    run.refresh()
+    assert recorded(run) == [1, 2]
+    assert run.version > version
+    append(folder, half[20:])
+    append(folder, line(start()) + line(step(7)), "metrics.rank1.jsonl")
+    run.refresh()
+    assert recorded(run) == [1, 2, 3]
+    assert recorded(run, 1) == [7]
+    # Resumed from step 2: what came after it is superseded.
+    append(folder, line(start(2)) + line(step(3)) + line(evaluation(3)))
+    run.refresh()
+    assert recorded(run) == [1, 2, 3]
+    assert run.files is not None
+    assert run.files.resumes
+    version = run.version
+    (folder / "summary.json").write_text('{"top1": 50.0}')
+    run.refresh()
+    assert run.version > version
+
+
+def test_a_file_that_is_cut_short_or_replaced_is_read_again(make_run: MakeRun) -> None:
+    folder = make_run([start(), *(step(n) for n in range(1, 9))])
+    run = LiveRun(folder)
+    run.refresh()
+    content = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(content[:4]))
+    run.refresh()
+    assert recorded(run) == [1, 2, 3]
+    other = folder / "other"
+    other.write_text("".join([content[0], content[-1], *content[2:8]]))
+    other.replace(folder / "metrics.jsonl")
+    run.refresh()
+    assert recorded(run)[0] == 8
+
+
+def test_a_folder_that_appears_vanishes_and_returns(make_run: MakeRun, tmp_path: Path) -> None:
+    run = LiveRun(tmp_path / "run")
+    run.refresh()
+    assert run.files is None
+    assert "does not exist" in run.problem
+    folder = make_run([start(), step(1)])
+    run.refresh()
+    assert recorded(run) == [1]
+    kept = tmp_path / "kept"
+    shutil.move(folder, kept)
+    run.refresh()
+    run.refresh()
+    assert run.files is None
+    assert "is gone" in run.problem
+    folder.mkdir()
+    run.refresh()
+    assert "no metrics.jsonl yet" in run.problem
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    run.refresh()
+    assert recorded(run) == [1]
+
+
+FOREIGN = [
+    '{"name": "package", "version": 1}', "[1, 2]", '{"event": "step", "step": "x"}', "\udcff",
+    "[" * 9999,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_foreign_lines_are_named_and_the_run_comes_back(make_run: MakeRun, foreign: str) -> None:
+    folder = make_run([start(), step(1)])
+    good = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(
+        good + foreign.encode("utf-8", "surrogateescape") + b"\n"
+    )
+    run = LiveRun(folder)
+    run.refresh()
+    assert run.files is None
+    assert "line 3" in run.problem
+    version = run.version
+    run.refresh()
+    assert run.version == version
+    (folder / "metrics.jsonl").write_bytes(good)
+    run.refresh()
+    assert recorded(run) == [1]
+
+
+def test_other_files_that_are_damaged(make_run: MakeRun) -> None:
+    folder = make_run([start(), step(1)])
+    (folder / "summary.json").write_text("{")
+    run = LiveRun(folder)
+    run.refresh()
+    assert "summary.json" in run.problem
+    (folder / "summary.json").unlink()
+    (folder / "evaluation.json").write_text('{"classes": 3}')
+    (folder / "metrics.rank9999999999.jsonl").write_text("")
+    run.refresh()
+    assert recorded(run) == [1]

@@ -1,0 +1,178 @@
+"""The server of live reports: pages that are renewed, several runs, who may read, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import CheckpointEvent, NoteEvent
+from paceline.report import server as module
+from paceline.report.server import WatchServer, open_socket
+from report.conftest import MakeRun
+from report.made_up_runs import BEGAN, evaluation, finished_events, start, step
+
+TOKEN = "0123456789abcdef"
+HOSTILE = "<img src=x onerror=alert(1)>\"'&"
+
+
+@pytest.fixture(autouse=True)
+def _look_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(module, "_REST", 0.0)
+
+
+class Client:
+    """Asks a server as a browser does."""
+
+    def __init__(self, server: WatchServer) -> None:
+        self._port = server.socket.getsockname()[1]
+
+    def get(
+        self, path: str = "/", method: str = "GET", **headers: str
+    ) -> tuple[int, str, dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, headers=named)
+        answer = connection.getresponse()
+        found = answer.status, answer.read().decode(), dict(answer.getheaders())
+        connection.close()
+        return found
+
+
+@contextlib.contextmanager
+def serving(runs: Sequence[Path], token: str = "") -> Iterator[Client]:
+    with WatchServer(runs, open_socket("127.0.0.1", 0), token) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield Client(server)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def append(folder: Path, *events: object) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        for event in events:
+            file.write(json.dumps({**event.to_dict(), "time": BEGAN}) + "\n")  # type: ignore[attr-defined]
+
+
+def test_a_page_is_renewed_without_a_reload(make_run: MakeRun) -> None:
+    folder = make_run(finished_events()[:100])
+    with serving([folder]) as client:
+        status, page, headers = client.get("/")
+        assert status == 200
+        assert '<script src="/watch.js" defer></script>' in page
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        status, content, headers = client.get("/content?have=")
+        assert (status, content in page) == (200, True)
+        version = headers["X-Version"]
+        assert client.get(f"/content?have={version}")[:2] == (204, "")
+        append(folder, NoteEvent("a new note"), evaluation(99, 77.77))
+        append(folder, CheckpointEvent(99, "checkpoints/step-00000099.pt", 1.0, stall_s=0.01))
+        status, content, headers = client.get(f"/content?have={version}")
+        assert status == 200
+        assert headers["X-Version"] != version
+        for part in ("a new note", "77.77 %", "step-00000099.pt", "10 ms", "T = S · N · e"):
+            assert part in content
+        assert "innerHTML" in client.get("/watch.js")[1]
+        assert client.get("/", "HEAD")[:2] == (200, "")
+
+
+def test_several_runs_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [
+        make_run(finished_events(), name="one"), make_run([start(), step(1)], name=HOSTILE),
+        tmp_path / "not-there",
+    ]  # fmt: skip
+    with serving(runs) as client:
+        status, page, _ = client.get("/")
+        assert status == 200
+        assert page.count("<article") == 3
+        assert "does not exist" in page
+        assert "<img" not in page
+        assert "&lt;img" in page
+        assert "all runs" in client.get("/run/0")[1]
+        assert "&lt;img" in client.get("/run/1")[1]
+        assert "Nothing to show" in client.get("/run/2")[1]
+        metrics = client.get("/metrics")
+        assert metrics[2]["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert 'paceline_up{run="not-there"} 0.0' in metrics[1]
+        assert 'paceline_step{run="one"} 800.0' in metrics[1]
+
+
+NOWHERE = [
+    "/run/7", "/run/-1", "/run/%D9%A3", "/run/0/../../etc/passwd", "/../metrics.jsonl",
+    "/run/99999999999", "/x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", NOWHERE)
+def test_there_is_nothing_else(make_run: MakeRun, path: str) -> None:
+    with serving([make_run([start()])]) as client:
+        assert client.get(path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_it_is_read_only(make_run: MakeRun, method: str) -> None:
+    folder = make_run([start()])
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in folder.iterdir())
+    with serving([folder]) as client:
+        assert client.get("/", method)[0] == 501
+        client.get("/")
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in folder.iterdir()) == before
+
+
+def test_another_host_name_is_refused_on_loopback(make_run: MakeRun) -> None:
+    with serving([make_run([start()])]) as client:
+        assert client.get("/", Host="rebound.example.com")[0] == 421
+        for host in ("localhost:1234", "127.0.0.1", "[::1]:80"):
+            assert client.get("/", Host=host)[0] == 200
+
+
+def test_a_token_is_needed_where_there_is_one(make_run: MakeRun) -> None:
+    with serving([make_run([start()])], TOKEN) as client:
+        for path in ("/", "/content", "/metrics", "/watch.js", f"/?token={TOKEN[:-1]}", "/?token="):
+            assert client.get(path)[0] == 401
+        assert (
+            client.get("/", Authorization="Bearer wrong", Cookie="paceline_token=x; =;")[0] == 401
+        )
+        status, page, headers = client.get(f"/?token={TOKEN}", Host="node7:8970")
+        assert status == 200
+        assert TOKEN not in page
+        assert "HttpOnly" in headers["Set-Cookie"]
+        assert client.get("/content", Cookie=headers["Set-Cookie"].split(";")[0])[0] == 200
+        assert client.get("/metrics", Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_a_port_in_use_and_an_address_of_another_host() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port = {port}.*in use"):
+            open_socket("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="--host"):
+        open_socket("192.0.2.1", 0)
+    with pytest.raises(ConfigError, match="--port"):
+        open_socket("127.0.0.1", 70_000)
+    with pytest.raises(ConfigError, match="--host"):
+        open_socket("no such host.invalid", 0)
+
+
+@pytest.mark.slow
+def test_a_page_of_100_000_steps_and_90_epochs_is_small(make_run: MakeRun) -> None:
+    steps = 100_000
+    events = [start(total_steps=steps)]
+    events += [step(n, 1.0 + 1 / n, total=steps, epoch=90 * n / steps) for n in range(1, steps + 1)]
+    events += [evaluation(steps * n // 90, 50 + n / 3, epoch=float(n)) for n in range(1, 91)]
+    folder = make_run(events)
+    with serving([folder]) as client:
+        assert len(client.get("/")[1]) < 2_000_000

@@ -1,0 +1,170 @@
+"""Background checkpoints: what is copied, in which order things happen, and how errors arrive."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.errors import CheckpointError
+from paceline.core.events import CheckpointEvent, StepEvent, read_events
+from paceline.train import Checkpoint, run_training
+from paceline.train.checkpoint import content_hash
+from paceline.train.checkpoint_writer import CheckpointWriter, HostCopy
+from ranks import run_ranks
+from small_runs import Silent, run_small, small_config
+from train.runs import EVERY_STEP, stop_after, watched
+
+
+def checkpoint(step: int = 3, **parts: Any) -> Checkpoint:
+    weight = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    given: dict[str, Any] = {
+        "progress": {"step": step}, "config": {}, "world_size": 1, "threads": 1, "plan": {},
+        "model": {"weight": weight, "tied": weight}, "batch_norm": {"rows": torch.ones(1, 2, 3)},
+        "optimizer": {"state": {0: {"momentum": torch.zeros(3)}}, "param_groups": [{"params": [0]}]},
+        "precision": {}, "sampler": {}, "schedule": {}, "rng": {}, "classes": ["a"],
+        "versions": {}, "callbacks": {"0:X": {"seen": [torch.ones(2), 1]}},
+    }  # fmt: skip
+    return Checkpoint(**(given | parts))
+
+
+def test_the_copy_is_equal_and_independent_and_its_memory_is_kept() -> None:
+    made, copies = checkpoint(), HostCopy()
+    first = copies.take(made)
+    assert first.to_bytes().tobytes() == made.to_bytes().tobytes()
+    assert first.model["weight"].stride() == made.model["weight"].stride()
+    assert first.model["tied"] is first.model["weight"]
+    for part in (made.model["weight"], made.optimizer["state"][0]["momentum"]):
+        part.add_(1)
+    made.callbacks["0:X"]["seen"].append(2)
+    assert float(first.model["weight"].sum()) == float(torch.arange(24.0).sum())
+    assert first.callbacks["0:X"]["seen"][1:] == [1]
+    memory = first.model["weight"].data_ptr()
+    again = copies.take(made)
+    assert again.model["weight"].data_ptr() == memory
+    assert float(again.model["weight"].sum()) == float(torch.arange(24.0).sum()) + 24
+    grown = copies.take(checkpoint(model={"weight": torch.zeros(7)}))
+    assert grown.model["weight"].shape == (7,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_gpu_are_copied_to_pinned_memory() -> None:
+    weight = torch.randn(1000, 1000, device="cuda")
+    expected = weight.cpu()
+    copy = HostCopy().take(checkpoint(model={"weight": weight}))
+    weight.zero_()
+    assert copy.model["weight"].is_pinned()
+    assert torch.equal(copy.model["weight"], expected)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written() -> None:
+    writer, release = CheckpointWriter(background=True), threading.Event()
+
+    def write(saved: Checkpoint) -> Path:
+        release.wait(30)
+        return Path(f"step-{saved.step}.pt")
+
+    writer.save(checkpoint(), write, best=True, started=time.perf_counter())
+    assert writer.take_written(wait=False) is None
+    release.set()
+    written = writer.take_written(wait=True)
+    assert written is not None
+    assert (written.step, written.best, written.path) == (3, True, Path("step-3.pt"))
+    assert written.stall_s < written.save_s
+    assert writer.take_written(wait=True) is None
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_any_error_of_the_writer_is_one_line(background: bool) -> None:
+    writer = CheckpointWriter(background=background)
+
+    def write(_: Checkpoint) -> Path:
+        raise RuntimeError("unexpected\nfailure")
+
+    writer.save(checkpoint(), write, best=False, started=time.perf_counter())
+    written = writer.take_written(wait=True)
+    assert written is not None
+    assert isinstance(written.error, CheckpointError)
+    assert "step 3" in str(written.error)
+    assert "\n" not in str(written.error)
+
+
+def files(folder: Path) -> dict[str, Checkpoint]:
+    return {path.name: Checkpoint.read(path) for path in sorted((folder / "checkpoints").iterdir())}
+
+
+def test_the_files_are_those_of_a_run_that_waits(tmp_path: Path) -> None:
+    fast = watched(tmp_path / "fast", **EVERY_STEP, run__average_epochs=1.0)[1]
+    slow = watched(
+        tmp_path / "slow", **EVERY_STEP, run__average_epochs=1.0, checkpoint__background=False
+    )[1]
+    here, there = files(tmp_path / "fast"), files(tmp_path / "slow")
+    assert here.keys() == there.keys()
+    for name, saved in here.items():
+        for part in ("model", "optimizer", "average", "precision", "sampler"):
+            mine, other = (content_hash(getattr(c, part)) for c in (saved, there[name]))
+            assert mine == other, (name, part)
+    for events, waits in ((fast, False), (slow, True)):
+        saves = [event for event in events if isinstance(event, CheckpointEvent)]
+        assert [event.step for event in saves] == list(range(1, 8))
+        assert all(event.stall_s is not None for event in saves)
+        assert all((event.stall_s == event.save_s) == waits for event in saves)
+
+
+def test_a_run_resumed_from_a_background_checkpoint_has_the_same_bits(tmp_path: Path) -> None:
+    whole = run_small(tmp_path / "whole", **EVERY_STEP)
+    stop_after(3, tmp_path / "cut", **EVERY_STEP)
+    resumed = run_small(tmp_path / "cut", **EVERY_STEP, run__resume="auto")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert resumed.summary["resumed_at_steps"] == [3]
+
+
+def _full_disk(rank: int, folder: str) -> tuple[str, int]:
+    """The second checkpoint finds no space, later than the step after it has begun."""
+    real, begun = os.fsync, threading.Event()
+
+    def fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if "step-00000004" in name:
+            begun.wait(30)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    class Display(Silent):
+        def on_event(self, event: Any) -> None:
+            super().on_event(event)
+            if isinstance(event, StepEvent) and event.step == 5:
+                begun.set()
+
+    os.fsync = fsync
+    display = Display()
+    config = small_config(
+        folder, checkpoint__interval_steps=2, checkpoint__interval_epochs=0,
+        checkpoint__keep_best=False, run__batch_size=8,
+    )  # fmt: skip
+    try:
+        run_training(config, lambda: display)
+    except CheckpointError as error:
+        return str(error), len(display.events)
+    finally:
+        os.fsync = real
+    return "", len(display.events)
+
+
+def test_an_error_of_the_writer_ends_all_ranks_with_its_line(tmp_path: Path) -> None:
+    lines = [line for line, _ in run_ranks(2, _full_disk, str(tmp_path / "run"))]
+    assert lines[0] == lines[1]
+    assert "no space left" in lines[0]
+    assert "step-00000002.pt, is untouched" in lines[0]
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert "step-00000002.pt" in names
+    assert not any(name.endswith(".tmp") for name in names)
+    steps = [e["step"] for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
+    assert steps[-1] >= 5, "training went on while the checkpoint was being written"

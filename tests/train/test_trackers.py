@@ -1,0 +1,182 @@
+"""Trackers: what they receive, and that none of their failures reaches the training."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import (
+    CheckpointEvent,
+    CorruptEvent,
+    EvalEvent,
+    MetricEvent,
+    NoteEvent,
+    RanksEvent,
+    StepEvent,
+    TrustEvent,
+    read_events,
+)
+from paceline.train import trackers
+from paceline.train.trackers import CsvTracker, TrackerThread, scalars
+from small_runs import run_small, small_config
+from train.runs import stop_after
+
+STEP = StepEvent(
+    3, 0.5, 1.25, 0.1, 900.0, 0.1, 0.0, exposed_comm_s=0.01, input_stall_s=0.02,
+    input_stall_causes={"decode": 0.02}, grad_norm=float("nan"),
+)  # fmt: skip
+
+
+class Kept:
+    """A tracker that keeps what it gets, and fails where it is asked to."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+        self._fails_at = fails_at
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self._fails_at:
+            raise ConnectionError("the server\nis offline")
+        self.logged.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_every_number_of_an_event_has_a_name() -> None:
+    found = scalars(STEP)
+    assert found["train/loss"] == 1.25
+    assert found["train/input_stall_causes/decode"] == 0.02
+    assert "train/grad_norm" not in found
+    assert "train/core_wait_share" not in found
+    assert "train/step" not in found
+    spread = {"min": 1.0, "median": 2.0, "max": 3.0, "rank": 5}
+    ranks = scalars(RanksEvent(3, 8, spread, spread, spread))
+    assert (ranks["ranks/step_s/max"], ranks["ranks/ranks"]) == (3.0, 8.0)
+    assert scalars(TrustEvent(3, {"conv1.weight": 0.5})) == {"trust/conv1.weight": 0.5}
+    assert scalars(MetricEvent(3, {"mine": 7.0})) == {"metric/mine": 7.0}
+    assert scalars(CheckpointEvent(3, "p", 2.0, stall_s=0.1))["checkpoint/stall_s"] == 0.1
+    assert scalars(EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7))["val/top1"] == 87.5
+    assert scalars(NoteEvent("text")) == {}
+
+
+def test_events_reach_the_tracker_in_order() -> None:
+    kept, notes = Kept(), list[str]()
+    thread = TrackerThread("kept", lambda: kept, notes.append)
+    for event in (STEP, CorruptEvent(3, "x", "bad"), CorruptEvent(4, "y", "bad"), NoteEvent("n")):
+        thread.on_event(event)
+    thread.close()
+    assert [step for step, _ in kept.logged] == [3, 3, 4]
+    assert kept.logged[-1][1] == {"train/corrupt_samples": 2.0}
+    assert kept.closed
+    assert notes == []
+
+
+def fails_at_once() -> Kept:
+    raise SystemExit("no licence")
+
+
+@pytest.mark.parametrize("make", [fails_at_once, lambda: Kept(fails_at=3)])
+def test_a_tracker_that_raises_is_one_line(make: Any) -> None:
+    notes: list[str] = []
+    thread = TrackerThread("kept", make, notes.append)
+    for _ in range(3):
+        thread.on_event(STEP)
+    thread.close()
+    thread.close()
+    assert len(notes) == 1
+    assert "tracker kept failed" in notes[0]
+    assert "\n" not in notes[0]
+
+
+def test_a_tracker_that_hangs_loses_metrics_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trackers, "_QUEUE", 2)
+    monkeypatch.setattr(trackers, "_CLOSE_S", 0.05)
+    release, notes = threading.Event(), list[str]()
+
+    class Hangs(Kept):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            release.wait(60)
+
+    thread = TrackerThread("hangs", Hangs, notes.append)
+    for _ in range(10):
+        thread.on_event(STEP)
+    thread.close()
+    release.set()
+    assert len(notes) == 1
+    assert "loses metrics" in notes[0] or "did not finish" in notes[0]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_of_a_run_and_of_the_run_that_resumes_it(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"run__trackers": ["csv"], "optim__name": "lars"}
+    values |= {"optim__trust_log_interval": 2, "checkpoint__interval_steps": 3}
+    stop_after(5, tmp_path / "run", **values)
+    # As if it had been killed: a row that the resumed run repeats, and one that was cut.
+    with (tmp_path / "run/metrics.csv").open("a") as file:
+        file.write("6,1.0\r\n7,")
+    run_small(tmp_path / "run", **values, run__resume="auto")
+    events = list(read_events(tmp_path / "run/metrics.jsonl"))
+    found = rows(tmp_path / "run/metrics.csv")
+    losses = {int(row["step"]): float(row["train/loss"]) for row in found if row["train/loss"]}
+    assert losses == {e["step"]: e["loss"] for e in events if e["event"] == "step"}
+    assert [row["val/top1"] for row in found if row["val/top1"]] == [
+        str(e["top1"]) for e in events if e["event"] == "eval"
+    ]
+    names = {row["name"] for row in rows(tmp_path / "run/metrics-more.csv")}
+    assert "checkpoint/stall_s" in names
+    assert any(name.startswith("trust/") for name in names)
+
+
+def test_a_name_with_a_comma_stays_one_cell(tmp_path: Path) -> None:
+    for first_step in (0, 9):
+        tracker = CsvTracker(tmp_path, first_step)
+        tracker.log(3, {'metric/a,"b"': 1.5})
+        tracker.close()
+    assert [row["name"] for row in rows(tmp_path / "metrics-more.csv")] == ['metric/a,"b"'] * 2
+
+
+def test_tensorboard_has_what_the_metrics_have(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", run__trackers=["tensorboard"])
+    read = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    read.Reload()
+    tags = set(read.Tags()["scalars"])
+    assert {"train/loss", "train/exposed_comm_s", "train/input_stall_s", "val/top1"} <= tags
+    steps = [e for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
+    assert [e.value for e in read.Scalars("train/loss")] == pytest.approx(
+        [e["loss"] for e in steps]
+    )
+
+
+def test_a_failing_tracker_does_not_change_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "CsvTracker", lambda *_: Kept(fails_at=2))
+    outcome = run_small(tmp_path / "run", run__trackers=["csv"])
+    assert outcome.summary["steps"] == 7
+    notes = [e["text"] for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "note"]
+    assert len([note for note in notes if "tracker csv failed" in note]) == 1
+
+
+def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="run.trackers"):
+        small_config(tmp_path, run__trackers=["wandbb"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[mlflow\]'"):
+        run_small(tmp_path / "run", run__trackers=["mlflow"])
+    assert json.dumps(small_config(tmp_path, run__trackers=["csv"]).to_tables()["run"]["trackers"])
