@@ -24,6 +24,7 @@ from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.scaling import SCALED
 from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
@@ -323,6 +324,14 @@ class RunConfig:
             self._exclude("run.shares divides a constant batch among ranks of their own", (
                 ("optim.batch_schedule", ""), ("model.norm_group", 1), ("run.noise_scale", False),
             ))  # fmt: skip
+        if self.rehearse.ranks:
+            self._exclude("a rehearsal plays synchronous ranks that sum buckets by the plan", (
+                ("comm.mode", "synchronous"), ("comm.hook", "none"), ("run.shares", EQUAL_SHARES),
+                ("model.norm_group", 1), ("optim.batch_schedule", ""),
+            ))  # fmt: skip
+            if self.comm.wire in EIGHT_BIT or self.optim.name in OPTIMIZERS_OF_SVRG:
+                field = "comm.wire" if self.comm.wire in EIGHT_BIT else "optim.name"
+                raise ConfigError(field, self.flat()[field], "cannot be rehearsed", "leave it out")
         alone = self.comm.mode == "asynchronous" or self.comm.hook == "post_local_sgd"
         if alone and self.optim.share_products == "on":
             raise ConfigError(

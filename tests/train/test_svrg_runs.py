@@ -141,6 +141,9 @@ class Streaming(torch.utils.data.IterableDataset[Any]):
         ({"run__cutmix": 1.0}, "run.cutmix"),
         ({"precision__amp_dtype": "bf16"}, "precision.amp_dtype"),
         ({"model__norm_group": 2}, "model.norm_group"),
+        ({"run__shares": "probe"}, "run.shares"),
+        ({"comm__wire": "int8"}, "comm.wire"),
+        ({"run__noise_scale": True}, "run.noise_scale"),
     ],
 )
 def test_refused(tmp_path: Path, values: dict[str, Any], field: str) -> None:

@@ -57,8 +57,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.train)
-app.command("rehearse")(rehearse.rehearse)
 app.command("lr-find")(lr_find.find_rate)
+app.command("rehearse")(rehearse.rehearse)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("recipes")(dry_run.recipes)
 app.command("predict")(evaluate.predict_images)

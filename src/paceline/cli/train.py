@@ -77,8 +77,8 @@ def train(
 ) -> int:  # fmt: skip
     """Train a model."""
     given = locals()
-    switches = {"run.trace": trace, "run.watch": watch}
-    flags = parse_flags(given) | {name: True for name, on in switches.items() if on}
+    flags = parse_flags(given)
+    flags |= {name: True for name, on in (("run.trace", trace), ("run.watch", watch)) if on}
     config = resolve_trusted(recipe, flags, settings, trust)
     for flag, value, least in (
         ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),

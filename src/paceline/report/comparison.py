@@ -99,23 +99,6 @@ class CompareRow:
         return _median(run.outcome.train_s for run in self.runs)
 
     @property
-    def predicted_s(self) -> float | None:
-        """Of rehearsals: the time on the cluster."""
-        return _median(found.predicted_s for found in self._rehearsed)
-
-    @property
-    def cost(self) -> float | None:
-        return _median(found.cost for found in self._rehearsed)
-
-    @property
-    def energy_kwh(self) -> float | None:
-        return _median(found.energy_kwh for found in self._rehearsed)
-
-    @property
-    def _rehearsed(self) -> list[Rehearsed]:
-        return [found for run in self.runs if (found := run.outcome.rehearsed) is not None]
-
-    @property
     def steps(self) -> float | None:
         """Updates."""
         return _median(run.outcome.steps or None for run in self.runs)
@@ -132,6 +115,23 @@ class CompareRow:
     @property
     def exchange_bytes_per_step(self) -> float | None:
         return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Of rehearsals: the time on the cluster."""
+        return _median(found.predicted_s for found in self._rehearsed)
+
+    @property
+    def cost(self) -> float | None:
+        return _median(found.cost for found in self._rehearsed)
+
+    @property
+    def energy_kwh(self) -> float | None:
+        return _median(found.energy_kwh for found in self._rehearsed)
+
+    @property
+    def _rehearsed(self) -> list[Rehearsed]:
+        return [found for run in self.runs if (found := run.outcome.rehearsed) is not None]
 
     @property
     def skipped_steps(self) -> int:

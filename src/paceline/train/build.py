@@ -219,7 +219,7 @@ def _assemble(
         global_batch=sizes.global_batch,
         micro_batch=sizes.micro_batch,
         world_size=_ranks(config, group),
-        growth=batch_stages(config.optim, sizes, _ranks(config, group)),
+        growth=batch_stages(config.optim, sizes, group.world_size),
     )
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = create_schedule(config.optim, peak, plan)
@@ -306,6 +306,43 @@ def _assemble(
     return training
 
 
+def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
+    """The schedule in time units of the plan's first batch."""
+    per_epoch = plan.samples / plan.global_batch
+    if not plan.growth:
+        return LrSchedule(settings, peak, plan.total_steps, per_epoch)
+    return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
+
+
+def _anchors(
+    config: RunConfig, source: Source, plan: BatchPlan, parts: StepParts, group: Group,
+    components: Components,
+) -> Anchors | None:  # fmt: skip
+    """The full-gradient passes of SVRG and its relatives; None for other optimizers."""
+    optimizer = parts.optimizer
+    if not isinstance(optimizer, SVRG) or not optimizer.anchored:
+        return None
+    # As many micro-batches to a step as there are ranks: only their sum counts.
+    whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
+
+    def loader() -> TrainBatches:
+        return create_train_loader(
+            source, whole, config.data, seed=config.run.seed, rank=group.rank, first_step=0,
+            device=group.device, augment=components.augment,
+        )  # fmt: skip
+
+    interval = max(1, round(config.optim.center_epochs * plan.steps_per_epoch))
+    return Anchors(optimizer, interval, whole, loader)
+
+
+def _describe_anchors(anchors: Anchors | None) -> dict[str, str]:
+    if anchors is None:
+        return {}
+    return {
+        "full gradient": f"every {anchors.interval:,} steps, over {anchors.plan.samples:,} images"
+    }
+
+
 def _ranks(config: RunConfig, group: Group) -> int:
     """Ranks that share a global batch: those of this job, or of the cluster that it rehearses."""
     return config.rehearse.ranks or group.world_size
@@ -352,43 +389,6 @@ def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[s
     return {
         "rehearsal": f"of {settings.ranks:,} ranks on {settings.nodes:,} node(s), in one process",
         "clock": unknown if clock is None else clock.describe(),
-    }
-
-
-def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
-    """The schedule in time units of the plan's first batch."""
-    per_epoch = plan.samples / plan.global_batch
-    if not plan.growth:
-        return LrSchedule(settings, peak, plan.total_steps, per_epoch)
-    return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
-
-
-def _anchors(
-    config: RunConfig, source: Source, plan: BatchPlan, parts: StepParts, group: Group,
-    components: Components,
-) -> Anchors | None:  # fmt: skip
-    """The full-gradient passes of SVRG and its relatives; None for other optimizers."""
-    optimizer = parts.optimizer
-    if not isinstance(optimizer, SVRG) or not optimizer.anchored:
-        return None
-    # As many micro-batches to a step as there are ranks: only their sum counts.
-    whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
-
-    def loader() -> TrainBatches:
-        return create_train_loader(
-            source, whole, config.data, seed=config.run.seed, rank=group.rank, first_step=0,
-            device=group.device, augment=components.augment,
-        )  # fmt: skip
-
-    interval = max(1, round(config.optim.center_epochs * plan.steps_per_epoch))
-    return Anchors(optimizer, interval, whole, loader)
-
-
-def _describe_anchors(anchors: Anchors | None) -> dict[str, str]:
-    if anchors is None:
-        return {}
-    return {
-        "full gradient": f"every {anchors.interval:,} steps, over {anchors.plan.samples:,} images"
     }
 
 

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.comm.group import Group
-from paceline.config import RunConfig
+from paceline.config import EQUAL_SHARES, RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
 from paceline.data import OpenedFiles, Source, open_data
 from paceline.optim.batch_growth import Stages
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -177,6 +178,16 @@ def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> 
             raise ConfigError(
                 own, None, f"{reason}; an own augmentation may be random", "leave it out"
             )
+    if config.comm.wire in EIGHT_BIT:
+        raise ConfigError(
+            "comm.wire", config.comm.wire, f"{name} exchanges differences and full gradients, between "
+            "which error feedback would mix", "use 'auto'",
+        )  # fmt: skip
+    if config.run.shares != EQUAL_SHARES:
+        raise ConfigError(
+            "run.shares", config.run.shares, f"the full gradient of {name} is divided equally",
+            f"use {EQUAL_SHARES!r}",
+        )  # fmt: skip
     if config.model.norm_group > 1:
         raise ConfigError(
             "model.norm_group", config.model.norm_group, f"{name} has passes that ranks do not make "

@@ -115,6 +115,7 @@ class TrainingLoop:
             self._save(best=False)
         t.finish_save()
         t.write_trace()
+        self._note_not_finite()
         return result
 
     def _save_before(self, error: PacelineError) -> None:
@@ -200,9 +201,9 @@ class TrainingLoop:
         self._save_owed |= outcome.save
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
+        t.finish_save(wait=False)
         if t.clock is not None:
             progress.predicted_s += t.clock.step_s
-        t.finish_save(wait=False)
         self._note_fallback()
         estimate = self._noise_estimate(outcome, last - first)
         event = StepEvent(

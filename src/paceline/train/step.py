@@ -83,15 +83,6 @@ class _Launched:
     stall: Callable[[], dict[str, float]]
 
 
-class _Share(NamedTuple):
-    """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
-    its rank's last."""
-
-    number: int
-    usual: bool
-    last: bool
-
-
 @dataclass(frozen=True)
 class Anchors:
     """What SVRG and its relatives need beside a batch: every `interval` steps a pass over all samples,
@@ -101,6 +92,15 @@ class Anchors:
     interval: int
     plan: BatchPlan
     loader: Callable[[], TrainBatches]
+
+
+class _Share(NamedTuple):
+    """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
+    its rank's last."""
+
+    number: int
+    usual: bool
+    last: bool
 
 
 @dataclass(kw_only=True)
@@ -246,50 +246,6 @@ class TrainStep:
             )
         )
 
-    def _shares(self, step: int) -> Iterator[_Share]:
-        """This rank's micro-batches. In a rehearsal those of all virtual ranks, one after the other, each
-        with its own batch-norm statistics; the exchange takes what each has computed."""
-        exchange = self.exchange
-        if not isinstance(exchange, RehearsedExchange):
-            yield from self._shares_of(step, self.group.rank)
-            return
-        for rank in exchange.order:
-            self.batch_norm.load(rank)
-            self.micro.loss.zero_()
-            yield from self._shares_of(step, rank)
-            exchange.end_rank(self.micro.loss)
-            self.batch_norm.store(rank)
-
-    def _shares_of(self, step: int, rank: int) -> Iterator[_Share]:
-        stretches = self.plan.micro_batches(step, rank)
-        for turn, (start, stop) in enumerate(stretches):
-            yield _Share(
-                number=rank + turn * self.plan.world_size,
-                usual=stop - start == self.plan.usual_micro_batch(rank),
-                last=turn == len(stretches) - 1,
-            )
-
-    def _check_parameters(self) -> None:
-        """The optimizer and the exchange hold the parameters that the model had at first: others would
-        stay as they are, unnoticed. A user's code can replace them in forward or in a callback."""
-        found = {name: (p, p.data_ptr()) for name, p in self.model.named_parameters()}
-        if not self._parameters:
-            self._parameters = found
-            self._trained = {name for name, (p, _) in found.items() if p.requires_grad}
-            return
-        for name in (*found, *self._parameters):
-            now, before = found.get(name), self._parameters.get(name)
-            same = now and before and now[0] is before[0] and now[1] == before[1]
-            thawed = now and now[0].requires_grad and name not in self._trained
-            if same and not thawed:
-                continue
-            change = "unfrozen" if same else "replaced" if now and before else "added"
-            raise RunError(
-                f"the model's parameter {name} was {change if now else 'removed'} after the start, so "
-                "that it would not be trained",
-                "make and freeze all layers before the run, and change weights in place",
-            )
-
     def _subtract_anchor(self, anchors: Anchors, batch: Batch, *, usual: bool) -> None:
         """Subtracts the gradients of a micro-batch at the anchor, without a trace in batch norm."""
         flat, tracked = self.batch_norm.flat.clone(), self.batch_norm.tracked.clone()
@@ -333,6 +289,50 @@ class TrainStep:
         even = full or len({len(self.plan.micro_batches(step, rank)) for rank in ranks}) == 1
         self.norm_group.active = even
         return even
+
+    def _shares(self, step: int) -> Iterator[_Share]:
+        """This rank's micro-batches. In a rehearsal those of all virtual ranks, one after the other, each
+        with its own batch-norm statistics; the exchange takes what each has computed."""
+        exchange = self.exchange
+        if not isinstance(exchange, RehearsedExchange):
+            yield from self._shares_of(step, self.group.rank)
+            return
+        for rank in exchange.order:
+            self.batch_norm.load(rank)
+            self.micro.loss.zero_()
+            yield from self._shares_of(step, rank)
+            exchange.end_rank(self.micro.loss)
+            self.batch_norm.store(rank)
+
+    def _shares_of(self, step: int, rank: int) -> Iterator[_Share]:
+        stretches = self.plan.micro_batches(step, rank)
+        for turn, (start, stop) in enumerate(stretches):
+            yield _Share(
+                number=rank + turn * self.plan.world_size,
+                usual=stop - start == self.plan.usual_micro_batch(rank),
+                last=turn == len(stretches) - 1,
+            )
+
+    def _check_parameters(self) -> None:
+        """The optimizer and the exchange hold the parameters that the model had at first: others would
+        stay as they are, unnoticed. A user's code can replace them in forward or in a callback."""
+        found = {name: (p, p.data_ptr()) for name, p in self.model.named_parameters()}
+        if not self._parameters:
+            self._parameters = found
+            self._trained = {name for name, (p, _) in found.items() if p.requires_grad}
+            return
+        for name in (*found, *self._parameters):
+            now, before = found.get(name), self._parameters.get(name)
+            same = now and before and now[0] is before[0] and now[1] == before[1]
+            thawed = now and now[0].requires_grad and name not in self._trained
+            if same and not thawed:
+                continue
+            change = "unfrozen" if same else "replaced" if now and before else "added"
+            raise RunError(
+                f"the model's parameter {name} was {change if now else 'removed'} after the start, so "
+                "that it would not be trained",
+                "make and freeze all layers before the run, and change weights in place",
+            )
 
     def _agree_on_graphs(self) -> None:
         """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all

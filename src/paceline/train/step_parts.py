@@ -110,8 +110,9 @@ def create_parts(
     there are for an own loss of mixed images."""
     components = components or Components()
     settings = config.optim
-    virtual = config.rehearse
-    cluster = ClusterFacts(virtual.ranks or group.world_size, virtual.nodes or _count_nodes(group))
+    cluster = ClusterFacts(
+        config.rehearse.ranks or group.world_size, config.rehearse.nodes or _count_nodes(group)
+    )
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
@@ -310,9 +311,9 @@ def create_step(
         seed=run.seed,
         mixing=mixing,
         foreign=not is_own(parts.model),
-        checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
         norm_group=norm_group,
         anchors=anchors,
+        checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
@@ -472,9 +473,8 @@ def plan_exchange(
         plan = chosen.choice.plan(agree_order(group, order))
         plan.check(tuple(chosen.trained))
     file = PlanFile(plan, chosen.model, chosen.cluster, _expected(chosen.settings, plan))
-    return ExchangeParts(
-        chosen.settings, file, chosen.trained, chosen.origin, rehearse or RehearseSettings()
-    )
+    rehearse = rehearse or RehearseSettings()
+    return ExchangeParts(chosen.settings, file, chosen.trained, chosen.origin, rehearse)
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:

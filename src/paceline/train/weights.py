@@ -433,7 +433,7 @@ class BatchNormState:
         self._kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self._kept_tracked))
 
     def average(self, group: Group) -> Tensor:
-        """The average over ranks, bit-identical on all of them; computed in float64."""
+        """The average over ranks, bit-identical on all of them."""
         return pool(self.kept) if self.virtual_ranks else average_over_ranks(self.flat, group)
 
     @contextmanager
@@ -450,13 +450,14 @@ class BatchNormState:
         """The statistics of all ranks, [ranks, 2, width], on rank 0; see `gather_rows`."""
         return self.gather(self.kept, group, average=average)
 
-    def gather(self, kept: Tensor, group: Group, *, average: bool) -> Tensor | None:
+    def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
         """What every rank holds in the form of `kept`, on rank 0; see `gather_rows`."""
         if not self.virtual_ranks:
             return gather_rows(kept, group, average=average)
         if average:
-            kept.copy_(pool(kept).expand_as(kept))
-        return (kept[:1] if average else kept).detach().cpu().clone()
+            kept.copy_(pool(kept))
+            return kept[:1].detach().cpu().clone()
+        return kept.detach().cpu().clone()
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
         self.kept.copy_(self.own_rows(rows, group))
