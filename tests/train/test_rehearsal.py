@@ -159,6 +159,11 @@ def test_without_figures_of_the_cluster_there_is_no_clock_and_the_run_says_so(
         ({"rehearse__eval_s": -1.0}, "rehearse.eval_s"),
         ({"rehearse__gpu": "H100", "rehearse__nodes": 0}, "rehearse.gpu"),
         ({"run__trace": True}, "run.trace"),
+        ({"comm__mode": "asynchronous"}, "comm.mode"),
+        ({"comm__hook": "post_local_sgd"}, "comm.hook"),
+        ({"model__norm_group": 2}, "model.norm_group"),
+        ({"optim__batch_schedule": "1:2"}, "optim.batch_schedule"),
+        ({"optim__name": "svrg", "optim__momentum": 0.0}, "optim.name"),
         ({"run__global_batch_size": 7}, "run.global_batch_size"),
     ],
 )

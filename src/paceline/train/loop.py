@@ -118,6 +118,23 @@ class TrainingLoop:
         self._note_not_finite()
         return result
 
+    def _note_not_finite(self) -> None:
+        """The last line of a run whose numbers are of no use."""
+        progress = self._t.progress
+        evaluated = progress.evaluated_step == progress.step and progress.val_loss is not None
+        what = "" if progress.loss_finite else "training"
+        if evaluated and not math.isfinite(progress.val_loss or 0.0):
+            what = "validation"
+        if not what:
+            return
+        best = f"; the best checkpoint is of step {progress.best_step}"
+        self._t.emit(
+            NoteEvent(
+                f"the run ended with a {what} loss that is not finite: lower --lr or lengthen "
+                f"--warmup-epochs{best if progress.best_step > 0 else ''}"
+            )
+        )
+
     def _save_before(self, error: PacelineError) -> None:
         """What the user's model or data raise in a step costs no completed step: all ranks have learned
         of it in the same exchange, and save the state before it together."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 from collections import Counter
@@ -261,7 +260,6 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     # A callback that failed is reported here, after the save, so that no step is lost.
     failed = training.step.fault or (training.callbacks and training.callbacks.error)
     group.agree("weights", failed or None, facts, "this is a defect: please report it")
-    note_not_finite(training)
     training.emit(StopEvent(step=training.progress.step, reason=result.stopped_by))
     if result.stop_signal is not None:
         return RunOutcome(folder, group.rank, result, {}, None)
@@ -290,23 +288,6 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     late = training.callbacks.error if training.callbacks else None
     group.agree("conclusion", error or late)
     return RunOutcome(folder, group.rank, result, summary, report)
-
-
-def note_not_finite(training: Training) -> None:
-    """The last line of a run whose numbers are of no use."""
-    progress = training.progress
-    what = "" if progress.loss_finite else "training"
-    if progress.evaluated_step == progress.step and not math.isfinite(progress.val_loss or 0.0):
-        what = "validation"
-    if not what:
-        return
-    best = f"; the best checkpoint is of step {progress.best_step}"
-    training.emit(
-        NoteEvent(
-            f"the run ended with a {what} loss that is not finite: lower --lr or lengthen "
-            f"--warmup-epochs{best if progress.best_step > 0 else ''}"
-        )
-    )
 
 
 def _input_counters(training: Training) -> dict[str, int]:
