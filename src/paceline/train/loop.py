@@ -452,7 +452,11 @@ class TrainingLoop:
 
         def write(checkpoint: Checkpoint) -> Path:
             t.check_folder()
-            return t.store.put(checkpoint, best=best, forget=forget)
+            try:
+                return t.store.put(checkpoint, best=best, forget=forget)
+            except CheckpointError:
+                t.check_folder()  # deleted in between: the better reason
+                raise
 
         t.writer.save(checkpoint, write, best=best, started=started)
         t.finish_save(wait=False)
