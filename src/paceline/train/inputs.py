@@ -305,8 +305,10 @@ def _digest(values: npt.NDArray[np.int64]) -> str:
 
 def common_settings(config: RunConfig) -> dict[str, object]:
     """Settings that must be equal on all ranks: all but a node's own paths and worker counts."""
-    # Tracing uses collectives: a resumed run may change it, but ranks may not differ.
-    own = (LOCAL_SETTINGS - {"run.trace", "run.trace_steps"}) | {"data.dir"}
+    # Tracing and evaluation details use collectives: a resumed run may change them, but ranks may not
+    # differ.
+    collective = {"run.trace", "run.trace_steps", "run.eval_details"}
+    own = (LOCAL_SETTINGS - collective) | {"data.dir"}
     return {name: value for name, value in config.flat().items() if name not in own}
 
 
