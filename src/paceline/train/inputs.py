@@ -328,13 +328,18 @@ def _open_data(
             "or their names differ",
             "give both splits the same class folders, or one classes.json",
         )
+    check_num_classes(config, len(source.classes))
+    return source, validation
+
+
+def check_num_classes(config: RunConfig, classes: int) -> None:
+    """Raises ConfigError if the model would have fewer outputs than the data has `classes`."""
     declared = config.model.num_classes
-    if declared is not None and declared < len(source.classes):
+    if declared is not None and declared < classes:
         raise ConfigError(
-            "model.num_classes", declared, f"but the data has {len(source.classes)} classes",
+            "model.num_classes", declared, f"but the data has {classes} classes",
             "raise it, or leave it out to take the data's",
         )  # fmt: skip
-    return source, validation
 
 
 def _broadcast_folder(folder: RunFolder | None, group: Group) -> RunFolder:
