@@ -78,8 +78,9 @@ def test_bad_data(call: Call, tmp_path: Path, spoil: Callable[[Path], Any], caus
 
 def test_fewer_classes_than_the_data_has(call: Call, tmp_path: Path) -> None:
     write_shards(tmp_path / "data")
-    line = call(*small_on("data", "--set", "model.num_classes=3")).error_line()
-    assert "model.num_classes = 3" in line
+    for more in ([], ["--dry-run"]):
+        line = call(*small_on("data", "--set", "model.num_classes=3", *more)).error_line()
+        assert "model.num_classes = 3" in line
 
 
 def test_data_that_is_missing_on_one_rank_only(tmp_path: Path) -> None:

@@ -292,3 +292,21 @@ def test_rows_are_gathered_as_far_as_they_count() -> None:
         second = [10.0, 11, 12, 13] if rank == 1 else [-1.0] * 4
         third = [20.0, 21, 22, 23] if rank == 2 else [20.0, 21, -1, -1]
         assert found == [0.0, 1, 2, 3, *second, *third]
+
+
+def test_a_phase_without_facts_compares_none() -> None:
+    """Which would cost each rank a request."""
+    given: list[object] = []
+
+    class Recorded(Group):
+        def __init__(self) -> None:
+            pass
+
+        def agree(self, phase: str, *report: object) -> None:  # type: ignore[override]
+            given.append(report[1])
+
+    with Recorded().phase("model"):
+        pass
+    with Recorded().phase("model") as same:
+        same.compare({"seed": 1})
+    assert given == [None, {"seed": 1}]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from data_sets import write_folders, write_shards
 from paceline.core.errors import DataError
@@ -71,3 +72,21 @@ def test_data_in_memory_has_nothing_to_share() -> None:
     opened = OpenedFiles(settings)
     open_data(settings, opened=opened)
     assert opened.write() is None
+
+
+def test_a_host_without_memory_for_it_shares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors reports a full file system as an error of its own."""
+    settings = DataSettings(dir=str(write_shards(tmp_path / "data")))
+    opened = OpenedFiles(settings)
+    open_data(settings, opened=opened)
+    written: list[Path] = []
+
+    def full(_: object, path: Path, **__: object) -> None:
+        written.append(path)
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    assert opened.write() is None
+    assert [path.exists() for path in written] == [False]

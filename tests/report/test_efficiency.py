@@ -164,3 +164,13 @@ def test_prometheus_text(make_run: MakeRun) -> None:
     helped = [line.split()[2] for line in lines if line.startswith("# HELP")]
     assert len(helped) == len(set(helped)), "each metric once, with all its samples below it"
     assert "nan" not in text.lower()
+
+
+def test_a_rehearsal_has_none_because_its_ranks_are_virtual(make_run: MakeRun) -> None:
+    folder = make_run(
+        [start(world_size=8), *steps(20)], config={**CONFIG, "rehearse": {"nodes": 2, "gpus_per_node": 4}}
+    )  # fmt: skip
+    run = RunFiles.read(folder)
+    assert Efficiency.of(run) is None
+    assert "paceline_efficiency" not in metrics_text([("run", run)])
+    assert "T = S" not in str(run_page(folder))

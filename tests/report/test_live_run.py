@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.events import Event
-from paceline.report.live_run import LiveRun
+from paceline.report.live_run import LiveRun, distinct_names
 from report.conftest import MakeRun
 from report.made_up_runs import BEGAN, evaluation, start, step
 
@@ -131,3 +131,9 @@ def test_other_files_that_are_damaged(make_run: MakeRun) -> None:
     (folder / "metrics.rank9999999999.jsonl").write_text("")
     run.refresh()
     assert recorded(run) == [1]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a/x/run", "b/x/run", "a/y/run", "other")]
+    assert distinct_names(paths) == ["a/x/run", "b/x/run", "y/run", "other"]
+    assert distinct_names(paths[:1]) == ["run"]

@@ -176,3 +176,31 @@ def test_a_page_of_100_000_steps_and_90_epochs_is_small(make_run: MakeRun) -> No
     folder = make_run(events)
     with serving([folder]) as client:
         assert len(client.get("/")[1]) < 2_000_000
+
+
+def test_runs_that_begin_later_appear_and_keep_their_addresses(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later, other = tmp_path / "later", make_run([start()], name="b")
+    with serving([later, other]) as client:
+        _, page, headers = client.get("/")
+        assert page.count("<article") == 2
+        assert "does not exist" in page
+        later.mkdir()
+        make_run([start(), step(1)], name="later/b")
+        status, content, renewed = client.get(f"/content?have={headers['X-Version']}")
+        assert (status, content.count("<article")) == (200, 2)
+        assert '<a href="/run/0">later/b</a>' in content
+        make_run([start(), step(1)], name="later/a")
+        status, content, renewed = client.get(f"/content?have={renewed['X-Version']}")
+        assert (status, content.count("<article")) == (200, 3)
+        for number, name in enumerate(("later/b", f"{tmp_path.name}/b", "a")):
+            assert f'<a href="/run/{number}">{name}</a>' in content
+        metrics = client.get("/metrics")[1]
+        for name in ("later/b", f"{tmp_path.name}/b"):
+            assert metrics.count(f'paceline_up{{run="{name}"}} 1.0') == 1
+        monkeypatch.setattr(module, "MOST_RUNS", 3)
+        make_run([start()], name="later/c")
+        content = client.get("/content")[1]
+        assert content.count("<article") == 3
+        assert "1 more run not shown" in content

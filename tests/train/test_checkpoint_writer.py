@@ -17,6 +17,7 @@ from paceline.core.events import CheckpointEvent, StepEvent, read_events
 from paceline.train import Checkpoint, run_training
 from paceline.train.checkpoint import content_hash
 from paceline.train.checkpoint_writer import CheckpointWriter, HostCopy
+from paceline.train.run_state import RunState
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, stop_after, watched
@@ -168,3 +169,79 @@ def test_an_error_of_the_writer_ends_all_ranks_with_its_line(tmp_path: Path) -> 
     assert not any(name.endswith(".tmp") for name in names)
     steps = [e["step"] for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
     assert steps[-1] >= 5, "training went on while the checkpoint was being written"
+
+
+def test_without_memory_for_the_copy_the_steps_wait_for_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        )
+
+    threads: list[str] = []
+
+    def write(saved: Checkpoint) -> Path:
+        threads.append(threading.current_thread().name)
+        return Path(f"step-{saved.step}.pt")
+
+    writer, notes = CheckpointWriter(background=True), []
+    for step in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            if step < 3:
+                patch.setattr(torch, "empty_like", full)
+            writer.save(checkpoint(step), write, best=False, started=time.perf_counter())
+        written = writer.take_written(wait=True)
+        assert written is not None
+        assert written.path == Path(f"step-{step}.pt")
+        assert (written.stall_s == written.save_s) == (step < 3)
+        notes.append(written.note)
+    assert threads == ["MainThread", "MainThread", "checkpoint writer"]
+    assert "step 1" in notes[0]
+    assert notes[1:] == ["", ""], "once"
+
+
+def test_another_error_of_the_copy_is_not_taken_for_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "empty_like", lost)
+    with pytest.raises(RuntimeError, match="illegal"):
+        HostCopy().take(checkpoint())
+
+
+def _slow_disk(rank: int, folder: str) -> list[int]:
+    """The first file is written once rank 1 has completed its part of the second save."""
+    real, gathered = os.fsync, Path(folder).with_name("gathered")
+
+    def fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        until = time.monotonic() + 60
+        while "step-00000001" in name and not gathered.exists():
+            assert time.monotonic() < until, "rank 1 waits for the file of rank 0"
+            time.sleep(0.01)
+        real(descriptor)
+
+    capture = RunState.capture
+
+    def captured(self: RunState, progress: Any, **how: Any) -> Checkpoint | None:
+        found = capture(self, progress, **how)
+        if rank == 1 and progress.step == 2:
+            gathered.touch()
+        return found
+
+    os.fsync, RunState.capture = fsync, captured  # type: ignore[method-assign]
+    display = Silent()
+    config = small_config(folder, checkpoint__interval_steps=1, run__batch_size=8)
+    try:
+        run_training(config, lambda: display)
+    finally:
+        os.fsync, RunState.capture = real, capture  # type: ignore[method-assign]
+    return [event.step for event in display.events if isinstance(event, CheckpointEvent)]
+
+
+def test_no_other_rank_waits_for_the_previous_file(tmp_path: Path) -> None:
+    saved = run_ranks(2, _slow_disk, str(tmp_path / "run"))[0]
+    assert saved == list(range(1, 8))

@@ -11,6 +11,7 @@ import torch
 from paceline.report import RunFiles
 from paceline.report.evaluation import Evaluation
 from paceline.train.eval_details import MISTAKES, EvalDetails, thumbnail, wants_details
+from paceline.train.inputs import common_settings
 from ranks import run_ranks
 from report.html_reader import run_page
 from small_runs import run_small, small_config
@@ -89,3 +90,9 @@ def test_a_foreign_file_is_left_out_or_harmless(tmp_path: Path, content: str) ->
     found = Evaluation.read(tmp_path)
     assert found is None or found.counts == {}
     run_page(tmp_path)
+
+
+def test_ranks_compare_the_setting_because_gathering_is_a_collective(tmp_path: Path) -> None:
+    compared = common_settings(small_config(tmp_path, run__eval_details="off"))
+    assert compared["run.eval_details"] == "off"
+    assert "run.trackers" not in compared, "rank 0's own"

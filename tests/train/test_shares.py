@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError
-from paceline.core.events import read_events
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.events import Event, StepEvent, read_events
 from paceline.data import BatchPlan
-from paceline.train import Checkpoint, run_training, shares
+from paceline.train import Checkpoint, RunOutcome, run_training, shares
 from paceline.train.components import Components
 from paceline.train.shares import apportion
 from ranks import run_ranks
@@ -109,7 +112,7 @@ def test_a_probe_decides_and_a_resumed_run_keeps_the_shares(tmp_path: Path) -> N
     assert again["weights_sha256"] == whole["weights_sha256"]
 
 
-def _slow(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+def with_slow_rank(rank: int, train: Callable[[], RunOutcome]) -> RunOutcome:
     """Rank 1 seems to need three times as long for a sample."""
     kept = shares.Rebalance.note
 
@@ -118,9 +121,13 @@ def _slow(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
 
     shares.Rebalance.note = note  # type: ignore[method-assign]
     try:
-        return run_small(output, **values).summary
+        return train()
     finally:
         shares.Rebalance.note = kept  # type: ignore[method-assign]
+
+
+def _slow(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    return with_slow_rank(rank, lambda: run_small(output, **values)).summary
 
 
 def test_shares_are_decided_again_at_checkpoints(tmp_path: Path) -> None:
@@ -161,3 +168,28 @@ def _refused(rank: int, output: str) -> str:
 
 def test_one_number_for_each_rank(tmp_path: Path) -> None:
     assert run_ranks(2, _refused, str(tmp_path)) == ["run.shares"] * 2
+
+
+class _FullDisk(Silent):
+    """The records of the fifth step cannot be written."""
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, StepEvent) and event.step == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fails(rank: int, output: str, values: dict[str, Any]) -> str:
+    config = small_config(output, **values)
+    with pytest.raises(PacelineError) as caught:
+        with_slow_rank(rank, lambda: run_training(config, _FullDisk))
+    return str(caught.value)
+
+
+def test_the_save_before_an_error_keeps_the_shares(tmp_path: Path) -> None:
+    """New ones would have to be agreed on, and the run ends."""
+    values = {"run__shares": "1:1", "run__rebalance": True}
+    lines = run_ranks(2, _fails, str(tmp_path / "run"), values)
+    assert len({line.removeprefix("rank 0: ") for line in lines}) == 1
+    saved = Checkpoint.read(max((tmp_path / "run/checkpoints").glob("step-*.pt")))
+    assert saved.progress["step"] >= 5
+    assert saved.sampler["shares"] == [8, 8]

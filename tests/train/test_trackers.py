@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,13 @@ from paceline.core.events import (
     read_events,
 )
 from paceline.train import trackers
-from paceline.train.trackers import CsvTracker, TrackerThread, scalars
+from paceline.train.trackers import (
+    CsvTracker,
+    TensorBoardTracker,
+    TrackerThread,
+    WandbTracker,
+    scalars,
+)
 from small_runs import run_small, small_config
 from train.runs import stop_after
 
@@ -180,3 +188,37 @@ def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[mlflow\]'"):
         run_small(tmp_path / "run", run__trackers=["mlflow"])
     assert json.dumps(small_config(tmp_path, run__trackers=["csv"]).to_tables()["run"]["trackers"])
+
+
+def test_tensorboard_hides_the_steps_after_the_checkpoint_and_keeps_its_own(tmp_path: Path) -> None:
+    for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        tracker = TensorBoardTracker(tmp_path, first_step)
+        for step in steps:
+            tracker.log(step, {"train/loss": float(first_step)})
+        tracker.close()
+        # Event files are read in the order of their names, which have seconds.
+        (file,) = (tmp_path / "tensorboard").glob("*.[0-9]*.[0-9]*")
+        file.rename(file.with_name(f"events.out.tfevents.{first_step}"))
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    found = {e.step: e.value for e in read.Scalars("train/loss")}
+    assert found == {1: 0.0, 2: 0.0, 3: 2.0, 4: 2.0, 5: 2.0}
+    assert [e.step for e in read.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_wandb_gets_the_step_as_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own counter drops what belongs to an earlier step."""
+    logged: list[dict[str, float]] = []
+    axes: dict[str, str | None] = {}
+    run = SimpleNamespace(
+        log=lambda values: logged.append(values), finish=lambda: None,
+        define_metric=lambda name, step_metric=None: axes.__setitem__(name, step_metric),
+    )  # fmt: skip
+    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandbTracker(tmp_path, {})
+    tracker.log(5, {"train/loss": 1.0})
+    tracker.log(4, {"checkpoint/save_s": 2.0})
+    assert logged == [{"train/loss": 1.0, "step": 5}, {"checkpoint/save_s": 2.0, "step": 4}]
+    assert axes["*"] == "step"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.events import read_events
+from paceline.train.trackers import WandbTracker
 from ranks import free_port
 from small_runs import run_small
 
@@ -35,6 +36,20 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (stored,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     content = stored.read_bytes()
     for name in (b"train/loss", b"val/top1", b"optim"):
+        assert name in content
+
+
+def test_wandb_keeps_what_arrives_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandbTracker(tmp_path, {})
+    tracker.log(5, {"train/loss": 1.0})
+    tracker.log(4, {"checkpoint/save_s": 2.0})
+    tracker.log(6, {"train/loss": 0.5})
+    tracker.close()
+    (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = stored.read_bytes()
+    for name in (b"train/loss", b"checkpoint/save_s"):
         assert name in content
 
 

@@ -65,6 +65,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     from paceline.train.inputs import (
         apply_scaling,
         batch_stages,
+        check_num_classes,
         requested_batch,
         resolve_batch_sizes,
     )
@@ -75,6 +76,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     typer.echo(tomli_w.dumps(_changed(config)).strip())
     samples, classes, about = _data(config)
     _show("data", about)
+    check_num_classes(config, classes)
     config, scaling = apply_scaling(config, samples, ranks)
     if scaling:
         _show("scaling", scaling)

@@ -11,13 +11,18 @@ import typer
 from rich.console import Console
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.report.run_files import EVENTS_NAME
-from paceline.report.server import LOOPBACK, PORT, WatchServer, is_loopback, open_socket
+from paceline.report.live_run import run_folders
+from paceline.report.server import (
+    LOOPBACK,
+    MOST_RUNS,
+    PORT,
+    WatchServer,
+    is_loopback,
+    open_socket,
+)
 from paceline.train.display import print_line
 
 TOKEN_VARIABLE = "PACELINE_WATCH_TOKEN"
-# A folder of many runs would be a page that no browser shows at once.
-_MOST_RUNS = 64
 _SHORTEST_TOKEN = 12
 
 
@@ -41,7 +46,7 @@ def watch_runs(
     if not is_loopback(host) and not token:
         token = secrets.token_hex(16)
     found = find_runs(runs)
-    with WatchServer(found, open_socket(host, port), token) as server:
+    with WatchServer(runs, open_socket(host, port), token) as server:
         names = ", ".join(path.name for path in found[:5]) + (", …" if len(found) > 5 else "")
         print_line(Console(), f"watching {names} at {server.url} (Ctrl-C ends)")
         try:
@@ -52,16 +57,12 @@ def watch_runs(
 
 
 def find_runs(given: Iterable[Path]) -> list[Path]:
-    """Each folder itself, or the run folders in it. A folder that does not exist yet is waited for."""
-    found: list[Path] = []
+    """The run folders that are there now, and folders that are waited for. The server looks again."""
+    given = list(given)
     for path in given:
         if path.exists() and not path.is_dir():
             raise DataError(f"{path} is not a folder", "give a run folder")
-        inside = sorted(file.parent for file in path.glob(f"*/{EVENTS_NAME}"))
-        found += inside if inside and not (path / EVENTS_NAME).exists() else [path]
-    unique = list(dict.fromkeys(found))
-    if len(unique) > _MOST_RUNS:
-        raise ConfigError(
-            "RUN", len(unique), f"are more than {_MOST_RUNS} runs", "name some of them"
-        )
-    return unique
+    found = run_folders(given)
+    if len(found) > MOST_RUNS:
+        raise ConfigError("RUN", len(found), f"are more than {MOST_RUNS} runs", "name some of them")
+    return found

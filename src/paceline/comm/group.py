@@ -301,7 +301,8 @@ class Group:
             yield facts
         except PacelineError as caught:
             error = caught
-        self.agree(name, error, facts.values, facts.remedies)
+        # Without facts there is nothing to compare, which saves a request.
+        self.agree(name, error, facts.values or None, facts.remedies)
 
     def agree_on(self, phase: str, make: Callable[[], Made]) -> Made:
         """The result of `make` on this rank; if it fails on any rank, all raise the same error."""

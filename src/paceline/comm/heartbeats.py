@@ -26,7 +26,7 @@ _END_WAIT_S = 0.5
 _POLL_S = 0.02
 # How soon a rank learns that another was asked to stop.
 _LONGEST_LOOK_S = 1.0
-# How often a rank that calls all others reads who has answered, and how much longer than two looks it
+# How often the rank that reads who has answered a call does so, and how much longer than two looks it
 # waits for them: a host may have more ranks than cores.
 _CALLING_S = 0.1
 _ANSWER_S = 0.5
@@ -134,9 +134,15 @@ class HeartbeatChannel:
                 self.lost = True
                 return
             self.answers += 1
-            look_s = min(self._beat_s, _LONGEST_LOOK_S)
-            self._wake.wait(min(look_s, _CALLING_S) if self._calls_roll else look_s)
+            self._wake.wait(self._pause_s())
             self._wake.clear()
+
+    def _pause_s(self) -> float:
+        """Until the next look. Where ranks are many a broken collective makes all of them call: those
+        that have answered and do not read keep their usual pace, which the store can serve."""
+        look_s = min(self._beat_s, _LONGEST_LOOK_S)
+        hurries = self._calls_roll and (self.reads or not self._answered_roll)
+        return min(look_s, _CALLING_S) if hurries else look_s
 
     def _beat(self) -> None:
         if time.monotonic() >= self._publish_at:

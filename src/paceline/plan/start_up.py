@@ -1,9 +1,9 @@
 """`StartUp`: what a run needs before its first step: rendezvous, agreement, process groups.
 
 In: a cluster, the algorithms of a plan and the backend. Out: how many process groups there are, of how
-many ranks, and seconds. The store's times were measured (`records/2026-11-17_scale_2-core-cpu`); NCCL's
-are an assumption, from published figures, because no run of this project has had more than four ranks
-over NCCL.
+many ranks, and seconds. The store's times were measured (`records/2026-11-16_control-plane_2-core-cpu`);
+NCCL's are an assumption, from published figures, because no run of this project has had more than four
+ranks over NCCL.
 """
 
 from __future__ import annotations

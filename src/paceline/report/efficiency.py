@@ -41,7 +41,8 @@ class Efficiency:
 
     @classmethod
     def of(cls, run: RunFiles) -> Efficiency | None:
-        """None before the first step, and where its records lack the times."""
+        """None before the first step, where its records lack the times, and for a rehearsal, whose ranks
+        are virtual: one process does the work of all."""
         return run.derived((cls,), lambda: cls._of(run))
 
     @classmethod
@@ -51,6 +52,8 @@ class Efficiency:
         if not steps or sum(images) <= 0:
             return None
         outcome = Outcome.of(run)
+        if outcome.rehearsed is not None:
+            return None
         ranks = outcome.world_size or 1
         lengths = [finite(r, "step_s") or 0.0 for r in steps]
         startup_s = _startup_s(run, steps)

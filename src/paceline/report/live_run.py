@@ -1,4 +1,5 @@
-"""`LiveRun`: a run folder that is read again and again while the run writes to it.
+"""`LiveRun`: a run folder that is read again and again while the run writes to it; `run_folders`: the run
+folders of a folder of runs.
 
 Only what has been appended since the last look is read. A file that was replaced or has become shorter is
 read from its start. A last line without its line end is left for the next look.
@@ -7,6 +8,8 @@ read from its start. A last line without its line end is left for the next look.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,3 +123,34 @@ def _status(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def run_folders(given: Iterable[Path]) -> list[Path]:
+    """Each folder itself, or the run folders in it. One that does not exist yet may become either."""
+    found: dict[Path, Path] = {}
+    for path in given:
+        try:
+            inside = sorted(file.parent for file in path.glob(f"*/{EVENTS_NAME}"))
+            is_run = (path / EVENTS_NAME).exists()
+        except OSError:  # reported where the run is read
+            inside, is_run = [], True
+        for run in inside if inside and not is_run else [path]:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The name of each folder, with as many of its parents as tell it from the others: `a/run` and
+    `b/run`."""
+    parts = [tuple(map(one_line, path.resolve().parts)) for path in folders]
+    depths = [1] * len(parts)
+    while True:
+        names = ["/".join(own[-depth:]) for own, depth in zip(parts, depths, strict=True)]
+        uses = Counter(names)
+        longer = [
+            depth + (uses[name] > 1 and depth < len(own))
+            for own, name, depth in zip(parts, names, depths, strict=True)
+        ]
+        if longer == depths:
+            return names
+        depths = longer

@@ -30,13 +30,15 @@ from paceline.core.errors import ConfigError
 from paceline.core.untrusted import one_line
 from paceline.report.curves import run_charts
 from paceline.report.html import document, figures, joined, list_section
-from paceline.report.live_run import LiveRun
+from paceline.report.live_run import LiveRun, distinct_names, run_folders
 from paceline.report.metrics_text import CONTENT_TYPE, metrics_text
 from paceline.report.outcome import Outcome, verdict
-from paceline.report.quantities import markup
+from paceline.report.quantities import markup, plural
 from paceline.report.run_page import efficiency_section, run_parts
 
 LOOPBACK, PORT = "127.0.0.1", 8970
+# A folder of many runs would be a page that no browser shows at once.
+MOST_RUNS = 64
 # A folder is looked at no more often, however many pages are open.
 _LOOK_S = 1.0
 # After each look and each rendering of a page the server rests for so many times its length, so that the
@@ -54,10 +56,20 @@ _OVERVIEW_CHARTS = 2
 
 
 class Content:
-    """What is shown of the runs. Rendered once for each version, for all clients together."""
+    """What is shown of the runs. Rendered once for each version, for all clients together.
 
-    def __init__(self, runs: Sequence[Path]) -> None:
-        self.runs = [LiveRun(path) for path in runs]
+    `given` are run folders and folders of run folders. These are searched again with every look; a run
+    keeps its number, which is its address.
+    """
+
+    def __init__(self, given: Sequence[Path]) -> None:
+        self._given = given
+        self.runs: list[LiveRun] = []
+        self._names: list[str] = []
+        self._left_out = 0
+        # How often the list of runs has changed; a part of every version.
+        self._changes = 0
+        self._find()
         self._lock = threading.Lock()
         self._looked = self._rest_until = 0.0
         self._pages: dict[int, tuple[str, str, str]] = {}
@@ -68,7 +80,9 @@ class Content:
             self._look()
             key = -1 if number is None else number
             shown = self.runs if number is None else [self.runs[number]]
-            version = "-".join(str(run.version) for run in shown)
+            version = "-".join(
+                str(number) for number in (self._changes, *(r.version for r in shown))
+            )
             known = self._pages.get(key)
             if known is None or (known[1] != version and time.monotonic() >= self._rest_until):
                 began = time.monotonic()
@@ -84,11 +98,32 @@ class Content:
     def metrics(self) -> str:
         with self._lock:
             self._look()
-            return metrics_text((run.name, run.files) for run in self.runs)
+            named = zip(self._names, self.runs, strict=True)
+            return metrics_text((name, run.files) for name, run in named)
+
+    def _find(self) -> None:
+        """Adds new runs at the end. The first one in a folder that had none takes its place."""
+        found = run_folders(self._given)
+        known = {run.path for run in self.runs}
+        new = [path for path in found if path not in known]
+        changed = False
+        for number, run in enumerate(self.runs):
+            inside = next((path for path in new if path.parent == run.path), None)
+            if inside is not None and run.files is None and run.path not in found:
+                self.runs[number], changed = LiveRun(inside), True
+                new.remove(inside)
+        added = new[: MOST_RUNS - len(self.runs)]
+        left_out = len(new) - len(added)
+        if changed or added or left_out != self._left_out:
+            self.runs += map(LiveRun, added)
+            self._left_out = left_out
+            self._names = distinct_names([run.path for run in self.runs])
+            self._changes += 1
 
     def _look(self) -> None:
         began = time.monotonic()
         if began - self._looked >= _LOOK_S:
+            self._find()
             for run in self.runs:
                 run.refresh()
             now = time.monotonic()
@@ -96,9 +131,14 @@ class Content:
 
     def _overview(self) -> tuple[str, list[str]]:
         title = f"{len(self.runs)} runs"
-        cards = "\n".join(_card(number, run) for number, run in enumerate(self.runs))
+        numbered = enumerate(zip(self._names, self.runs, strict=True))
+        cards = "\n".join(_card(number, name, run) for number, (name, run) in numbered)
         head = f"<header><p>Paceline watch</p>\n<h1>{markup(title)}</h1></header>"
-        return title, [head, f'<section class="runs">{cards}</section>']
+        parts = [head, f'<section class="runs">{cards}</section>']
+        if self._left_out:
+            more = f"{plural(self._left_out, 'more run')} not shown; name the runs to watch"
+            parts.insert(1, f'<p class="note">{markup(more)}</p>')
+        return title, parts
 
 
 def _live_parts(run: LiveRun) -> tuple[str, list[str]]:
@@ -108,9 +148,9 @@ def _live_parts(run: LiveRun) -> tuple[str, list[str]]:
     return verdict(run.files), run_parts(run.files)
 
 
-def _card(number: int, run: LiveRun) -> str:
+def _card(number: int, name: str, run: LiveRun) -> str:
     """One run of the overview."""
-    link = f'<h2><a href="/run/{number}">{markup(run.name)}</a></h2>'
+    link = f'<h2><a href="/run/{number}">{markup(name)}</a></h2>'
     if run.files is None:
         return f'<article class="card">{link}<p class="note">{markup(run.problem)}</p></article>'
     state = Outcome.of(run.files).state
@@ -228,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves `runs` on the listening socket `opened`."""
+    """Serves `runs`, folders of runs among them, on the listening socket `opened`."""
 
     daemon_threads = True
 

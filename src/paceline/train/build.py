@@ -136,6 +136,8 @@ class Training:
         written = self.writer.take_written(wait=wait)
         if written is None:
             return
+        if written.note:
+            self.emit(NoteEvent(written.note))
         if written.error is not None:
             self.step.fault = written.error
             return

@@ -2,7 +2,8 @@
 
 The steps stand still only while the state is copied to host memory (`HostCopy`). Hashing, serializing,
 writing, syncing and renaming happen on the thread, in the same order as without it, so a kill leaves the
-previous checkpoint in place. At most one checkpoint is being written: the next save waits for it.
+previous checkpoint in place. At most one checkpoint is being written: the next save waits for it. Where
+the host has no memory for the copy, the steps wait for the file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.host import available_cores
 from paceline.train.checkpoint import Checkpoint
+from paceline.train.machine import out_of_memory
 
 # More do not copy faster: memory is the limit.
 _COPY_THREADS = 4
@@ -29,7 +31,8 @@ _COPY_THREADS = 4
 @dataclass(frozen=True)
 class Written:
     """The end of one save: its `path`, or the `error`. `save_s` is the time until the file was in place,
-    `stall_s` the part of it in which no step could run."""
+    `stall_s` the part of it in which no step could run. `note` says why the steps had to wait for all of
+    it."""
 
     step: int
     best: bool
@@ -37,6 +40,11 @@ class Written:
     stall_s: float
     path: Path | None
     error: PacelineError | None
+    note: str = ""
+
+
+class _NoHostMemoryError(Exception):
+    """For the copy of a tensor."""
 
 
 class HostCopy:
@@ -49,8 +57,9 @@ class HostCopy:
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], Tensor] = {}
 
-    def take(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A copy that later steps do not change. Valid until the next call."""
+    def take(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """A copy that later steps do not change, valid until the next call. None where the host has no
+        memory for it; what was kept is free then."""
         kept, self._kept = self._kept, {}
         # Of the same memory only one copy: tied weights have two names.
         seen: dict[tuple[Any, ...], Tensor] = {}
@@ -63,14 +72,28 @@ class HostCopy:
                 return seen[key]
             place = kept.get(where)
             if place is None or not _fits(place, source):
-                place = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+                place = _new_place(source)
             copies.append((place, source))
             self._kept[where] = seen[key] = place
             return place
 
-        copy = checkpoint.with_tensors(place_for)
+        try:
+            copy = checkpoint.with_tensors(place_for)
+        except _NoHostMemoryError:
+            self._kept = {}
+            return None
         _copy_all(copies)
         return copy
+
+
+def _new_place(source: Tensor) -> Tensor:
+    try:
+        return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+    except (RuntimeError, MemoryError) as error:
+        # Of pinned memory CUDA reports it as an error of the device, of which there are others.
+        if "out of memory" in str(error) or out_of_memory(error, "", "") is not None:
+            raise _NoHostMemoryError from error
+        raise
 
 
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -111,6 +134,7 @@ class CheckpointWriter:
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
+        self._noted = False
 
     def save(
         self, checkpoint: Checkpoint, write: Callable[[Checkpoint], Path], *, best: bool,
@@ -124,6 +148,10 @@ class CheckpointWriter:
             self._write(checkpoint.on_host(), write, best, started, None)
             return
         copy = self._copy.take(checkpoint)
+        if copy is None:
+            self._write(checkpoint.on_host(), write, best, started, None)
+            self._note_no_memory()
+            return
         stall_s = time.perf_counter() - started
         self._thread = threading.Thread(
             target=self._write,
@@ -133,6 +161,17 @@ class CheckpointWriter:
             daemon=True,
         )
         self._thread.start()
+
+    def _note_no_memory(self) -> None:
+        """Once in a run."""
+        assert self._written is not None
+        if not self._noted:
+            self._noted = True
+            text = (
+                f"training waited for the checkpoint of step {self._written.step}: the host has no "
+                "memory for a copy of it; free some, or use checkpoint.background=false"
+            )
+            self._written = replace(self._written, note=text)
 
     def _write(
         self,

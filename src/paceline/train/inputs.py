@@ -305,8 +305,10 @@ def _digest(values: npt.NDArray[np.int64]) -> str:
 
 def common_settings(config: RunConfig) -> dict[str, object]:
     """Settings that must be equal on all ranks: all but a node's own paths and worker counts."""
-    # Tracing uses collectives: a resumed run may change it, but ranks may not differ.
-    own = (LOCAL_SETTINGS - {"run.trace", "run.trace_steps"}) | {"data.dir"}
+    # Tracing and evaluation details use collectives: a resumed run may change them, but ranks may not
+    # differ.
+    collective = {"run.trace", "run.trace_steps", "run.eval_details"}
+    own = (LOCAL_SETTINGS - collective) | {"data.dir"}
     return {name: value for name, value in config.flat().items() if name not in own}
 
 
@@ -326,13 +328,18 @@ def _open_data(
             "or their names differ",
             "give both splits the same class folders, or one classes.json",
         )
+    check_num_classes(config, len(source.classes))
+    return source, validation
+
+
+def check_num_classes(config: RunConfig, classes: int) -> None:
+    """Raises ConfigError if the model would have fewer outputs than the data has `classes`."""
     declared = config.model.num_classes
-    if declared is not None and declared < len(source.classes):
+    if declared is not None and declared < classes:
         raise ConfigError(
-            "model.num_classes", declared, f"but the data has {len(source.classes)} classes",
+            "model.num_classes", declared, f"but the data has {classes} classes",
             "raise it, or leave it out to take the data's",
         )  # fmt: skip
-    return source, validation
 
 
 def _broadcast_folder(folder: RunFolder | None, group: Group) -> RunFolder:

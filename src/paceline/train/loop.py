@@ -426,6 +426,9 @@ class TrainingLoop:
         t = self._t
         if self._rebalance is None or t.progress.step >= t.plan.total_steps:
             return
+        if t.step.faulted:
+            # The run ends. New shares need a phase, whose verdict would be the fault, before the save.
+            return
         plan = self._rebalance.decide(t.plan)
         if plan is not t.plan:
             t.divide_again(plan)
@@ -437,11 +440,11 @@ class TrainingLoop:
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
-        t.finish_save()  # the previous one
         t.step.update.settle()
         # Before the checkpoint, which has the shares of the steps that follow it.
         self._divide_again()
-        checkpoint = t.state.capture(progress)
+        # No other rank waits for the file of the previous save.
+        checkpoint = t.state.capture(progress, before_content=t.finish_save)
         t.saved_step = progress.step
         # Serves all requests so far: a signal reaches ranks at slightly different times.
         self._save_owed = t.stop.save_requested = False

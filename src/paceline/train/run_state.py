@@ -267,9 +267,12 @@ class RunState:
         evaluated = progress.evaluated_step == progress.step
         return progress.step >= self.batches.total_steps or (reached and evaluated)
 
-    def capture(self, progress: Progress) -> Checkpoint | None:
+    def capture(
+        self, progress: Progress, *, before_content: Callable[[], object] = lambda: None
+    ) -> Checkpoint | None:
         """The current checkpoint, on rank 0. A collective: all ranks send their statistics. Its tensors
-        are those of the run, which the next step changes."""
+        are those of the run, which the next step changes. `before_content` runs on rank 0 after the
+        collectives; the checkpoint has the state of callbacks after it."""
         one = self.config.checkpoint.batch_norm == "average"
         rows = self.batch_norm.rows(self.group, average=one)
         average = self.average.capture(self.group, average=one) if self.average else {}
@@ -277,6 +280,7 @@ class RunState:
         with shared_weights(self.memory):
             if rows is None:
                 return None
+            before_content()
             found = self._checkpoint(progress, rows, average, exchange=exchange)
             if self.memory is None or not self.memory.ranks_differ:
                 return found

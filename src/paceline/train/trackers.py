@@ -134,8 +134,8 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hides steps that a killed process logged after its last checkpoint.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
+        # Hides steps that a killed process logged after its last checkpoint, whose own step stays.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -147,7 +147,11 @@ class TensorBoardTracker:
 
 class WandbTracker:
     """A run of Weights & Biases, with the settings as its configuration. `WANDB_MODE=offline` keeps it in
-    `RUN/wandb`, `WANDB_PROJECT` names its project."""
+    `RUN/wandb`, `WANDB_PROJECT` names its project.
+
+    The step is a value, and the x-axis of all others: W&B drops what is logged for an earlier step of its
+    own counter, such as a checkpoint that was written in the background.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
@@ -166,9 +170,11 @@ class WandbTracker:
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True, x_disable_meta=True),
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -57,6 +57,7 @@ class OpenedFiles:
         is nothing to share, or no place for it."""
         if not self._splits:
             return None
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         arrays = {
@@ -70,7 +71,8 @@ class OpenedFiles:
         try:
             path = _new_file()
             save_file(arrays, path, metadata=metadata)
-        except OSError:  # no memory left: every process opens the data set by itself
+        except (OSError, SafetensorError):
+            # No memory left: every process opens the data set by itself.
             if path is not None:
                 path.unlink(missing_ok=True)
             return None
