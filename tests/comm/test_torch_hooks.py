@@ -191,6 +191,31 @@ def test_post_local_sgd_is_that_of_its_equations() -> None:
     assert not np.array_equal(results[0][0][-1], results[1][0][-1]), "they end between two averages"
 
 
+def _overflows_on_one_rank(rank: int) -> list[float]:
+    """Weights and overflow after a step in which p times one rank's share exceeds fp16."""
+    with joined() as group:
+        model = net()
+        model.weight.data = model.weight.data.half()
+        settings = CommSettings(hook="post_local_sgd", local_start_step=0, local_steps=PERIOD)
+        exchange = exchange_of(group, model, settings)
+        optimizer = SGD(model.parameters(), lr=RATE, momentum=0.0)
+        assert exchange.memory is not None
+        exchange.memory.bind(Weights(optimizer))
+        exchange.begin(0)
+        give(model, rank, 0)
+        if rank == 1:
+            model.weight.grad[0, 0] = 40_000.0
+        exchange.gather()
+        exchange.reduce(torch.tensor(1.0), Signals())
+        optimizer.step()
+        return [float(optimizer.overflow), float(model.weight.detach().float().sum())]
+
+
+def test_a_gradient_that_overflows_its_format_on_one_rank_stops_all() -> None:
+    start = float(net().weight.detach().half().float().sum())
+    assert run_ranks(RANKS, _overflows_on_one_rank) == [[1.0, start]] * RANKS
+
+
 # What excludes one another.
 
 
