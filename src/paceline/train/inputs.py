@@ -183,6 +183,11 @@ def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> 
             "comm.wire", config.comm.wire, f"{name} exchanges differences and full gradients, between "
             "which error feedback would mix", "use 'auto'",
         )  # fmt: skip
+    if config.comm.wire == "float16":
+        raise ConfigError(
+            "comm.wire", "float16", f"{name} exchanges a full gradient once an epoch: where it overflows, "
+            "all steps up to the next one are lost", "use 'auto' or 'bfloat16'",
+        )  # fmt: skip
     if config.run.shares != EQUAL_SHARES:
         raise ConfigError(
             "run.shares", config.run.shares, f"the full gradient of {name} is divided equally",
