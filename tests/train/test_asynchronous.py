@@ -163,6 +163,16 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     assert summary["top1"] is not None
 
 
+def test_counts_of_soap_come_back_from_the_servers(tmp_path: Path) -> None:
+    values = ASYNC | {"comm__servers": 1, "optim__name": "soap", "run__epochs": 1}
+    run_ranks(2, _run, str(tmp_path), values)
+    saved = last(tmp_path)
+    counts = {int(s["steps"]) for s in saved.optimizer["state"].values() if "steps" in s}
+    # The servers count pushes, of which a short last batch may have one less.
+    assert counts
+    assert all(2 * saved.step - 1 <= count <= 2 * saved.step for count in counts)
+
+
 def _stopped(rank: int, output: str) -> str:
     config = small_config(output, run__epochs=4, **ASYNC)
     return run_training(config, lambda: StopAt(3)).result.stopped_by
