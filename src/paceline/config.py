@@ -450,6 +450,12 @@ def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict
     if recipe:
         name = recipe.get("optim", {}).get("name", OptimSettings.name)
         optim.setdefault("known_good_optimizer", name)
+        own = from_table(OptimSettings, "optim", recipe.get("optim", {}))
+        known = optim.get("known_good_batch")
+        if "optim.lr" in overrides and isinstance(known, int) and known > 0:
+            optim.setdefault("known_good_lr", own.peak_lr(known))
+        if "optim.momentum" in overrides:
+            optim.setdefault("known_good_momentum", own.momentum)
     optim.setdefault("scaling_keeps", [name for name in SCALED if name in overrides])
 
 

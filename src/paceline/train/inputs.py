@@ -125,13 +125,15 @@ def apply_scaling(
     recipe = Recipe(
         optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
         config.run.average_epochs, frozenset(optim.scaling_keeps),
+        # Averages are refused where ranks have weights of their own.
+        averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
     )  # fmt: skip
     scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
     # The result is a recipe of its own, known for its own batch.
     applied: dict[str, object] = {
         "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
-        "optim.scaling_keeps": [],
+        "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
     }  # fmt: skip
     return config.with_values(values | applied), scaling.describe()
 
