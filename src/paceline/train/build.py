@@ -118,6 +118,8 @@ class Training:
 
     def divide_again(self, plan: BatchPlan) -> None:
         """Goes on with other shares of the global batch. Between steps, on all ranks."""
+        # They have the size of this rank's micro-batches until now.
+        self.step.micro.drop_graphs()
         self.step.loader.close()
         self.step.loader = self.group.agree_on(
             "loader", lambda: self.make_loader(plan, self.progress.step)
