@@ -246,8 +246,21 @@ def test_values_out_of_range_are_refused(name: str, value: object) -> None:
     assert caught.value.field == f"comm.{name}"
 
 
-def test_averaged_weights_exclude_post_local_sgd() -> None:
-    values = {"comm.hook": "post_local_sgd", "run.average_epochs": 1.0}
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("powersgd_rank", 2), ("powersgd_start_step", 9), ("local_steps", 8), ("local_start_step", 0),
+        ("local_group_size", 2), ("staleness", 1), ("servers", 1),
+    ],
+)  # fmt: skip
+def test_settings_of_a_hook_or_mode_are_refused_without_it(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig().with_values(values)
-    assert caught.value.field == "run.average_epochs"
+        CommSettings(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.field == f"comm.{name}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("run.average_epochs", 1.0), ("run.shares", "3:1")])
+def test_what_excludes_post_local_sgd(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig().with_values({"comm.hook": "post_local_sgd", name: value})
+    assert caught.value.field == name

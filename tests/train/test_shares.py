@@ -190,3 +190,9 @@ def _refused(rank: int, output: str) -> str:
 
 def test_one_number_for_each_rank(tmp_path: Path) -> None:
     assert run_ranks(2, _refused, str(tmp_path)) == ["run.shares"] * 2
+
+
+def test_numbers_for_several_ranks_are_refused_on_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_small(tmp_path / "a", run__shares="3:1")
+    assert caught.value.field == "run.shares"

@@ -276,7 +276,7 @@ class Group:
         ]
         # Piece by piece: rank 0's device holds a piece of every rank at a time, not all their bytes.
         piece = max(1, _GATHERED_BYTES // self.world_size)
-        parts = [self.gather(own.to(self.device)) for own in row.split(piece)]
+        parts = [self.gather(own.to(self.device)) for own in torch.split(row, piece)]
         if lengths is None:
             return None
         found = [bytearray() for _ in range(self.world_size)]

@@ -272,8 +272,8 @@ class _Rule:
             near = " or ".join(str(good * self.target.ranks) for good in goods if good)
             raise ConfigError(
                 "run.global_batch_size", self.target.batch,
-                f"gives batch norm groups of {group} samples, but the recipe has {wanted}: no number near "
-                f"that divides the {share} samples of a rank",
+                f"gives batch norm groups of {group} samples, but the recipe has {wanted}: no number "
+                f"near that divides the {share} samples of a rank",
                 f"use {near}, or give --batch-size",
             )  # fmt: skip
         reason = "batch norm's group as in the recipe"

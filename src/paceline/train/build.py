@@ -44,6 +44,7 @@ from paceline.train.inputs import (
     batch_stages,
     eval_batch,
     read_checkpoint,
+    refuse_on_servers,
     refuse_with_svrg,
     requested_batch,
     resolve_batch_sizes,
@@ -186,6 +187,7 @@ def build(
     ranks = _ranks(config, group)
     resolve_batch_sizes(*requested_batch(config, ranks))
     refuse_with_svrg(config, components, group.device.type)
+    refuse_on_servers(config, components)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)

@@ -145,6 +145,15 @@ def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) ->
     return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
 
 
+def refuse_on_servers(config: RunConfig, components: Components) -> None:
+    """Raises ConfigError for an optimizer of the program that parameter servers would have to run."""
+    if config.comm.mode == "asynchronous" and components.optimizer is not None:
+        raise ConfigError(
+            "optimizer", None, "but comm.mode = 'asynchronous' cannot send the state of an optimizer "
+            "given in Python", "name one in optim.name, as in 'sgd'",
+        )  # fmt: skip
+
+
 def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> None:
     """Raises ConfigError for settings that contradict SVRG and its relatives: fixed-point weights are
     no half-precision weights, and a full gradient is that of a fixed function of the samples."""
@@ -187,7 +196,7 @@ def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> 
         )  # fmt: skip
     if config.comm.wire == "float16":
         raise ConfigError(
-            "comm.wire", "float16", f"{name} exchanges a full gradient once an epoch: where it overflows, "
+            "comm.wire", "float16", f"{name} exchanges a full gradient now and then: where it overflows, "
             "all steps up to the next one are lost", "use 'auto' or 'bfloat16'",
         )  # fmt: skip
     if config.run.shares != EQUAL_SHARES:
