@@ -21,7 +21,8 @@ from data_sets import write_shards
 from paceline.train.checkpoint import Checkpoint
 
 KILL = partial(faults.signal_self, signal.SIGKILL)
-SAVES = ("--set", "checkpoint.interval_steps=3")
+# Not in the background, so that it is known which checkpoints a killed run has.
+SAVES = ("--set", "checkpoint.interval_steps=3", "--set", "checkpoint.background=false")
 NEWEST, OLDER = (f"run/checkpoints/step-0000000{step}.pt" for step in (6, 3))
 
 

@@ -26,8 +26,8 @@ def train(cwd: Path, how: str, fault: Any = None) -> Done:
 
 @pytest.mark.timeout(300)  # as long as a C++ compiler needs on a busy machine
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: g++")
-# One is enough for every change: the compiler takes a minute for each.
-@pytest.mark.parametrize("how", ["model", pytest.param("blocks", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the compiler takes a minute for each
+@pytest.mark.parametrize("how", ["model", "blocks"])
 def test_a_compiled_run_learns_the_same(tmp_path: Path, how: str) -> None:
     for each in ("off", how):
         done = train(tmp_path, each)

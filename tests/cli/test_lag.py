@@ -20,7 +20,7 @@ from paceline.train.checkpoint import Checkpoint, content_hash
 TERM, INT = signal.SIGTERM, signal.SIGINT
 # 16 = 4 micro-batches of 4: ranks 0 and 1 take turns. Saves and evaluations fall between steps.
 ARGUMENTS = small("--output", "run", "-b", "4", "--set", "checkpoint.interval_steps=5",
-                  "--set", "checkpoint.keep=99")  # fmt: skip
+                  "--set", "checkpoint.keep=99", "--set", "checkpoint.background=false")  # fmt: skip
 Faults = list[Any]
 
 

@@ -90,7 +90,7 @@ class Meter:
                 setattr(PrefixStore, name, self._counted(getattr(PrefixStore, name), name))
         launch = TrainStep.launch
 
-        def launched(step: TrainStep, number: int, rate: float) -> None:
+        def launched(step: TrainStep, number: int, *more: Any) -> None:
             self.step_begins.append(time.perf_counter())
             before, self.counts = self.counts, _WARM_UP <= number < self.last_step
             if before != self.counts:
@@ -98,7 +98,7 @@ class Meter:
             self.is_on = number // BLOCK % 2 == 0
             if self.is_on and self.counts:
                 self.in_step_s.append(0.0)
-            launch(step, number, rate)
+            launch(step, number, *more)
 
         TrainStep.launch = launched  # type: ignore[method-assign]
         sys.addaudithook(self._audit)

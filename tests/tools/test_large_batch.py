@@ -88,6 +88,7 @@ def run(out: Path, cells: list[Any], budget_s: float = 600.0, **more: Any) -> tu
     return end, said
 
 
+@pytest.mark.slow
 def test_cells_are_run_once_recorded_and_tabled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -263,7 +263,7 @@ def _refused(rank: int, output: str) -> str:
     try:
         run_small(output, precision__amp_dtype="fp16", **ASYNC)
     except ConfigError as error:
-        return error.field
+        return str(error).partition(" = ")[0].rpartition(" ")[2]
     return ""
 
 

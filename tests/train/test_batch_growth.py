@@ -122,13 +122,13 @@ def test_adabatch_doubles_with_a_smaller_decay() -> None:
     assert rates == pytest.approx({0: 1.0, 1: 0.75, 2: 0.5625})
 
 
-def test_a_run_grows_and_resumes_bit_identically_at_every_step(tmp_path: Path) -> None:
+def test_a_run_grows_and_resumes_bit_identically(tmp_path: Path) -> None:
     whole, events = watched(tmp_path / "whole", **GROWS, **EVERY_STEP)
     steps = [event for event in events if isinstance(event, StepEvent)]
     assert [event.batch_size for event in steps] == [8] * 7 + [16] * 4 + [32, 16]
     assert whole.summary["images"] == 3 * 56
     assert whole.summary["steps"] == 13
-    for at in (3, 7, 8, 11, 12):
+    for at in (3, 8, 12):
         saved = tmp_path / f"whole/checkpoints/step-{at:08d}.pt"
         rest = run_small(tmp_path / f"rest{at}", run__resume=str(saved), **GROWS).summary
         assert rest["weights_sha256"] == whole.summary["weights_sha256"], at

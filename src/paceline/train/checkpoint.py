@@ -109,7 +109,8 @@ class Checkpoint:
         return buffer.getbuffer()
 
     def write(self, path: Path) -> None:
-        write_atomically(path, self.to_bytes())
+        # A run folder that was deleted meanwhile is not made again.
+        write_atomically(path, self.to_bytes(), parents=False)
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
@@ -331,10 +332,11 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Writes a temporary file, fsyncs and renames it. On an error the old file is untouched."""
+def write_atomically(path: Path, content: bytes | memoryview, *, parents: bool = True) -> None:
+    """Writes a temporary file, fsyncs and renames it. On an error the old file is untouched. Makes the
+    folder of `path`; with `parents`, also those above it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=parents, exist_ok=True)
         with whole_file(path) as file:
             file.write(content)
     except OSError as error:

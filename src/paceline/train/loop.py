@@ -35,6 +35,7 @@ from paceline.train.inputs import eval_batch
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
+from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
 from paceline.train.run_state import shared_weights
 from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
@@ -384,9 +385,12 @@ class TrainingLoop:
         if content is None:
             return
         try:
+            t.check_folder()
             write_atomically(t.folder.path / "evaluation.json", content)
         except CheckpointError as error:
             self._input.note(str(error))
+        except (RunFolderGoneError, RunFolderInUseError):
+            return  # the next save reports it
 
     def _save_is_due(self, step: int) -> bool:
         t = self._t
@@ -448,7 +452,11 @@ class TrainingLoop:
 
         def write(checkpoint: Checkpoint) -> Path:
             t.check_folder()
-            return t.store.put(checkpoint, best=best, forget=forget)
+            try:
+                return t.store.put(checkpoint, best=best, forget=forget)
+            except CheckpointError:
+                t.check_folder()  # deleted in between: the better reason
+                raise
 
         t.writer.save(checkpoint, write, best=best, started=started)
         t.finish_save(wait=False)
