@@ -294,30 +294,33 @@ class RunConfig:
             self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
                 *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
                 ("optim.trust_log_interval", 0), ("optim.batch_schedule", ""),
-                ("run.shares", EQUAL_SHARES),
+                ("run.shares", EQUAL_SHARES), ("precision.loss_scale", None),
             ))  # fmt: skip
             if self.optim.schedule in CYCLES and self.optim.cycle_momentum:
                 raise ConfigError(
                     "optim.cycle_momentum", list(self.optim.cycle_momentum),
                     "but with comm.mode = 'asynchronous' the servers' momentum is constant", "use []",
                 )  # fmt: skip
-        if self.rehearse.ranks:
-            self._exclude("a rehearsal adds up the gradients of equal ranks, step by step", (
-                ("comm.mode", CommSettings.mode), ("comm.hook", CommSettings.hook),
-                ("run.shares", EQUAL_SHARES), ("model.norm_group", 1), ("optim.batch_schedule", ""),
-                ("run.trace", False),
-            ))  # fmt: skip
-            if self.optim.name in OPTIMIZERS_OF_SVRG:
+            if self.optim.is_class or self.optim.name == "rmsprop_warmup":
+                why = (
+                    "servers cannot send the state of a class of another module"
+                    if self.optim.is_class
+                    else "servers do not know the epoch, by which its shares of SGD and RMSprop change"
+                )
                 raise ConfigError(
-                    "optim.name", self.optim.name, "cannot be rehearsed: it passes over all samples",
-                    "use another optimizer",
+                    "optim.name", self.optim.name, f"but with comm.mode = 'asynchronous' {why}",
+                    "use another optimizer, such as 'sgd'",
                 )  # fmt: skip
         if self.comm.hook == "post_local_sgd":
-            self._exclude(
-                "comm.hook = 'post_local_sgd' gives each rank weights of its own", _OF_WHOLE_UPDATES
-            )
+            self._exclude("comm.hook = 'post_local_sgd' gives each rank weights of its own", (
+                *_OF_WHOLE_UPDATES, ("run.shares", EQUAL_SHARES),
+            ))  # fmt: skip
         if self.comm.hook != "none":
             self._exclude(f"comm.hook = {self.comm.hook!r} does not sum gradients exactly", (
+                ("run.noise_scale", False),
+            ))  # fmt: skip
+        if self.comm.wire in EIGHT_BIT:
+            self._exclude(f"comm.wire = {self.comm.wire!r} adds noise of its own", (
                 ("run.noise_scale", False),
             ))  # fmt: skip
         if self.run.shares != EQUAL_SHARES:
@@ -325,13 +328,21 @@ class RunConfig:
                 ("optim.batch_schedule", ""), ("model.norm_group", 1), ("run.noise_scale", False),
             ))  # fmt: skip
         if self.rehearse.ranks:
-            self._exclude("a rehearsal plays synchronous ranks that sum buckets by the plan", (
-                ("comm.mode", "synchronous"), ("comm.hook", "none"), ("run.shares", EQUAL_SHARES),
-                ("model.norm_group", 1), ("optim.batch_schedule", ""),
+            self._exclude("a rehearsal adds up the gradients of equal ranks, step by step", (
+                ("comm.mode", CommSettings.mode), ("comm.hook", CommSettings.hook),
+                ("run.shares", EQUAL_SHARES), ("model.norm_group", 1), ("optim.batch_schedule", ""),
+                ("run.trace", False),
             ))  # fmt: skip
-            if self.comm.wire in EIGHT_BIT or self.optim.name in OPTIMIZERS_OF_SVRG:
-                field = "comm.wire" if self.comm.wire in EIGHT_BIT else "optim.name"
-                raise ConfigError(field, self.flat()[field], "cannot be rehearsed", "leave it out")
+            if self.comm.wire in EIGHT_BIT:
+                raise ConfigError(
+                    "comm.wire", self.comm.wire, "cannot be rehearsed: ranks keep errors of their own",
+                    "use 'auto'",
+                )  # fmt: skip
+            if self.optim.name in OPTIMIZERS_OF_SVRG:
+                raise ConfigError(
+                    "optim.name", self.optim.name, "cannot be rehearsed: it passes over all samples",
+                    "use another optimizer",
+                )  # fmt: skip
         alone = self.comm.mode == "asynchronous" or self.comm.hook == "post_local_sgd"
         if alone and self.optim.share_products == "on":
             raise ConfigError(
@@ -450,6 +461,12 @@ def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict
     if recipe:
         name = recipe.get("optim", {}).get("name", OptimSettings.name)
         optim.setdefault("known_good_optimizer", name)
+        own = from_table(OptimSettings, "optim", recipe.get("optim", {}))
+        known = optim.get("known_good_batch")
+        if "optim.lr" in overrides and isinstance(known, int) and known > 0:
+            optim.setdefault("known_good_lr", own.peak_lr(known))
+        if "optim.momentum" in overrides:
+            optim.setdefault("known_good_momentum", own.momentum)
     optim.setdefault("scaling_keeps", [name for name in SCALED if name in overrides])
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import paceline
 from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm import CommSettings, Group, PeerError, ProcessGroups
+from paceline.comm import group as group_module
 from paceline.comm.group import choose_backend
 from paceline.comm.process_groups import Place, all_gather_json, group_ranks
 from paceline.core.errors import CommError, ConfigError, DataError, PacelineError
@@ -65,6 +66,17 @@ def test_collectives(size: int) -> None:
         assert found["bytes"] == (([b""] * size, texts) if rank == 0 else (None, None))
         assert found["stop"] == (False, True), "a stop of one rank reaches all"
         assert found["json"] == [{"rank": r, "more": "x" * 1000 * r} for r in range(size)]
+
+
+def _pieces(rank: int) -> list[bytes] | None:
+    group_module._GATHERED_BYTES = 10  # type: ignore[attr-defined]
+    with joined() as group:
+        return group.gather_bytes(bytes(range(17 * rank)))
+
+
+def test_bytes_are_gathered_piece_by_piece() -> None:
+    found = run_ranks(3, _pieces)
+    assert found == [[bytes(range(17 * rank)) for rank in range(3)], None, None]
 
 
 def _peer_gone(rank: int, posts: bool, found: Path) -> None:

@@ -191,6 +191,31 @@ def test_post_local_sgd_is_that_of_its_equations() -> None:
     assert not np.array_equal(results[0][0][-1], results[1][0][-1]), "they end between two averages"
 
 
+def _overflows_on_one_rank(rank: int) -> list[float]:
+    """Weights and overflow after a step in which p times one rank's share exceeds fp16."""
+    with joined() as group:
+        model = net()
+        model.weight.data = model.weight.data.half()
+        settings = CommSettings(hook="post_local_sgd", local_start_step=0, local_steps=PERIOD)
+        exchange = exchange_of(group, model, settings)
+        optimizer = SGD(model.parameters(), lr=RATE, momentum=0.0)
+        assert exchange.memory is not None
+        exchange.memory.bind(Weights(optimizer))
+        exchange.begin(0)
+        give(model, rank, 0)
+        if rank == 1:
+            model.weight.grad[0, 0] = 40_000.0
+        exchange.gather()
+        exchange.reduce(torch.tensor(1.0), Signals())
+        optimizer.step()
+        return [float(optimizer.overflow), float(model.weight.detach().float().sum())]
+
+
+def test_a_gradient_that_overflows_its_format_on_one_rank_stops_all() -> None:
+    start = float(net().weight.detach().half().float().sum())
+    assert run_ranks(RANKS, _overflows_on_one_rank) == [[1.0, start]] * RANKS
+
+
 # What excludes one another.
 
 
@@ -221,8 +246,21 @@ def test_values_out_of_range_are_refused(name: str, value: object) -> None:
     assert caught.value.field == f"comm.{name}"
 
 
-def test_averaged_weights_exclude_post_local_sgd() -> None:
-    values = {"comm.hook": "post_local_sgd", "run.average_epochs": 1.0}
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("powersgd_rank", 2), ("powersgd_start_step", 9), ("local_steps", 8), ("local_start_step", 0),
+        ("local_group_size", 2), ("staleness", 1), ("servers", 1),
+    ],
+)  # fmt: skip
+def test_settings_of_a_hook_or_mode_are_refused_without_it(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig().with_values(values)
-    assert caught.value.field == "run.average_epochs"
+        CommSettings(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.field == f"comm.{name}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("run.average_epochs", 1.0), ("run.shares", "3:1")])
+def test_what_excludes_post_local_sgd(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig().with_values({"comm.hook": "post_local_sgd", name: value})
+    assert caught.value.field == name

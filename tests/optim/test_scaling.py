@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,35 @@ def test_the_pace_is_limited_to_what_was_measured(name: str) -> None:
     assert "largest that was measured" in found.describe()
 
 
+def test_a_rate_and_a_momentum_of_the_user_leave_the_pace_as_it_is() -> None:
+    """They are those of the new batch, not of the recipe."""
+    target = Target(2000, 12_000, 15)
+    usual = scale_recipe(MUON, target)
+    asked = replace(MUON.optim, lr=4.0, momentum=0.8, known_good_lr=0.2, known_good_momentum=0.9)
+    recipe = replace(MUON, optim=asked, kept=frozenset({"optim.lr", "optim.momentum"}))
+    found = scale_recipe(recipe, target)
+    assert "optim.lr" not in found.values
+    assert pace(found, recipe) == pytest.approx(pace(usual, MUON), rel=1e-3)
+
+
+def test_muon_without_momentum_has_no_nesterov() -> None:
+    plain = replace(MUON, optim=replace(MUON.optim, momentum=0.0))
+    assert "optim.nesterov" not in scale_recipe(plain, Target(2000, 12_000, 15)).values
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(4999, 1), (9998, 2), (2 * 2503, 1)])
+def test_a_batch_that_leaves_batch_norm_a_few_samples_is_refused(batch: int, ranks: int) -> None:
+    with pytest.raises(ConfigError, match=r"run\.global_batch_size") as caught:
+        scale_recipe(CIFAR, Target(batch, 50_000, 90, ranks))
+    near = [int(word) for word in re.findall(r"use (\d+) or (\d+)", str(caught.value))[0]]
+    assert near[0] < batch < near[1]
+    for good in near:
+        found = scale_recipe(CIFAR, Target(good, 50_000, 90, ranks)).values["run.batch_size"]
+        assert 128 <= found <= 256
+    kept = replace(CIFAR, kept=frozenset({"run.batch_size"}))
+    assert scale_recipe(kept, Target(batch, 50_000, 90, ranks)).values
+
+
 def test_sgd_keeps_linear_scaling_while_an_epoch_has_many_steps() -> None:
     found = scale_recipe(CIFAR, Target(1024, 1_281_167, 90))
     assert "optim.name" not in found.values
@@ -123,6 +153,34 @@ def test_weights_are_averaged_where_steps_are_few() -> None:
     assert "run.average_epochs" not in scale_recipe(CIFAR, Target(2500, 50_000, 90)).values
     own = replace(CIFAR, average_epochs=0.5)
     assert scale_recipe(own, Target(10_000, 50_000, 90)).values["run.average_epochs"] == 0.8
+    free = OptimSettings(schedule="constant", schedule_free=0.9)
+    for other in (replace(CIFAR, averages=False), replace(CIFAR, optim=free)):
+        values = scale_recipe(other, Target(10_000, 50_000, 90)).values
+        assert "run.average_epochs" not in values
+
+
+@pytest.mark.parametrize(
+    "own", [{"comm__mode": "asynchronous"}, {"comm__hook": "post_local_sgd"}], ids=str
+)
+def test_ranks_with_weights_of_their_own_are_not_averaged(own: dict[str, Any]) -> None:
+    config = auto("cifar10-resnet18", run__global_batch_size=10_000, **own)
+    assert apply_scaling(config, 50_000, 4)[0].run.average_epochs == 0
+
+
+def test_a_rate_on_the_command_line_is_not_the_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "muon.toml"
+    path.write_text(
+        '[run]\nglobal_batch_size = 128\n[optim]\nname = "muon"\nlr = 0.2\n'
+        "trust_coefficient = 0.0125\n"
+    )
+    found = []
+    for given in ({}, {"optim__lr": 4.0}, {"optim__lr": 4.0, "optim__momentum": 0.95}):
+        config = auto(str(path), run__global_batch_size=2000, run__epochs=15, **given)
+        optim = apply_scaling(config, 12_000, 1)[0].optim
+        assert optim.lr is not None
+        assert (optim.known_good_lr, optim.known_good_momentum) == (None, None)
+        found.append(optim.lr * optim.trust_coefficient / (1 - optim.momentum))
+    assert found == pytest.approx([found[0]] * 3, rel=1e-3)
 
 
 def test_what_the_user_gives_stays_and_the_rest_follows_it() -> None:

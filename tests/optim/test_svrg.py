@@ -206,6 +206,40 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("form", ["svrg", "halp", "lp_svrg"])
+def test_a_full_gradient_that_is_not_finite_skips_steps_until_the_next(form: str) -> None:
+    weight = nn.Parameter(torch.linspace(-1, 1, 3))
+    optimizer = SVRG([weight], lr=0.1, form=form, mu=1.0)
+    weight.grad = torch.tensor([1.0, math.inf, 0.0])
+    optimizer.center()
+    before = weight.detach().clone()
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert float(optimizer.overflow) == 1
+        assert torch.equal(weight.detach(), before)
+    weight.grad = torch.ones(3)
+    optimizer.center()
+    optimizer.step()
+    assert float(optimizer.overflow) == 0
+    assert not torch.equal(weight.detach(), before)
+
+
+@pytest.mark.parametrize("form", ["svrg", "halp"])
+def test_a_scale_divides_the_full_gradient_too(form: str) -> None:
+    found = []
+    for scale in (1.0, 128.0):
+        weight = nn.Parameter(torch.linspace(-1, 1, 3))
+        optimizer = SVRG([weight], lr=0.1, form=form, mu=1.0)
+        optimizer.grad_scale = torch.tensor(scale)
+        weight.grad = torch.tensor([0.5, -1.0, 2.0]) * scale
+        optimizer.center()
+        weight.grad = torch.tensor([0.1, 0.2, -0.3]) * scale
+        optimizer.step()
+        found.append([weight.detach(), *optimizer.state[weight].values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize(
     ("values", "field"),
     [

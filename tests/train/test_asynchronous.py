@@ -163,6 +163,16 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     assert summary["top1"] is not None
 
 
+def test_counts_of_soap_come_back_from_the_servers(tmp_path: Path) -> None:
+    values = ASYNC | {"comm__servers": 1, "optim__name": "soap", "run__epochs": 1}
+    run_ranks(2, _run, str(tmp_path), values)
+    saved = last(tmp_path)
+    counts = {int(s["steps"]) for s in saved.optimizer["state"].values() if "steps" in s}
+    # The servers count pushes, of which a short last batch may have one less.
+    assert counts
+    assert all(2 * saved.step - 1 <= count <= 2 * saved.step for count in counts)
+
+
 def _stopped(rank: int, output: str) -> str:
     config = small_config(output, run__epochs=4, **ASYNC)
     return run_training(config, lambda: StopAt(3)).result.stopped_by
@@ -228,12 +238,25 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
         ("comm.algorithm", "hierarchical"), ("comm.overlap", "on"), ("comm.wire", "int8"),
         ("comm.hook", "powersgd"), ("comm.group_size", 2), ("comm.plan", "plan.toml"),
         ("run.average_epochs", 1.0), ("optim.clip_norm", 1.0), ("comm.staleness", -1),
+        ("optim.name", "rmsprop_warmup"), ("precision.loss_scale", 128.0),
     ],
 )  # fmt: skip
 def test_what_excludes_asynchronous_training_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig().with_values({"comm.mode": "asynchronous", name: value})
     assert caught.value.field == name
+
+
+def test_classes_and_objects_are_no_optimizers_of_servers(tmp_path: Path) -> None:
+    values = {"comm.mode": "asynchronous", "optim.name": "torch.optim:SGD", "optim.lr": 0.1}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig().with_values(values)
+    assert caught.value.field == "optim.name"
+    own = Components(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(ConfigError) as caught:
+        run_training(small_config(tmp_path / "a", **ASYNC), Silent, components=own)
+    assert caught.value.field == "optimizer"
+    assert not (tmp_path / "a").exists()
 
 
 def _refused(rank: int, output: str) -> str:

@@ -189,6 +189,10 @@ def test_only_later_stages_may_change_on_resume(tmp_path: Path) -> None:
         ({"batch_schedule": "0:0"}, "optim.batch_schedule"),
         ({"batch_schedule": "x1", "schedule": "step"}, "optim.batch_schedule"),
         ({"batch_schedule": "x4", "schedule": "cosine"}, "optim.batch_schedule"),
+        (
+            {"batch_schedule": "x4", "schedule": "step", "decay_epochs": (1.0, 1.0)},
+            "optim.decay_epochs",
+        ),
         ({"batch_limit": 64}, "optim.batch_limit"),
         ({"batch_rate": "cubic"}, "optim.batch_rate"),
     ],

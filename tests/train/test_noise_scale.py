@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from paceline.comm import GradientExchange, Signals
+from paceline.core.errors import ConfigError
 from paceline.core.events import read_events
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.report import RunFiles
 from paceline.report.run_page import run_charts, summary_rows
 from ranks import run_ranks
-from small_runs import run_small
+from small_runs import run_small, small_config
 from train.runs import last, stop_after
 from train.steps import alone, joined
 
@@ -137,6 +138,11 @@ def test_the_report_shows_it(tmp_path: Path) -> None:
     for odd in (-1.0, 0.0, math.inf, "x"):
         rows = dict(summary_rows(replace(run, summary={**(run.summary or {}), "noise_scale": odd})))
         assert "nan" not in str(rows.get("gradient noise scale", ""))
+
+
+def test_it_is_refused_with_8_bit_wires(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.noise_scale"):
+        small_config(tmp_path, run__noise_scale=True, comm__wire="int8")
 
 
 @pytest.mark.gpu

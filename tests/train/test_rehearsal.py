@@ -161,6 +161,7 @@ def test_without_figures_of_the_cluster_there_is_no_clock_and_the_run_says_so(
         ({"run__trace": True}, "run.trace"),
         ({"comm__mode": "asynchronous"}, "comm.mode"),
         ({"comm__hook": "post_local_sgd"}, "comm.hook"),
+        ({"comm__wire": "int8"}, "comm.wire"),
         ({"model__norm_group": 2}, "model.norm_group"),
         ({"optim__batch_schedule": "1:2"}, "optim.batch_schedule"),
         ({"optim__name": "svrg", "optim__momentum": 0.0}, "optim.name"),

@@ -21,6 +21,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import Event, StepEvent, read_events
 from paceline.data import BatchPlan
 from paceline.train import Checkpoint, RunOutcome, run_training, shares
+from paceline.train.build import Training
 from paceline.train.components import Components
 from paceline.train.shares import apportion
 from ranks import run_ranks
@@ -145,6 +146,34 @@ def test_shares_are_decided_again_at_checkpoints(tmp_path: Path) -> None:
     assert again["weights_sha256"] == whole["weights_sha256"], "the checkpoint has the new shares"
 
 
+class Graphs:
+    """Captured micro-steps, of the size that micro-batches have had until now."""
+
+    released = False
+
+    def release(self) -> None:
+        self.released = True
+
+
+def _graphs(rank: int, output: str, values: dict[str, Any]) -> list[bool]:
+    found: list[bool] = []
+    kept, torch.cuda.synchronize = Training.divide_again, lambda *_: None  # type: ignore[misc]
+
+    def divide_again(self: Training, plan: BatchPlan) -> None:
+        self.step.micro._captured = held = Graphs()  # type: ignore[assignment]
+        kept(self, plan)
+        found.append(held.released and self.step.micro._captured is None)
+
+    Training.divide_again = divide_again  # type: ignore[method-assign]
+    _slow(rank, output, values)
+    return found
+
+
+def test_new_shares_drop_captured_graphs(tmp_path: Path) -> None:
+    values = {"run__shares": "1:1", "run__rebalance": True, "checkpoint__interval_steps": 5}
+    assert run_ranks(2, _graphs, str(tmp_path), values) == [[True]] * 2
+
+
 @pytest.mark.parametrize("text", ["fast", "1", "1:0", "1:-2", "1:nan", ""])
 def test_shares_that_say_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -193,3 +222,9 @@ def test_the_save_before_an_error_keeps_the_shares(tmp_path: Path) -> None:
     saved = Checkpoint.read(max((tmp_path / "run/checkpoints").glob("step-*.pt")))
     assert saved.progress["step"] >= 5
     assert saved.sampler["shares"] == [8, 8]
+
+
+def test_numbers_for_several_ranks_are_refused_on_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_small(tmp_path / "a", run__shares="3:1")
+    assert caught.value.field == "run.shares"

@@ -143,6 +143,7 @@ class Streaming(torch.utils.data.IterableDataset[Any]):
         ({"model__norm_group": 2}, "model.norm_group"),
         ({"run__shares": "probe"}, "run.shares"),
         ({"comm__wire": "int8"}, "comm.wire"),
+        ({"comm__wire": "float16"}, "comm.wire"),
         ({"run__noise_scale": True}, "run.noise_scale"),
     ],
 )

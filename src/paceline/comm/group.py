@@ -42,6 +42,8 @@ _FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
 _SUSPECT_WAITS, _SUSPECT_PAUSE_S = 12, 0.25
+# Of all ranks, on rank 0's device at a time.
+_GATHERED_BYTES = 256 * 2**20
 # How long aborting NCCL's communicators may take before the process ends regardless.
 _ABORT_WAIT_S = 3.0
 
@@ -260,22 +262,30 @@ class Group:
             return row.detach().cpu()[None].clone()
         rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
         self.completed("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
-        return torch.stack(rows).cpu() if rows is not None else None
+        # One by one: a stack on the device would take its memory twice.
+        return torch.stack([own.cpu() for own in rows]) if rows is not None else None
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, in order of rank, on rank 0; None elsewhere."""
         lengths = self.gather(torch.tensor([len(data)], device=self.device))
         longest = int(lengths.max()) if lengths is not None else 0
         width = int(self.broadcast_bytes(str(longest).encode()))
-        row = torch.zeros(max(1, width), dtype=torch.uint8, device=self.device)
+        row = torch.zeros(max(1, width), dtype=torch.uint8)
         row[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
             : len(data)
-        ].to(self.device)
-        rows = self.gather(row)
-        if rows is None or lengths is None:
+        ]
+        # Piece by piece: rank 0's device holds a piece of every rank at a time, not all their bytes.
+        piece = max(1, _GATHERED_BYTES // self.world_size)
+        parts = [self.gather(own.to(self.device)) for own in torch.split(row, piece)]
+        if lengths is None:
             return None
+        found = [bytearray() for _ in range(self.world_size)]
+        for part in parts:
+            assert part is not None
+            for own, content in zip(found, part, strict=True):
+                own += content.numpy().tobytes()
         sizes = lengths.flatten().tolist()
-        return [r.numpy().tobytes()[:size] for r, size in zip(rows, sizes, strict=True)]
+        return [bytes(own[:size]) for own, size in zip(found, sizes, strict=True)]
 
     def agree(
         self,

@@ -12,6 +12,14 @@ BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
 MODES = ("synchronous", "asynchronous")
 HOOKS = ("none", "powersgd", "post_local_sgd")
+# The mode or hook that a setting belongs to.
+_OWNERS = {
+    **dict.fromkeys(("staleness", "servers"), ("mode", "asynchronous")),
+    **dict.fromkeys(("powersgd_rank", "powersgd_start_step"), ("hook", "powersgd")),
+    **dict.fromkeys(
+        ("local_steps", "local_start_step", "local_group_size"), ("hook", "post_local_sgd")
+    ),
+}
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
@@ -105,9 +113,22 @@ class CommSettings:
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"comm.{name}", getattr(self, name), f"must be {least} or more")
+        self._check_owners()
         self._check_mode()
         self._check_hook()
         self._check_together()
+
+    def _check_owners(self) -> None:
+        """A setting of a mode or a hook means nothing without it."""
+        for field in fields(self):
+            owner, needed = _OWNERS.get(field.name, ("", ""))
+            value = getattr(self, field.name)
+            if owner and value != field.default and getattr(self, owner) != needed:
+                raise ConfigError(
+                    f"comm.{field.name}", value,
+                    f"has no meaning with comm.{owner} = {getattr(self, owner)!r}",
+                    f"leave it out, or set comm.{owner} = {needed!r}",
+                )  # fmt: skip
 
     def _check_mode(self) -> None:
         """Asynchronous ranks have no all-reduce."""

@@ -307,16 +307,17 @@ class HookReducer:
         work.copy_(tensor)
         if scale is not None:
             work.div_(scale)
-        if self.hook.is_local:
-            bad = (~torch.isfinite(work)).any().float()
-            self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
-            firsts = torch.tensor([start for start, _, _ in places], device=tensor.device)
-            self._marks.append((tensor, firsts))
         mean = self._group.watched(
             "all-reduce", lambda: self.hook.run(GradientBucket(number, work, places))
         )
         mean = mean * self._group.world_size
         tensor.copy_(mean if scale is None else mean * scale)
+        if self.hook.is_local:
+            # As the optimizer will see it: the factor may overflow the tensor's own format.
+            bad = (~torch.isfinite(tensor)).any().float()
+            self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
+            firsts = torch.tensor([start for start, _, _ in places], device=tensor.device)
+            self._marks.append((tensor, firsts))
 
     def _end_step(self, signals: Tensor) -> None:
         self._group.all_reduce_sum(signals, wait=False)

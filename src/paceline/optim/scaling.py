@@ -44,7 +44,8 @@ LARGEST_AUTOMATIC_GROUP = 256
 class Recipe:
     """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
     known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
-    leaves it open; `kept` names settings that the user gave."""
+    leaves it open; `kept` names settings that the user gave; `averages` says whether weights can be
+    averaged in the run."""
 
     optim: OptimSettings
     batch: int
@@ -52,6 +53,21 @@ class Recipe:
     norm_group: int | None = None
     average_epochs: float = 0.0
     kept: frozenset[str] = frozenset()
+    averages: bool = True
+
+    @property
+    def rate(self) -> float:
+        """The peak rate at the known-good batch, whichever rate the user gives for the new one."""
+        known = self.optim.known_good_lr
+        return OptimSettings.peak_lr(self.optim, self.batch) if known is None else known
+
+    @property
+    def pace(self) -> float:
+        """LARS and Muon: the relative step of a layer at the known-good batch. Where the user gives η,
+        the rule does not use it."""
+        known = self.optim.known_good_momentum
+        momentum = self.optim.momentum if known is None else known
+        return self.rate * self.optim.trust_coefficient / (1 - momentum)
 
 
 @dataclass(frozen=True)
@@ -163,8 +179,7 @@ class _Rule:
     def __init__(self, recipe: Recipe, target: Target) -> None:
         self.recipe, self.target = recipe, target
         self.factor = target.batch / recipe.batch
-        # The rate at the known-good batch.
-        self.rate = OptimSettings.peak_lr(recipe.optim, recipe.batch)
+        self.rate = recipe.rate
         self.choices: list[Choice] = []
 
     def set(self, name: str, value: Any, reason: str) -> Any:
@@ -203,11 +218,10 @@ class _Rule:
     def scale_pace(self, name: str) -> None:
         """LARS and Muon: the relative step of a layer, rate · η / (1 − m), grows with the root."""
         optim, steps = self.recipe.optim, self.target.steps_per_epoch
-        if name == "muon":
+        if name == "muon" and optim.momentum:
             self.set("optim.nesterov", True, "as measured")
         if self.recipe.optimizer == name:
-            before = self.rate * optim.trust_coefficient / (1 - optim.momentum)
-            pace, why = before * math.sqrt(self.factor), "root of the batch's growth"
+            pace, why = self.recipe.pace * math.sqrt(self.factor), "root of the batch's growth"
         else:
             pace, why = PACE[name] / math.sqrt(steps), f"{PACE[name]} / √(steps an epoch)"
         if pace > MOST_PACE[name]:
@@ -242,17 +256,34 @@ class _Rule:
 
     def normalize(self) -> None:
         """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
-        that divides a rank's share."""
+        that divides a rank's share. Raises ConfigError where that is less than half."""
+        if "run.batch_size" in self.recipe.kept:
+            return
         wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
         share = self.target.batch // self.target.ranks
         if self.target.batch % self.target.ranks or share < 1:
             return  # refused elsewhere, with the nearest batches
-        parts = -(-share // wanted)
-        while share % parts:
-            parts += 1
-        self.set("run.batch_size", share // parts, "batch norm's group as in the recipe")
+        group = _norm_group(share, wanted)
+        if _is_small(group, share, wanted):
+            goods = [
+                next((s for s in shares if not _is_small(_norm_group(s, wanted), s, wanted)), 0)
+                for shares in (range(share - 1, 0, -1), range(share + 1, 2 * share))
+            ]
+            near = " or ".join(str(good * self.target.ranks) for good in goods if good)
+            raise ConfigError(
+                "run.global_batch_size", self.target.batch,
+                f"gives batch norm groups of {group} samples, but the recipe has {wanted}: no number "
+                f"near that divides the {share} samples of a rank",
+                f"use {near}, or give --batch-size",
+            )  # fmt: skip
+        reason = "batch norm's group as in the recipe"
+        if group != wanted:
+            reason = f"the recipe's batch-norm group is {wanted}, a rank has {share} samples a step"
+        self.set("run.batch_size", group, reason)
 
     def average(self) -> None:
+        if not self.recipe.averages or self.recipe.optim.schedule_free:
+            return
         steps, epochs = self.target.steps_per_epoch, self.recipe.average_epochs
         if epochs:
             if epochs * steps < LEAST_AVERAGED_STEPS:
@@ -261,6 +292,18 @@ class _Rule:
         wanted = AVERAGE_SHARE * self.target.epochs
         if steps <= AVERAGED_STEPS_PER_EPOCH and wanted * steps >= LEAST_AVERAGED_STEPS:
             self.set("run.average_epochs", wanted, "a fifteenth of the run")
+
+
+def _norm_group(share: int, wanted: int) -> int:
+    """The largest micro-batch of at most `wanted` samples that divides `share`."""
+    parts = -(-share // wanted)
+    while share % parts:
+        parts += 1
+    return share // parts
+
+
+def _is_small(group: int, share: int, wanted: int) -> bool:
+    return 2 * group < min(wanted, share)
 
 
 def _losses(name: str, target: Target) -> list[str]:

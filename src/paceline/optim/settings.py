@@ -54,6 +54,11 @@ class OptimSettings:
     `run.global_batch_size`."""
     known_good_optimizer: str = ""
     """Optimizer of the recipe at that batch; empty, `name`; filled in from the recipe."""
+    known_good_lr: float | None = None
+    """Peak learning rate of the recipe at that batch; unset, that of these settings; filled in from the
+    recipe where the command line gives another `lr`."""
+    known_good_momentum: float | None = None
+    """Momentum of the recipe; filled in from it where the command line gives another `momentum`."""
     scaling_keeps: tuple[str, ...] = ()
     """Settings that `scaling` leaves as they are; filled in with those given on the command line."""
     momentum: float = 0.9
@@ -251,6 +256,13 @@ class OptimSettings:
             )
         if self.known_good_batch is not None and self.known_good_batch < 1:
             raise ConfigError("optim.known_good_batch", self.known_good_batch, "must be at least 1")
+        rate, momentum = self.known_good_lr, self.known_good_momentum
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ConfigError("optim.known_good_lr", rate, "must be above 0", "leave it out")
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ConfigError(
+                "optim.known_good_momentum", momentum, "must be in [0, 1)", "leave it out"
+            )
         if self.scaling == "auto" and self.batch_schedule:
             raise ConfigError(
                 "optim.batch_schedule", self.batch_schedule,
@@ -365,6 +377,12 @@ class OptimSettings:
             raise ConfigError(
                 "optim.batch_limit", self.batch_limit, "is the limit of a rule such as 'x4'",
                 "leave it out, or set optim.batch_schedule = 'x4'",
+            )  # fmt: skip
+        if growth.factor > 1 and len(set(self.decay_epochs)) < len(self.decay_epochs):
+            raise ConfigError(
+                "optim.decay_epochs", list(self.decay_epochs),
+                f"has an epoch twice, but optim.batch_schedule = {self.batch_schedule!r} grows the batch "
+                "at each", "give each once",
             )  # fmt: skip
         if growth.factor > 1 and self.schedule != "step":
             raise ConfigError(

@@ -20,7 +20,7 @@ from paceline.optim.orthogonal import as_matrix, like_tensor, share_out
 from paceline.optim.state import MOMENTUM, Gates, Outcome, Row, capturing
 
 SECOND = "second_buffer"
-COVARIANCE, BASIS = "covariance", "basis"
+COVARIANCE, BASIS, STEPS = "covariance", "basis", "steps"
 # Early on the covariance changes with every step.
 _FIRST_STEPS = 10
 # Where no gradient has come yet, the square is 0 and so is the average.
@@ -41,7 +41,7 @@ class SOAP(Muon):
     """
 
     BUFFERS: ClassVar[tuple[str, ...]] = (MOMENTUM, SECOND)
-    NUMBERS: ClassVar[tuple[str, ...]] = (COVARIANCE, BASIS)
+    NUMBERS: ClassVar[tuple[str, ...]] = (COVARIANCE, BASIS, STEPS)
     capturable = False
 
     def __init__(
@@ -70,10 +70,6 @@ class SOAP(Muon):
         own = {"_beta2": self._beta2, "_interval": self._interval}
         return {**super().__getstate__(), **own}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # Steps so far: with the group, so that a checkpoint has it.
-        super().add_param_group({"steps": 0, **param_group})
-
     def describe(self) -> str:
         return f"{super().describe()}, basis every {self._interval} steps, update not captured"
 
@@ -87,6 +83,9 @@ class SOAP(Muon):
                     side = min(len(p), p[0].numel())
                     state[COVARIANCE] = torch.zeros(side, side, device=p.device)
                     state[BASIS] = torch.eye(side, device=p.device)
+                if state.get(STEPS) is None:
+                    # Steps so far, also skipped ones; on the host, which decides by it.
+                    state[STEPS] = torch.zeros((), dtype=torch.int32, device="cpu")
         return outcome
 
     def _directed(
@@ -127,13 +126,13 @@ class SOAP(Muon):
                 second = _unstacked(made[1], row.parameter)
                 self._pending[row.index] = {SECOND: second, COVARIANCE: made[2]}
                 moved[i] = made[2] @ self.state[row.parameter][BASIS]
-        due = [i for i, row in enumerate(rows) if self._is_due(self.param_groups[row.group])]
+        due = [i for i, row in enumerate(rows) if self._is_due(row)]
         for i, basis in zip(due, self._orthogonal([moved[i] for i in due]), strict=True):
             self._pending[rows[i].index][BASIS] = basis
         return found
 
-    def _is_due(self, group: dict[str, Any]) -> bool:
-        steps = int(group["steps"])
+    def _is_due(self, row: Row) -> bool:
+        steps = int(self.state[row.parameter][STEPS])
         return steps < _FIRST_STEPS or steps % self._interval == 0
 
     def _orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -163,11 +162,16 @@ class SOAP(Muon):
         super()._finish(rows, gates, outcome)
         flags = self._allowed(rows, gates, outcome)
         for row in rows:
+            state = self.state[row.parameter]
             for name, value in self._pending.pop(row.index, {}).items():
-                kept = self.state[row.parameter][name]
-                torch.where(flags[row.index], value, kept, out=kept)
-        for group in self.param_groups:
-            group["steps"] += 1
+                torch.where(flags[row.index], value, state[name], out=state[name])
+            if STEPS in state:
+                state[STEPS] += 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Counts of steps stay integers on the host: torch would move them to the parameters' device."""
+        self._ready()  # the memory that the values are copied into
+        super().load_state_dict(state_dict)
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

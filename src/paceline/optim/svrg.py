@@ -160,8 +160,9 @@ class SVRG(MasterOptimizer):
 
     @torch.no_grad()
     def center(self) -> None:
-        """w̃ ← w, with the gradients as the full gradient there; z begins again at 0, in a new step."""
-        self._ready()
+        """w̃ ← w, with the gradients, divided by `grad_scale`, as the full gradient there; z begins again
+        at 0, in a new step. After one that is not finite every `step` is skipped until the next."""
+        gates = self._gates(self._ready())
         limit = 2 ** (self.bits - 1) - 1
         for group in self.param_groups:
             hyper = self._hyper_of(group)
@@ -171,6 +172,8 @@ class SVRG(MasterOptimizer):
                     continue
                 state[ANCHOR].copy_(p)
                 state[FULL].copy_(p.grad)
+                if gates.grad_scale is not None:
+                    state[FULL].mul_(gates.grad_scale.reshape(()).float().reciprocal())
                 state[FULL].add_(p.detach(), alpha=hyper.weight_decay)
                 if self.form == "halp":
                     norm = torch.linalg.vector_norm(state[FULL], dtype=torch.float64)
@@ -210,6 +213,10 @@ class SVRG(MasterOptimizer):
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         gradients = unscaled(rows, gates.grad_scale)
+        if self.anchored:
+            # Before the check: a full gradient that is not finite must not reach the weights either.
+            fulls = [self.state[row.parameter][FULL] for row in rows]
+            gradients = list(torch._foreach_add(gradients, fulls))
         norms = list(torch._foreach_norm(gradients, 2))
         allowed = check_finite(rows, norms, gates, outcome)
         generator = self._generator(rows)
@@ -224,13 +231,12 @@ class SVRG(MasterOptimizer):
         key = (self._seed * 0x9E3779B97F4A7C15 + draw * 0xBF58476D1CE4E5B9 + 1) % 2**63
         return torch.Generator(rows[0].parameter.device).manual_seed(key)
 
-    def _update(self, row: Row, gradient: Tensor, go: Tensor, generator: torch.Generator) -> None:
+    def _update(self, row: Row, direction: Tensor, go: Tensor, generator: torch.Generator) -> None:
+        """`direction` contains the full gradient."""
         hyper = self._hyper_of(self.param_groups[row.group])
         p, state = row.parameter, self.state[row.parameter]
-        direction = gradient
         if self.anchored:
             # The full gradient contains the decay of the anchor.
-            direction = direction + state[FULL]
             direction = direction.add(p - state[ANCHOR], alpha=hyper.weight_decay)
         elif hyper.weight_decay:
             direction = direction.add(p, alpha=hyper.weight_decay)

@@ -44,6 +44,7 @@ from paceline.train.inputs import (
     batch_stages,
     eval_batch,
     read_checkpoint,
+    refuse_on_servers,
     refuse_with_svrg,
     requested_batch,
     resolve_batch_sizes,
@@ -118,6 +119,8 @@ class Training:
 
     def divide_again(self, plan: BatchPlan) -> None:
         """Goes on with other shares of the global batch. Between steps, on all ranks."""
+        # They have the size of this rank's micro-batches until now.
+        self.step.micro.drop_graphs()
         self.step.loader.close()
         self.step.loader = self.group.agree_on(
             "loader", lambda: self.make_loader(plan, self.progress.step)
@@ -186,6 +189,7 @@ def build(
     ranks = _ranks(config, group)
     resolve_batch_sizes(*requested_batch(config, ranks))
     refuse_with_svrg(config, components, group.device.type)
+    refuse_on_servers(config, components)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)

@@ -125,13 +125,15 @@ def apply_scaling(
     recipe = Recipe(
         optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
         config.run.average_epochs, frozenset(optim.scaling_keeps),
+        # Averages are refused where ranks have weights of their own.
+        averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
     )  # fmt: skip
     scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
     # The result is a recipe of its own, known for its own batch.
     applied: dict[str, object] = {
         "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
-        "optim.scaling_keeps": [],
+        "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
     }  # fmt: skip
     return config.with_values(values | applied), scaling.describe()
 
@@ -141,6 +143,15 @@ def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) ->
     unit = sizes.micro_batch * world_size
     epochs, limit = settings.decay_epochs, settings.batch_limit
     return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
+
+
+def refuse_on_servers(config: RunConfig, components: Components) -> None:
+    """Raises ConfigError for an optimizer of the program that parameter servers would have to run."""
+    if config.comm.mode == "asynchronous" and components.optimizer is not None:
+        raise ConfigError(
+            "optimizer", None, "but comm.mode = 'asynchronous' cannot send the state of an optimizer "
+            "given in Python", "name one in optim.name, as in 'sgd'",
+        )  # fmt: skip
 
 
 def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> None:
@@ -182,6 +193,11 @@ def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> 
         raise ConfigError(
             "comm.wire", config.comm.wire, f"{name} exchanges differences and full gradients, between "
             "which error feedback would mix", "use 'auto'",
+        )  # fmt: skip
+    if config.comm.wire == "float16":
+        raise ConfigError(
+            "comm.wire", "float16", f"{name} exchanges a full gradient now and then: where it overflows, "
+            "all steps up to the next one are lost", "use 'auto' or 'bfloat16'",
         )  # fmt: skip
     if config.run.shares != EQUAL_SHARES:
         raise ConfigError(

@@ -208,7 +208,7 @@ class MicroStep:
         inputs, device = (images, labels, mix), self._policy.device
         sends = last and self._exchange.overlaps
         if not (self._graphs and usual):
-            self._drop_graphs()
+            self.drop_graphs()
         if not (self._graphs and usual) or (sends and not self._exchange.transport.capturable):
             self._compute(sends, *_moved(inputs, device))
             return
@@ -227,7 +227,7 @@ class MicroStep:
         """Micro-steps are not captured from now on."""
         if not self.uncaptured:
             self.uncaptured = reason
-        self._drop_graphs()
+        self.drop_graphs()
         self._graphs = False
 
     def release(self) -> None:
@@ -237,8 +237,9 @@ class MicroStep:
         if captured is not None:
             captured.release()
 
-    def _drop_graphs(self) -> None:
-        """A graph holds the memory of a whole micro-batch for good, and a short batch, at the end of a
+    def drop_graphs(self) -> None:
+        """Destroys the CUDA graphs; the next usual micro-batch, which may have another size, begins new
+        ones. A graph holds the memory of a whole micro-batch for good, and a short batch, at the end of a
         run, needs nearly as much once more."""
         captured, self._captured = self._captured, None
         if captured is not None:

@@ -56,16 +56,19 @@ def with_shares(
     """The plan with the shares of the settings or of the checkpoint, and a note on them. `compute` runs
     one micro-batch of an equal share forward and backward."""
     wanted = config.run.shares
+    given = None
+    if wanted not in (EQUAL_SHARES, PROBED_SHARES):
+        given = given_speeds(wanted, group.world_size)
     if wanted == EQUAL_SHARES or group.world_size == 1:
         return plan, ""
     kept = _of_checkpoint(config, plan, checkpoint)
     if kept is not None:
         return replace(plan, shares=kept), f"{_shown(kept)} (as in the checkpoint)"
-    if wanted == PROBED_SHARES:
+    if given is not None:
+        speeds, note = given, "given"
+    else:
         speeds = measure_speeds(group, compute, plan.micro_batch)
         note = "by speed: " + ", ".join(f"{speed:.0f}" for speed in speeds) + " images/s"
-    else:
-        speeds, note = given_speeds(wanted, group.world_size), "given"
     shares = divide(plan, speeds)
     return replace(plan, shares=shares), f"{_shown(shares)} ({note})"
 
