@@ -51,6 +51,18 @@ def test_the_comparison_has_time_cost_and_energy(call: Call, tmp_path: Path) -> 
     assert slow["step_s"] > fast["step_s"]
 
 
+def test_a_dry_run_of_a_rehearsal(call: Call, tmp_path: Path) -> None:
+    flags = [*SYNTHETIC, *IMAGES, "--global-batch-size", "16", "--set", "rehearse.nodes=2", "--set",
+             "rehearse.gpus_per_node=2"]  # fmt: skip
+    done = call("train", *flags, "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    assert "rehearsal: of 4 ranks" in done.out
+    done = call("lr-find", "--set", "rehearse.nodes=2")
+    assert done.code == 2
+    assert "rehearse.nodes" in done.err
+    assert done.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

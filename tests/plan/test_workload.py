@@ -170,6 +170,25 @@ def test_the_products_of_known_networks() -> None:
     assert network("alexnet").flops == pytest.approx(2 * 0.71e9, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("size", "stem"), [(32, "auto"), (64, "auto"), (65, "auto"), (32, "imagenet")]
+)
+def test_the_stem_is_that_of_training(size: int, stem: str) -> None:
+    from paceline.models.registry import create_model
+    from paceline.models.settings import ModelSettings
+
+    model = create_model(ModelSettings("resnet18", stem=stem), num_classes=10, image_size=size)
+    found = network("resnet18", size, 10, stem)
+    assert {t.name: t.elements for t in found.tensors} == {
+        name: p.numel() for name, p in model.named_parameters()
+    }
+
+
+def test_small_images_are_not_shrunk_by_the_stem() -> None:
+    assert network("resnet18", 32, 10).flops == pytest.approx(1.114e9, rel=0.01)
+    assert network("resnet18", 32, 10, "imagenet").flops == pytest.approx(0.074e9, rel=0.02)
+
+
 def test_an_unknown_model_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'resnet50'"):
         network("resnet5")

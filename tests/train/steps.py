@@ -109,7 +109,7 @@ def make_step(
     micro_step = MicroStep(model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs)
     average = create_average(made.average, 1, model, optimizer, norms)
     update = Update(
-        model, optimizer, exchange, norms, scale, graphs=made.graphs, average=average,
+        optimizer, exchange, norms, scale, graphs=made.graphs, average=average,
         clip_norm=made.optim.clip_norm,
     )  # fmt: skip
     return TrainStep(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import EvalEvent, StartEvent, StepEvent
+from paceline.core.events import EvalEvent, NoteEvent, StartEvent, StepEvent
 from paceline.report import RunFiles, summary_rows, verdict
 from paceline.train.weights import BatchNormState, pool
 from ranks import run_ranks
@@ -66,6 +66,37 @@ def test_a_rehearsal_resumes_bit_identically_and_its_clock_goes_on(tmp_path: Pat
     assert rest["resumed_at_steps"] == [3]
     assert rest["weights_sha256"] == whole["weights_sha256"]
     assert rest["rehearsal"] == whole["rehearsal"]
+
+
+def test_a_clock_counts_what_a_run_without_one_has_done(tmp_path: Path) -> None:
+    clock: dict[str, Any] = {"rehearse__profile": profile(tmp_path), "rehearse__gpu": "H100"}
+    whole = run_small(tmp_path / "a", **rehearsed(4), **clock, **EVERY_STEP).summary
+    stop_after(5, tmp_path / "b", **rehearsed(4), **EVERY_STEP)
+    rest, events = watched(
+        tmp_path / "b", run__resume="auto", **rehearsed(4), **clock, **EVERY_STEP
+    )
+    for name in ("predicted_s", "gpu_hours", "energy_kwh"):
+        assert rest.summary["rehearsal"][name] == pytest.approx(whole["rehearsal"][name])
+    notes = [event.text for event in events if isinstance(event, NoteEvent)]
+    assert any("5 steps and 1 evaluations count" in text for text in notes)
+
+
+def test_a_plan_in_8_bits_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    from paceline.models.registry import create_model
+    from paceline.models.settings import ModelSettings
+    from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
+    from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+
+    net = create_model(
+        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=28
+    )
+    sizes = [(name, p.numel()) for name, p in net.named_parameters()]
+    plan = FusionPlan((FusionBucket(tuple(n for n, _ in sizes), ALL_TO_ALL, "int8", "ring"),))
+    path = tmp_path / "plan.toml"
+    PlanFile(plan, ModelFacts.of(sizes), ClusterFacts(2, 1)).write(path)
+    with pytest.raises(ConfigError, match="buckets in int8, which cannot be rehearsed") as caught:
+        run_small(tmp_path / "a", **rehearsed(2), comm__plan=str(path))
+    assert caught.value.field == "comm.plan"
 
 
 def _resumed(rank: int, folder: str, saved: str) -> str:
@@ -166,6 +197,7 @@ def test_without_figures_of_the_cluster_there_is_no_clock_and_the_run_says_so(
         ({"optim__batch_schedule": "1:2"}, "optim.batch_schedule"),
         ({"optim__name": "svrg", "optim__momentum": 0.0}, "optim.name"),
         ({"run__global_batch_size": 7}, "run.global_batch_size"),
+        ({"rehearse__nodes": 300}, "rehearse.nodes"),
     ],
 )
 def test_bad_input_is_named(tmp_path: Path, values: dict[str, Any], field: str) -> None:

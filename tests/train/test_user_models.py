@@ -311,6 +311,38 @@ def test_parameters_that_change_after_the_start_are_noticed(
     assert Checkpoint.read(newest(tmp_path / "run")).step == 2
 
 
+class AtTheStart(Callback):
+    def on_start(self, run: RunControl, event: StartEvent) -> None:
+        new_layer(run.model)
+
+
+class LazyHead(Linear):
+    """Replaces its layer in a forward pass that trains: the dry one before the first step."""
+
+    lazy = True
+
+    def forward(self, images: Tensor) -> Any:
+        if self.lazy and len(images) == 16:
+            self.lazy = False
+            new_layer(self)
+        return super().forward(images)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Components(model=Linear(), callbacks=(AtTheStart(),)),
+        Components(model=LazyHead()),
+    ],
+    ids=["on_start", "forward"],
+)
+def test_parameters_replaced_before_the_first_step_are_noticed(
+    tmp_path: Path, given: Components
+) -> None:
+    with pytest.raises(RunError, match="head.weight was replaced"):
+        train(tmp_path / "run", given)
+
+
 def spoil(model: Any) -> None:
     model.head.weight.data.fill_(float("nan"))
 

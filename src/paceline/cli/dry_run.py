@@ -21,6 +21,7 @@ from paceline.config import RECIPES, RunConfig, recipe_names
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
+from paceline.plan.rehearsal import RehearseSettings
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,8 @@ def _comment(name: str) -> str:
 
 
 def dry_run(config: RunConfig, ranks: int) -> int:
-    """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
+    """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node. In a
+    rehearsal one process computes all virtual ranks, one after the other."""
     from paceline.comm.group import Group
     from paceline.data import BatchPlan
     from paceline.train.inputs import (
@@ -71,6 +73,9 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     )
     from paceline.train.machine import choose_device, choose_threads
 
+    processes, virtual = ranks, config.rehearse.ranks
+    if virtual:
+        ranks, processes = virtual, 1
     resolve_batch_sizes(*requested_batch(config, ranks))
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
     typer.echo(tomli_w.dumps(_changed(config)).strip())
@@ -85,9 +90,12 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     device = choose_device(config, Topology())
     import torch
 
-    torch.set_num_threads(max(1, choose_threads(config, Topology()) // ranks))
+    torch.set_num_threads(max(1, choose_threads(config, Topology()) // processes))
     with Group(Topology(), config.comm, device) as group:
-        step_s = _measure(config, group, sizes, classes, samples / sizes.global_batch)
+        # The step of one rank: what a rank computes is the same in a rehearsal.
+        alone = replace(config, rehearse=RehearseSettings())
+        step_s = _measure(alone, group, sizes, classes, samples / sizes.global_batch)
+    step_s *= max(1, virtual)
     stages = batch_stages(config.optim, sizes, ranks)
     plan = BatchPlan(
         samples, config.run.epochs, sizes.global_batch, sizes.micro_batch, ranks, stages
@@ -95,6 +103,8 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     # A step costs as much as its samples.
     train_s = plan.total_samples / sizes.global_batch * step_s
     _show("batch", sizes.describe(ranks))
+    if virtual:
+        _show("rehearsal", f"of {virtual:,} ranks, in one process, one after the other")
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
     _show("time", f"about {format_duration(train_s)} of training: {format_duration(step_s)} a "
           f"step, from a few steps on {device} with synthetic images; without input, evaluation and "

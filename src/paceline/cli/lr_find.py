@@ -77,6 +77,11 @@ def range_config(
         raise ConfigError(
             "run.resume", config.run.resume, "a range test starts afresh", "leave it out"
         )
+    if config.rehearse.ranks:
+        raise ConfigError(
+            "rehearse.nodes", config.rehearse.nodes, "a range test is not rehearsed",
+            "leave it out, and give --global-batch-size",
+        )  # fmt: skip
     with closing(open_source(replace(config.data, cache="none"), "train")) as source:
         samples = len(source)
     world = max(ranks, Topology.from_env(os.environ).world_size)

@@ -160,6 +160,11 @@ class GradientExchange:
                         self._trained[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     )
 
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters whose gradients are exchanged, by name."""
+        return self._trained
+
     def _allocate(self, tail: int, *, accumulate: bool) -> None:
         """The flat buffers, with `tail` numbers behind the float32 gradients, and views of them."""
         device = self.group.device

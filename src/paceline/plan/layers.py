@@ -128,23 +128,29 @@ class Tracer:
         self.layers.append(Layer(name, 2.0 * features * out, moved, tensors, features, kept))
 
 
-Build = Callable[[int, int], list[Layer]]
+Build = Callable[[int, int, str], list[Layer]]
+# Residual nets have the small stem (3 × 3, no pool) for images up to this size, as in `ModelSettings`.
+SMALL_STEM_MAX_PIXELS = 64
 
 
 def is_network(name: str) -> bool:
     return name in RESNETS or name in ALEXNETS
 
 
-def network(name: str, image_size: int = 224, num_classes: int = 1000) -> Network:
-    """ConfigError where the model has no analytic form."""
-
+def network(
+    name: str, image_size: int = 224, num_classes: int = 1000, stem: str = "auto"
+) -> Network:
+    """ConfigError where the model has no analytic form. `stem` is that of a residual net: `imagenet`,
+    `small`, or `auto` (by the image size, as in training)."""
+    if stem == "auto":
+        stem = "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"
     known: dict[str, Build] = {**RESNETS, **ALEXNETS}
     if name not in known:
         remedy = nearest(name, tuple(known)) or "give timm:NAME or module:factory, or --profile"
         raise ConfigError("--model", name, "unknown to the planner", remedy)
     if image_size < 32:
         raise ConfigError("--image-size", image_size, "must be at least 32", "224 is usual")
-    return Network(name, image_size, tuple(known[name](image_size, num_classes)))
+    return Network(name, image_size, tuple(known[name](image_size, num_classes, stem)))
 
 
 _DEPTHS = {
@@ -157,11 +163,15 @@ _DEPTHS = {
 _WIDE = ("resnet50", "resnet101", "resnet152")
 
 
-def _layers(name: str, image_size: int, num_classes: int) -> list[Layer]:
+def _layers(name: str, image_size: int, num_classes: int, stem: str) -> list[Layer]:
     trace = Tracer(3, image_size)
-    trace.conv("conv1", 64, 7, 2, 3)
-    trace.norm("bn1")
-    trace.pool("maxpool", 3, 2, 1)
+    if stem == "small":
+        trace.conv("conv1", 64, 3)
+        trace.norm("bn1")
+    else:
+        trace.conv("conv1", 64, 7, 2, 3)
+        trace.norm("bn1")
+        trace.pool("maxpool", 3, 2, 1)
     for number, depth in enumerate(_DEPTHS[name]):
         for block in range(depth):
             stride = 2 if number > 0 and block == 0 else 1
@@ -202,7 +212,9 @@ _CONVOLUTIONS = (
 _HIDDEN, _POOLED = 4096, 6
 
 
-def _layers_network_alexnet(norms: bool, image_size: int, num_classes: int) -> list[Layer]:
+def _layers_network_alexnet(
+    norms: bool, image_size: int, num_classes: int, _stem: str
+) -> list[Layer]:
     trace = Tracer(3, image_size)
     for number, channels, kernel, stride, padding, pooled in _CONVOLUTIONS:
         trace.conv(f"features.{number}", channels, kernel, stride, padding, bias=True)

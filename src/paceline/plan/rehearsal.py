@@ -16,6 +16,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.units import format_duration
 from paceline.plan.cluster import RANKS_LIMIT, Cluster, accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.layers import is_network
+from paceline.plan.memory import check_memory
 from paceline.plan.networks import analytic_workload, network
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict, slowest_of
@@ -24,8 +26,11 @@ from paceline.plan.workload import Affine, Workload
 
 # Interpreter, torch, model and first kernels of a rank, beside the ranks' meeting: an assumption.
 _PROCESS_START_S = 20.0
-# The order of additions is worked out with memory in proportion to the square of the ranks.
-MOST_RANKS = 8192
+# The order of additions is worked out in time and memory in proportion to the square of the ranks: for
+# 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/2026-11-17_rehearse_2-core-cpu).
+MOST_RANKS = 1024
+# Optimizers whose update the planner's figures are of.
+_PRICED_OPTIMIZERS = ("lars", "sgd")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class RehearseSettings:
     price_per_gpu_hour: float = 0.0
     """Price of a GPU for an hour, in any currency; 0 leaves the cost out."""
     watts_per_gpu: float = 0.0
-    """Power of a GPU with its share of the node, in watts; 0 leaves the energy out."""
+    """Power of a GPU with its share of the node, in watts; 0 takes the board's from the planner's
+    catalog where `gpu` is given, and leaves the energy out otherwise."""
 
     def __post_init__(self) -> None:
         if self.nodes and not 1 <= self.nodes <= RANKS_LIMIT:
@@ -98,14 +104,47 @@ class RehearseSettings:
         """Virtual ranks; 0 where nothing is rehearsed."""
         return self.nodes * self.gpus_per_node
 
-    def workload(self, model: str, image_size: int, classes: int) -> Workload | None:
-        """The step of one rank; None where neither a GPU nor a profile was given."""
+    @property
+    def watts(self) -> float:
+        """Power of a GPU as given, or of the catalog's board; 0 where neither is known."""
+        if self.watts_per_gpu or not self.gpu:
+            return self.watts_per_gpu
+        return accelerator(self.gpu).watts
+
+    def check_batch(
+        self, model: str, image_size: int, classes: int, *, stem: str, batch: int, half: bool
+    ) -> None:
+        """ConfigError for a micro-batch that does not fit the GPU, where the planner knows both."""
+        if not self.gpu or not is_network(model):
+            return
+        net = network(model, image_size, classes, stem)
+        try:
+            check_memory(net, accelerator(self.gpu), batch, half)
+        except ConfigError as error:
+            if error.field != "--batch-size":
+                raise
+            _, _, problem = error.cause.partition(": ")
+            raise ConfigError("run.batch_size", batch, problem, error.remedy) from None
+
+    def left_out(self, optimizer: str, *, half: bool) -> tuple[str, ...]:
+        """What the run does and the catalog's step has not; a measured step has what was measured."""
+        if self.profile or not self.gpu:
+            return ()
+        found = () if half else ("fp32 (the times are of half precision)",)
+        known = optimizer in _PRICED_OPTIMIZERS
+        return found if known else (*found, f"the update of {optimizer} (it is that of SGD)")
+
+    def workload(
+        self, model: str, image_size: int, classes: int, stem: str = "auto"
+    ) -> Workload | None:
+        """The step of one rank; None where neither a GPU nor a measured step was given."""
         work: Workload | None = None
         if self.profile:
             work = PlanFile.read(Path(self.profile), "rehearse.profile").profile
         elif self.gpu:
             try:
-                work = analytic_workload(network(model, image_size, classes), accelerator(self.gpu))
+                net = network(model, image_size, classes, stem)
+                work = analytic_workload(net, accelerator(self.gpu))
             except ConfigError as error:
                 if error.field != "--model":
                     raise
@@ -115,6 +154,11 @@ class RehearseSettings:
                 ) from None  # fmt: skip
         elif self.cluster:
             work = PlanFile.read(Path(self.cluster), "rehearse.cluster").workload
+            if work is None:
+                raise ConfigError(
+                    "rehearse.cluster", self.cluster, "has links, but no step: no [workload]",
+                    f"run paceline tune there with --model {model}, or give --profile or --gpu as well",
+                )  # fmt: skip
         if work is not None and self.input_images_per_s:
             work = replace(work, input=Affine(0.0, 1 / self.input_images_per_s))
         return work
@@ -168,12 +212,15 @@ class ClusterClock:
     efficiency: float
     price_per_gpu_hour: float = 0.0
     watts_per_gpu: float = 0.0
+    # What the run does and the times have not.
+    left_out: tuple[str, ...] = ()
 
     def describe(self) -> str:
+        without = f"; without {' and '.join(self.left_out)}" if self.left_out else ""
         return (
             f"a step {format_duration(self.step_s)} (± {self.uncertainty:.0%}), an evaluation "
             f"{format_duration(self.eval_s)}, the start {format_duration(self.startup_s)}; "
-            f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}"
+            f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}{without}"
         )
 
     def totals(self, predicted_s: float) -> dict[str, Any]:
@@ -189,7 +236,7 @@ class ClusterClock:
 
 def cluster_clock(
     settings: RehearseSettings, plan: FusionPlan, work: Workload, *, batch: int, accumulation: int,
-    validation: int, eval_batch: int,
+    validation: int, eval_batch: int, left_out: tuple[str, ...] = (),
 ) -> ClusterClock:  # fmt: skip
     """`batch` is a rank's micro-batch, of which it does `accumulation` for a step; an evaluation is of
     `validation` images, in batches of `eval_batch`."""
@@ -198,8 +245,11 @@ def cluster_clock(
     slow = slowest_of(place.ranks)
     # Only the last micro-step of a step hides an exchange.
     extra = (accumulation - 1) * (work.forward.at(batch) + work.backward.at(batch)) * slow
-    step_s = found.step_s + extra
-    alone = accumulation * (work.forward.at(batch) + work.backward.at(batch)) + work.update_s
+    # The loader prepares the micro-batches of a step one after the other.
+    input_s = accumulation * work.input.at(batch)
+    step_s = max(found.step_s + extra, input_s)
+    compute_s = accumulation * (work.forward.at(batch) + work.backward.at(batch)) + work.update_s
+    alone = max(compute_s, input_s)
     eval_s = settings.eval_s
     if eval_s is None:
         whole, rest = divmod(-(-validation // place.ranks), eval_batch)
@@ -218,5 +268,6 @@ def cluster_clock(
         images_per_s=accumulation * batch * place.ranks / step_s,
         efficiency=alone / step_s,
         price_per_gpu_hour=settings.price_per_gpu_hour,
-        watts_per_gpu=settings.watts_per_gpu,
+        watts_per_gpu=settings.watts,
+        left_out=left_out,
     )

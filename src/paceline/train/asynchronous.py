@@ -76,7 +76,7 @@ class AsynchronousUpdate:
     ) -> None:
         """A collective. `make_optimizer` makes one like `optimizer` for the servers' copy of a model."""
         self.optimizer = optimizer
-        self.names = parameter_names(model, optimizer)
+        self.names = parameter_names(exchange, optimizer)
         self._exchange, self._batch_norm, self._group = exchange, batch_norm, group
         self._weights = Weights(optimizer)
         self._parameters = [p for g in optimizer.param_groups for p in g["params"]]

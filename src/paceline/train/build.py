@@ -377,13 +377,17 @@ def _cluster_clock(
     if not settings.ranks:
         return None
     classes = config.model.num_classes or len(inputs.source.classes)
-    work = settings.workload(config.model.name, config.data.image_size, classes)
+    model, size = config.model, config.data.image_size
+    stem, half = model.stem_for(size), config.precision.amp_dtype != "fp32"
+    settings.check_batch(model.name, size, classes, stem=stem, batch=plan.micro_batch, half=half)
+    work = settings.workload(model.name, size, classes, stem)
     if work is None:
         return None
     return cluster_clock(
         settings, parts.exchange.plan, work, batch=plan.micro_batch,
         accumulation=plan.accumulation, validation=len(inputs.validation),
         eval_batch=eval_batch(plan.micro_batch),
+        left_out=settings.left_out(config.optim.name, half=half),
     )  # fmt: skip
 
 

@@ -98,8 +98,7 @@ class TrainingLoop:
         if t.callbacks is not None and t.callbacks.error is not None:
             # The first exchange tells all ranks, and its step leaves no trace.
             t.step.fault = t.callbacks.error
-        if t.clock is not None and progress.step == 0:
-            progress.predicted_s = t.clock.startup_s
+        self._start_clock()
         if t.folder.resume_from is not None and t.saved_step < 0:
             # Resumed from another folder's checkpoint: this folder gets its own.
             self._save(best=False)
@@ -118,6 +117,27 @@ class TrainingLoop:
         t.write_trace()
         self._note_not_finite()
         return result
+
+    def _start_clock(self) -> None:
+        """Of a rehearsal. A checkpoint of a run without a clock has no time: its steps and evaluations
+        count as those that follow."""
+        t, progress = self._t, self._t.progress
+        if t.clock is None:
+            progress.predicted_s, progress.predicted_s_to_target = 0.0, None
+        elif progress.predicted_s == 0:
+            every = t.config.run.eval_interval_epochs
+            evaluations = sum(t.plan.ends_epoch(step, every) for step in range(progress.step - 1))
+            evaluations += progress.step > 0 and progress.evaluated_step == progress.step
+            progress.predicted_s = (
+                t.clock.startup_s + progress.step * t.clock.step_s + evaluations * t.clock.eval_s
+            )
+            if progress.step:
+                t.emit(
+                    NoteEvent(
+                        f"the checkpoint has no time of the cluster: its {progress.step:,} steps and "
+                        f"{evaluations:,} evaluations count as predicted for the rest"
+                    )
+                )
 
     def _note_not_finite(self) -> None:
         """The last line of a run whose numbers are of no use."""
@@ -199,6 +219,8 @@ class TrainingLoop:
             return None
         if self._t.progress.time_to_target_s is None:
             self._t.progress.time_to_target_s = self._t.progress.train_s
+            predicted = self._t.progress.predicted_s if self._t.clock else None
+            self._t.progress.predicted_s_to_target = predicted
         return RunResult("target", None)
 
     def _reached(self) -> bool:

@@ -171,9 +171,10 @@ class RunState:
         if bool(checkpoint.average) != (self.average is not None):
             # Results of averaged weights and of the last step's cannot be compared.
             progress.evaluated_step = progress.best_step = -1
-            progress.best_top1, progress.time_to_target_s = -1.0, None
+            progress.best_top1 = -1.0
+            progress.time_to_target_s = progress.predicted_s_to_target = None
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
-            progress.time_to_target_s = None
+            progress.time_to_target_s = progress.predicted_s_to_target = None
         return progress
 
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:

@@ -137,9 +137,14 @@ class TrainStep:
     _given_up: bool = False
     _unfinished: bool = False
     _launches: int = 0
-    # The model's parameters at the first step, and which of them are trained.
+    # The parameters that the exchange holds and the model's frozen ones, with their memory.
     _parameters: dict[str, tuple[nn.Parameter, int]] = field(default_factory=dict)
-    _trained: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.checks_parameters:
+            frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
+            held = {**frozen, **self.exchange.parameters}
+            self._parameters = {name: (p, p.data_ptr()) for name, p in held.items()}
 
     @property
     def lag(self) -> int:
@@ -314,17 +319,14 @@ class TrainStep:
             )
 
     def _check_parameters(self) -> None:
-        """The optimizer and the exchange hold the parameters that the model had at first: others would
-        stay as they are, unnoticed. A user's code can replace them in forward or in a callback."""
+        """The optimizer and the exchange hold the parameters that the model had when they were made:
+        others would stay as they are, unnoticed. A user's code can replace them in forward or in a
+        callback."""
         found = {name: (p, p.data_ptr()) for name, p in self.model.named_parameters()}
-        if not self._parameters:
-            self._parameters = found
-            self._trained = {name for name, (p, _) in found.items() if p.requires_grad}
-            return
         for name in (*found, *self._parameters):
             now, before = found.get(name), self._parameters.get(name)
             same = now and before and now[0] is before[0] and now[1] == before[1]
-            thawed = now and now[0].requires_grad and name not in self._trained
+            thawed = now and now[0].requires_grad and name not in self.exchange.parameters
             if same and not thawed:
                 continue
             change = "unfrozen" if same else "replaced" if now and before else "added"

@@ -36,7 +36,7 @@ from paceline.optim.layers import describe_layers, with_layer_decay
 from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
-from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
@@ -331,7 +331,7 @@ def _create_update(
             lambda model: create_master_optimizer(settings, model, full, 0.1, components.optimizer),
         )  # fmt: skip
     return Update(
-        parts.model, parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
+        parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
         graphs=parts.fast.graphs, average=parts.average, clip_norm=parts.clip_norm,
     )  # fmt: skip
 
@@ -402,6 +402,13 @@ class ExchangeParts:
 
     def _rehearsed(self, group: Group, accumulate: bool, squares: bool) -> GradientExchange:
         cluster = self.rehearse
+        for bucket in self.plan.buckets:
+            if bucket.wire in EIGHT_BIT:
+                raise ConfigError(
+                    "comm.plan", self.settings.plan or None,
+                    f"has buckets in {bucket.wire}, which cannot be rehearsed",
+                    "make a plan without 8-bit formats, or leave comm.plan out",
+                )  # fmt: skip
         groups = cluster_groups(cluster.nodes, cluster.gpus_per_node, self.settings.group_size)
         where = f"with the partial sums of {cluster.ranks:,} virtual ranks on {group.device}"
         remedy = (

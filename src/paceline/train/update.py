@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.optim.base import MasterOptimizer
@@ -33,7 +33,6 @@ class Update:
 
     def __init__(
         self,
-        model: nn.Module,
         optimizer: MasterOptimizer,
         exchange: GradientExchange,
         batch_norm: BatchNormState,
@@ -46,7 +45,7 @@ class Update:
         """`clip_norm`: largest norm of all gradients together, after their mean over ranks; 0: any."""
         self.optimizer = optimizer
         self.average = average
-        self.names = parameter_names(model, optimizer)
+        self.names = parameter_names(exchange, optimizer)
         self._exchange = exchange
         self._batch_norm = batch_norm
         self._scale = scale
@@ -158,9 +157,10 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     return norms
 
 
-def parameter_names(model: nn.Module, optimizer: MasterOptimizer) -> list[str]:
-    """The parameters' names in the optimizer's order."""
-    names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+def parameter_names(exchange: GradientExchange, optimizer: MasterOptimizer) -> list[str]:
+    """The parameters' names in the optimizer's order. The model itself may have others by now, which
+    the first step reports."""
+    names: dict[int, str] = {id(p): name for name, p in exchange.parameters.items()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
