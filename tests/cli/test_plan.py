@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
+from paceline.plan.cluster import accelerator
+from paceline.plan.networks import analytic_workload, network
 from paceline.plan.plan_file import PlanFile
 
 KEYS = {
@@ -60,10 +63,12 @@ def test_a_target_and_a_price() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--node-gbps", "3200", "--links", "8")
     priced = ("--target-minutes", "10", "--price-per-gpu-hour", "3")
     found = json.loads(ask(*flags, *priced, "--json"))
-    assert found["chosen"]["train_s"] <= 600
+    assert found["chosen"]["total_s"] <= 600
+    assert found["chosen"]["total_s"] > found["chosen"]["train_s"]
     assert found["chosen"]["cost"] == pytest.approx(3 * found["chosen"]["gpu_hours"])
     told = ask(*flags, *priced)
     assert "within 10 min" in told
+    assert "start-up of" in told
     assert "not possible" in ask(*flags, "--target-minutes", "0.01")
 
 
@@ -74,6 +79,50 @@ def test_the_cores_of_a_node_can_be_the_verdict() -> None:
     assert few["advice"][0]["change"] == "an input that keeps up"
     assert few["images_per_s"] == pytest.approx(few["input"]["images_per_s"])
     assert json.loads(ask(*flags, "--nvjpeg"))["bound_by"] == "compute"
+
+
+def test_a_small_data_set_bounds_the_recommended_batch() -> None:
+    found = json.loads(ask("--gpu", "H100", "--dataset-size", "2000", "--json"))
+    assert found["recommended_batch"]
+    assert found["global_batch_size"] <= 2000
+
+
+def test_a_cluster_of_cpus_starts_without_nccl() -> None:
+    found = json.loads(ask("--gpu", "CPU", "--nodes", "4", "-b", "16", "--json"))
+    assert found["start_up"]["backend_s"] == 0
+    assert found["this"]["startup_s"] == found["start_up"]["total_s"]
+
+
+def test_faster_gpus_are_named_only_if_the_batch_fits() -> None:
+    def named(batch: str) -> list[str]:
+        advice = json.loads(ask("--gpu", "P40", "-b", batch, "--json"))["advice"]
+        return [a["change"].split()[0] for a in advice if "instead of P40" in a["change"]]
+
+    assert named("64") == ["P100"]
+    assert named("450") == ["V100"]  # the P100 has less memory than the P40
+
+
+def test_a_profile_has_memory_for_its_own_images(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    work = analytic_workload(network("resnet50", 128), accelerator("H100"))
+    flags = ("--gpu", "H100", "-b", "64", "--profile", str(path))
+
+    def memory(size: int) -> dict[str, float] | None:
+        PlanFile(workload=replace(work, image_size=size)).write(path)
+        found: dict[str, float] | None = json.loads(ask(*flags, "--json"))["memory"]
+        return found
+
+    small, large = memory(128), memory(224)
+    assert small is not None
+    assert large is not None
+    assert small["activations"] < large["activations"] / 2
+    assert memory(0) is None
+    assert "no image size in its profile" in " ".join(ask(*flags).split())
+    # A file of an earlier version.
+    path.write_text("".join(
+        line for line in path.read_text().splitlines(keepends=True) if "image_size" not in line
+    ))  # fmt: skip
+    assert json.loads(ask(*flags, "--json"))["memory"] is None
 
 
 def test_slow_input_is_the_verdict() -> None:
@@ -101,6 +150,9 @@ def test_slow_input_is_the_verdict() -> None:
         (("--gpu", "H100", "--software", "v9"), "--software"),
         (("--gpu", "H100", "--cores-per-node", "-1"), "--cores-per-node"),
         (("--gpu", "H100", "--input-bench", "nowhere.json"), "cannot be read"),
+        (("--gpu", "H100", "--nvjpeg", "--cores-per-node", "8"), "--cores-per-node"),
+        (("--gpu", "H100", "--input-images-per-s", "9", "--nvjpeg"), "--nvjpeg"),
+        (("--gpu", "H100", "--packed"), "--packed"),
         (("--gpu", "H100", "--model", "plan.no_such:net"), "no_such"),
         (("--gpu", "H100", "--epochs", "0"), "--epochs"),
         (("--gpu", "H100", "--epochs", "nan"), "--epochs"),

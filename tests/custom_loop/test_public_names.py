@@ -94,6 +94,7 @@ def test_predictions_are_those_of_the_command() -> None:
     [
         ({"accelerator": "h101"}, "^accelerator = 'h101'"),
         ({"model": "resnet51"}, "^model = 'resnet51'"),
+        ({"model": "timm:resnet50"}, "^model = 'timm:resnet50': .* torch"),
         ({"nodes": 0}, "^nodes = 0"),
         ({"batch_size": 0}, "^batch_size = 0"),
         ({"gpus_per_node": 0}, "^gpus_per_node"),

@@ -110,9 +110,21 @@ def test_the_table_keeps_the_limits_and_counts_hours() -> None:
     for option in found:
         assert option.batch <= 200
         assert option.global_batch <= 10_000
-        assert option.gpu_hours == pytest.approx(option.ranks * option.train_s / 3600)
+        assert option.total_s == pytest.approx(option.startup_s + option.train_s)
+        assert option.gpu_hours == pytest.approx(option.ranks * option.total_s / 3600)
         assert option.cost == pytest.approx(2 * option.gpu_hours)
         assert option.energy_kwh == pytest.approx(0.7 * option.gpu_hours)
+
+
+def test_start_up_counts_and_is_short_without_nccl() -> None:
+    found = ASK.answer(PLACE)
+    nccl, gloo = (replace(JOB, nccl=is_nccl).option(found, 4) for is_nccl in (True, False))
+    assert nccl.train_s == gloo.train_s
+    assert nccl.startup_s > 1 > gloo.startup_s > 0
+    assert nccl.cost > gloo.cost
+    minutes = (nccl.train_s + nccl.startup_s / 2) / 60
+    assert not nccl.within(Limits(minutes=minutes))
+    assert gloo.within(Limits(minutes=minutes))
 
 
 def test_a_time_takes_the_cheapest_and_a_budget_the_fastest() -> None:

@@ -111,11 +111,13 @@ def plan(
     work = _workload(model, chip, net, file.workload, image_size, software)
     place = _gpu_cluster(gpu, nodes, given) if cluster is None else file.planned_cluster()
     place = place if nodes is None else place.with_nodes(nodes)
+    _check_input(input_images_per_s, cores_per_node, packed, nvjpeg, input_bench)
     supply = input_supply(place.ranks_per_node, cores_per_node, packed, nvjpeg, input_bench)
     work = _fed(fed_by(work, supply, place.ranks_per_node), input_images_per_s)
     known = place.probed.algorithms if place.probed else algorithm_names()
     wires = wire_names(wire or ("auto",))
-    most = accurate_batch(max_global_batch, noise_scale)
+    # No batch is larger than an epoch.
+    most = min(accurate_batch(max_global_batch, noise_scale), dataset_size)
     limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour)
     question = Question(work, batch_size or 1, tuple(algorithm) or known, wires)
     if batch_size is None:
@@ -138,13 +140,18 @@ def plan(
     else:
         chosen = _given_plan(with_plan, work, place)
     now = predict(work, place, chosen, batch_size)
-    job = None if chip is None else Job(epochs, dataset_size, chip.watts, price_per_gpu_hour)
+    # Clusters of CPUs meet over Gloo.
+    is_gpu = (chip is None or chip.name != "CPU") if file.probed is None else (
+        file.probed.device == "cuda"
+    )  # fmt: skip
+    job = None
+    if chip is not None:
+        job = Job(epochs, dataset_size, chip.watts, price_per_gpu_hour, nccl=is_gpu)
     answer = Answer(
         work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
-        tuple(advise(question, place, now, limits, _faster(net, chip, work))), epochs, dataset_size,
-        limits, job, tuple(options(question, place, limits, job)) if job else (), recommended, memory,
-        chip.memory_bytes if chip else 0.0, supply,
-        is_gpu=file.probed is None or file.probed.device == "cuda",
+        tuple(advise(question, place, now, limits, _faster(net, chip, work, batch_size))), epochs,
+        dataset_size, limits, job, tuple(options(question, place, limits, job)) if job else (),
+        recommended, memory, chip.memory_bytes if chip else 0.0, supply, is_gpu=is_gpu,
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -190,14 +197,13 @@ def _chip(gpu: str) -> Accelerator | None:
 
 
 def _network(model: str, profiled: Workload | None, image_size: int | None) -> Network | None:
-    """The layers of the model; None where it is profiled and the planner does not know them."""
-    from paceline.plan.layers import is_network, network
+    """The layers of the model; None where it is profiled and the planner does not know them, or not the
+    size of the images."""
+    from paceline.plan.layers import known_network, network
 
-    name = model or ("resnet50" if profiled is None else profiled.model)
-    if is_network(name):
-        return network(name, image_size or 224)
     if profiled is not None:
-        return None
+        return known_network(profiled.model, profiled.image_size)
+    name = model or "resnet50"
     if ":" in name:
         from paceline.bench.layer_count import count_layers
 
@@ -230,6 +236,24 @@ def _workload(
     return analytic_workload(net, chip, software)
 
 
+def _check_input(rate: float, cores: int, packed: bool, nvjpeg: bool, bench: Path | None) -> None:
+    """The speed of the input is given once; cores scale a benchmark, and may decode packed shards."""
+    ways = {
+        "--input-images-per-s": bool(rate), "--nvjpeg": nvjpeg, "--input-bench": bench is not None,
+        "--cores-per-node": bool(cores) and bench is None,
+    }  # fmt: skip
+    given = [flag for flag, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(
+            given[1],
+            None,
+            f"says how fast the input is, as {given[0]} does",
+            "leave out one of them",
+        )
+    if packed and given != ["--cores-per-node"]:
+        raise ConfigError("--packed", None, "is what cores decode", "give --cores-per-node alone")
+
+
 def _fed(work: Workload, input_rate: float) -> Workload:
     from paceline.plan.workload import Affine
 
@@ -238,16 +262,21 @@ def _fed(work: Workload, input_rate: float) -> Workload:
     return replace(work, input=Affine(0.0, 1 / input_rate)) if input_rate else work
 
 
-def _faster(net: Network | None, chip: Accelerator | None, work: Workload) -> dict[str, Workload]:
-    """The same model on the next faster accelerator of the catalogue, where this one is from it."""
+def _faster(
+    net: Network | None, chip: Accelerator | None, work: Workload, batch: int
+) -> dict[str, Workload]:
+    """The same model on the next faster accelerator of the catalogue with memory for the batch, where
+    this one is from it."""
     from paceline.plan.cluster import catalogue
+    from paceline.plan.memory import step_memory, usable_bytes
     from paceline.plan.networks import analytic_workload
 
     if net is None or chip is None or not work.source.startswith("layers"):
         return {}
     faster = sorted(
         (gpu for gpu in catalogue().values() if gpu.flops_per_s * gpu.memory_bytes_per_s
-         > chip.flops_per_s * chip.memory_bytes_per_s),
+         > chip.flops_per_s * chip.memory_bytes_per_s
+         and step_memory(net, batch).total <= usable_bytes(gpu)),
         key=lambda gpu: gpu.flops_per_s * gpu.memory_bytes_per_s,
     )[:1]  # fmt: skip
     return {f"{gpu.name} instead of {chip.name}": analytic_workload(net, gpu) for gpu in faster}

@@ -24,6 +24,7 @@ from paceline.plan.recommend import (
     Limits,
     Option,
     choose,
+    start_up,
 )
 from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Affine, Workload
@@ -217,12 +218,7 @@ class Answer:
     @property
     def start_up(self) -> StartUp:
         """Until the first step, without the programs' own start and the model's."""
-        place = self.cluster
-        algorithms = {score.algorithm for score in self.now.scores}
-        return StartUp.of(
-            place.nodes, place.ranks_per_node, algorithms, buckets=len(self.now.scores),
-            nccl=self.is_gpu,
-        )  # fmt: skip
+        return start_up(self.now, self.cluster.nodes, nccl=self.is_gpu)
 
     @property
     def bound_by(self) -> str:
@@ -279,9 +275,9 @@ class Answer:
             "largest_batch": self.limits.memory_batch,
             "needed_images_per_s_per_node": self.needed_images_per_s,
             "input": None if self.supply is None else asdict(self.supply),
-            "this": None if self.option is None else asdict(self.option),
-            "options": [asdict(option) for option in self.options],
-            "chosen": None if self.chosen is None else asdict(self.chosen),
+            "this": None if self.option is None else self.option.to_table(),
+            "options": [option.to_table() for option in self.options],
+            "chosen": None if self.chosen is None else self.chosen.to_table(),
             "cluster": asdict(replace(self.cluster, probed=None)),
             "start_up": {**self.start_up.to_table(), "total_s": self.start_up.total_s},
         }

@@ -53,7 +53,7 @@ def _accuracy(answer: Answer) -> str:
 def _memory_rows(answer: Answer) -> list[Row]:
     memory = answer.memory
     if memory is None:
-        return [("memory", "not known: the planner has no layers of this model")]
+        return [("memory", "not known: no layers of this model, or no image size in its profile")]
     parts = ", ".join(
         f"{name.replace('_', ' ')} {value / 1e9:.3g}"
         for name, value in asdict(memory).items() if value
@@ -84,7 +84,8 @@ def _cost_rows(answer: Answer) -> list[Row]:
         return []
     cost = f", {this.cost:,.2f} at {limits.price:g} a GPU-hour" if limits.price else ""
     rows: list[Row] = [(
-        "price", f"{this.gpu_hours:,.1f} GPU-hours{cost}; {this.energy_kwh:,.1f} kWh with every GPU at "
+        "price", f"{this.gpu_hours:,.1f} GPU-hours, start-up of {format_duration(this.startup_s)} "
+                 f"included{cost}; {this.energy_kwh:,.1f} kWh with every GPU at "
                  f"{answer.job.watts:g} W (an estimate; hosts not counted)",
     )]  # fmt: skip
     if limits.minutes or limits.budget:
@@ -99,15 +100,15 @@ def _chosen_words(answer: Answer) -> str:
     if chosen is not None:
         cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
         return (
-            f"{chosen.nodes:,} nodes, batch {chosen.batch:,} a GPU: {format_duration(chosen.train_s)}, "
-            f"{chosen.gpu_hours:,.1f} GPU-hours{cost}"
+            f"{chosen.nodes:,} nodes, batch {chosen.batch:,} a GPU: {format_duration(chosen.total_s)} "
+            f"with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}"
         )
     if not answer.options:
         return "none of the numbers of nodes has a price"
-    fastest = min(answer.options, key=lambda option: option.train_s)
+    fastest = min(answer.options, key=lambda option: option.total_s)
     return (
-        f"not possible: the fastest, {fastest.nodes:,} nodes, takes {format_duration(fastest.train_s)}"
-        + (f" and {fastest.cost:,.2f}" if answer.limits.price else "")
+        f"not possible: the fastest, {fastest.nodes:,} nodes, takes {format_duration(fastest.total_s)} "
+        "with start-up" + (f" and {fastest.cost:,.2f}" if answer.limits.price else "")
     )
 
 
@@ -169,13 +170,14 @@ def advice_rows(answer: Answer) -> list[Row]:
 def option_columns(answer: Answer) -> tuple[str, ...]:
     cost = ("cost",) if answer.limits.price else ()
     return (
-        "nodes", "batch", "time", "GPU-hours", *cost, "kWh", "images/s", "efficiency", "global batch"
+        "nodes", "batch", "time with start-up", "GPU-hours", *cost, "kWh", "images/s", "efficiency",
+        "global batch",
     )  # fmt: skip
 
 
 def option_rows(answer: Answer) -> list[Row]:
     return [
-        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.train_s), f"{o.gpu_hours:,.1f}",
+        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), f"{o.gpu_hours:,.1f}",
          *((f"{o.cost:,.2f}",) if answer.limits.price else ()), f"{o.energy_kwh:,.1f}",
          f"{o.images_per_s:,.0f}", f"{o.efficiency:.1%}", f"{o.global_batch:,}")
         for o in answer.options

@@ -131,10 +131,17 @@ class Tracer:
 Build = Callable[[int, int, str], list[Layer]]
 # Residual nets have the small stem (3 × 3, no pool) for images up to this size, as in `ModelSettings`.
 SMALL_STEM_MAX_PIXELS = 64
+_LEAST_PIXELS = 32
 
 
 def is_network(name: str) -> bool:
     return name in RESNETS or name in ALEXNETS
+
+
+def known_network(name: str, image_size: int) -> Network | None:
+    """The layers behind a profile, for the memory; None where the model or the images are not known."""
+    known = is_network(name) and image_size >= _LEAST_PIXELS
+    return network(name, image_size) if known else None
 
 
 def network(
@@ -148,8 +155,9 @@ def network(
     if name not in known:
         remedy = nearest(name, tuple(known)) or "give timm:NAME or module:factory, or --profile"
         raise ConfigError("--model", name, "unknown to the planner", remedy)
-    if image_size < 32:
-        raise ConfigError("--image-size", image_size, "must be at least 32", "224 is usual")
+    if image_size < _LEAST_PIXELS:
+        problem = f"must be at least {_LEAST_PIXELS}"
+        raise ConfigError("--image-size", image_size, problem, "224 is usual")
     return Network(name, image_size, tuple(known[name](image_size, num_classes, stem)))
 
 

@@ -76,6 +76,7 @@ def analytic_workload(
         update_s=net.elements * _UPDATE_BYTES / memory,
         spread=law.residual if basis == "law" else _SPREAD[basis],
         source=_words(gpu, basis, software),
+        image_size=net.image_size,
     )
 
 

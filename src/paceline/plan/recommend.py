@@ -2,15 +2,16 @@
 
 In: a question without a batch, a cluster, limits (memory, the largest global batch that keeps the
 accuracy, minutes, money). Out: a recommended batch and a table of nodes × batch with time, GPU-hours,
-cost, energy and efficiency. Energy counts the boards at their power limit and nothing else; it is an
-estimate from above for the GPUs and leaves hosts and cooling out. No price is built in.
+cost, energy and efficiency; time is the start-up of the ranks and the training. Energy counts the
+boards at their power limit and nothing else; it is an estimate from above for the GPUs and leaves hosts
+and cooling out. No price is built in.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from paceline.plan.layers import Network
 from paceline.plan.memory import LARGEST_BATCH, largest_batch
 from paceline.plan.noise import useful_batch
 from paceline.plan.prediction import Prediction
+from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Affine, Workload
 
 if TYPE_CHECKING:
@@ -73,7 +75,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Option:
-    """One row of the table: a number of nodes and a batch. `cost` is 0 where no price was given."""
+    """One row of the table: a number of nodes and a batch. GPU-hours, cost and energy are of `total_s`:
+    start-up and training. `cost` is 0 where no price was given."""
 
     nodes: int
     ranks: int
@@ -81,6 +84,7 @@ class Option:
     images_per_s: float
     efficiency: float
     train_s: float
+    startup_s: float
     gpu_hours: float
     cost: float
     energy_kwh: float
@@ -89,28 +93,44 @@ class Option:
     def global_batch(self) -> int:
         return self.batch * self.ranks
 
+    @property
+    def total_s(self) -> float:
+        return self.startup_s + self.train_s
+
+    def to_table(self) -> dict[str, float]:
+        return {**asdict(self), "total_s": self.total_s}
+
     def within(self, limits: Limits) -> bool:
-        return (not limits.minutes or self.train_s <= 60 * limits.minutes) and (
+        return (not limits.minutes or self.total_s <= 60 * limits.minutes) and (
             not limits.budget or self.cost <= limits.budget
         )
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on which board, and for how long."""
+    """What is trained, on which board, and for how long; `nccl`: whether ranks talk over NCCL, whose
+    start takes time."""
 
     epochs: float
     samples: int
     watts: float
     price: float = 0.0
+    nccl: bool = True
 
     def option(self, found: Prediction, nodes: int) -> Option:
-        seconds = found.epochs_s(self.epochs, self.samples)
-        hours = found.ranks * seconds / 3600
+        train_s = found.epochs_s(self.epochs, self.samples)
+        startup_s = start_up(found, nodes, nccl=self.nccl).total_s
+        hours = found.ranks * (startup_s + train_s) / 3600
         return Option(
-            nodes, found.ranks, found.batch, found.images_per_s, found.efficiency, seconds, hours,
-            hours * self.price, hours * self.watts / 1000,
+            nodes, found.ranks, found.batch, found.images_per_s, found.efficiency, train_s, startup_s,
+            hours, hours * self.price, hours * self.watts / 1000,
         )  # fmt: skip
+
+
+def start_up(found: Prediction, nodes: int, *, nccl: bool) -> StartUp:
+    """Until the first step, without the programs' own start and the model's."""
+    algorithms = {score.algorithm for score in found.scores}
+    return StartUp.of(nodes, found.ranks // nodes, algorithms, buckets=len(found.scores), nccl=nccl)
 
 
 def candidate_batches(most: int) -> list[int]:
@@ -133,7 +153,7 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
         raise ConfigError(
             "--nodes", cluster.nodes,
             f"{cluster.ranks:,} GPUs with one image each exceed a batch of {limits.global_batch:,}",
-            "use fewer nodes, or raise --max-global-batch",
+            "use fewer nodes, or raise --max-global-batch, or --dataset-size if that is less",
         )  # fmt: skip
     speeds = {
         batch: replace(question, batch=batch).answer(cluster).images_per_s
@@ -176,8 +196,8 @@ def choose(found: Sequence[Option], limits: Limits) -> Option | None:
     if not fitting:
         return None
     if limits.minutes:
-        return min(fitting, key=lambda option: (option.gpu_hours, option.train_s))
-    return min(fitting, key=lambda option: (option.train_s, option.gpu_hours))
+        return min(fitting, key=lambda option: (option.gpu_hours, option.total_s))
+    return min(fitting, key=lambda option: (option.total_s, option.gpu_hours))
 
 
 def accurate_batch(most: int | None, noise_scale: float) -> int:

@@ -171,10 +171,10 @@ class RehearseSettings:
         algorithms = {
             name for bucket in plan.buckets for name in (bucket.algorithm, bucket.beside_algorithm)
         }
+        nccl = self.gpu.upper() != "CPU" if probed is None else probed.backend == "nccl"
         return StartUp.of(
-            self.nodes, self.gpus_per_node, algorithms, buckets=len(plan.buckets),
-            nccl=probed is None or probed.backend == "nccl",
-        )  # fmt: skip
+            self.nodes, self.gpus_per_node, algorithms, buckets=len(plan.buckets), nccl=nccl
+        )
 
     def place(self) -> Cluster:
         """The cluster's links."""

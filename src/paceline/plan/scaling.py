@@ -14,7 +14,7 @@ from paceline.plan.answer import Question, node_counts
 from paceline.plan.cluster import Cluster, catalogue, gpu_cluster
 from paceline.plan.cluster import accelerator as find_accelerator
 from paceline.plan.fusion_plan import wire_names
-from paceline.plan.layers import is_network, network
+from paceline.plan.layers import known_network, network
 from paceline.plan.memory import check_memory
 from paceline.plan.networks import analytic_workload
 from paceline.plan.plan_file import PlanFile
@@ -98,7 +98,8 @@ def predict_scaling(
     """Predicts how fast data-parallel training runs on a cluster, with the best plan for each size.
 
     Args:
-        model: a built-in model; with `profile`, the model that was profiled.
+        model: a built-in model; with `profile`, the model that was profiled. For `timm:NAME` and
+            `module:factory` without a profile there is `paceline plan --model`, which needs torch.
         accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`.
         nodes: 1, or as in the cluster file; the rows double from one node to at least twice as many.
         gpus_per_node: ranks of a node; 8.
@@ -135,7 +136,7 @@ def predict_scaling(
             check_name(name, "algorithms")
         known = place.probed.algorithms if place.probed else algorithm_names()
         question = Question(work, batch_size or 1, tuple(algorithms) or known, wire_names(wires))
-        net = network(model, image_size) if is_network(model) else None
+        net = known_network(model, work.image_size)
         if batch_size is None:
             limits = limits_of(net, find_accelerator(accelerator))
             batch_size = recommended_batch(question, place, limits)
@@ -186,6 +187,11 @@ def _workload(
 ) -> Workload:  # fmt: skip
     if not 0 <= input_rate < float("inf"):
         raise ConfigError("input_images_per_s", input_rate, "must be 0 or more")
+    if profile is None and ":" in model:
+        raise ConfigError(
+            "model", model, "its layers are counted with torch, which predict_scaling does without",
+            f"use paceline plan --model {model}, or measure it with paceline profile and give profile=",
+        )  # fmt: skip
     if profile is None:
         work = analytic_workload(network(model, image_size), find_accelerator(gpu), software)
     else:

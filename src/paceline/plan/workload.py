@@ -25,6 +25,7 @@ from paceline.core.untrusted import LONGEST_S, SHORTEST_S
 _MOST_GRADIENTS = 4096
 # So that sums over all gradients and their bytes stay exact in 64-bit integers and in doubles.
 _MOST_ELEMENTS = 2**48
+_MOST_PIXELS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Workload:
     input: Affine = Affine(0.0, 0.0)
     spread: float = 0.1
     source: str = ""
+    # Edge of the images; 0 where it is not known, as in profiles of earlier versions.
+    image_size: int = 0
 
     def __post_init__(self) -> None:
         if not self.gradients:
@@ -90,6 +93,8 @@ class Workload:
             raise _error("backward", 0.0, "a step takes no time", "profile it again")
         if not 0 <= self.spread <= 1:
             raise _error("spread", self.spread, "must be from 0 to 1", "profile it again")
+        if not 0 <= self.image_size <= _MOST_PIXELS:
+            raise _error("image_size", self.image_size, "is no edge of images", "profile it again")
         self._check_gradients()
 
     def _check_gradients(self) -> None:
@@ -169,6 +174,7 @@ class _Facts:
     update_s: float
     spread: float = 0.1
     source: str = ""
+    image_size: int = 0
 
 
 def _check_seconds(field: str, value: float) -> None:
@@ -192,9 +198,10 @@ class StepAnatomy:
 
 
 def fit_workload(
-    model: str, steps: Sequence[tuple[int, float]], anatomy: StepAnatomy, source: str
-) -> Workload:
-    """`steps` are (batch, seconds)."""
+    model: str, steps: Sequence[tuple[int, float]], anatomy: StepAnatomy, source: str,
+    image_size: int = 0,
+) -> Workload:  # fmt: skip
+    """`steps` are (batch, seconds) with images of `image_size`."""
     points = sorted(steps)
     for (small, faster), (large, slower) in itertools.pairwise(points):
         if large > small and slower <= faster:
@@ -220,6 +227,7 @@ def fit_workload(
         update_s=update,
         spread=max(0.02, spread),
         source=source,
+        image_size=image_size,
     )
 
 
