@@ -68,7 +68,8 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
         words += ["--val-split", "0.2", "-b", "8", "--global-batch-size", "8", "--image-size", "64"]
         # A plan is for one model on one cluster, and is checked at the start of a run.
         if "--plan" in words:
-            del words[words.index("--plan") :][:2]
+            at = words.index("--plan")
+            del words[at : at + 2]
         return [*words, "--dry-run"]
     return words
 
