@@ -256,7 +256,7 @@ class _Rule:
 
     def normalize(self) -> None:
         """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
-        that divides a rank's share. Raises ConfigError where that is less than half."""
+        that divides a rank's share. Raises ConfigError where that is less than a quarter."""
         if "run.batch_size" in self.recipe.kept:
             return
         wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
@@ -303,7 +303,7 @@ def _norm_group(share: int, wanted: int) -> int:
 
 
 def _is_small(group: int, share: int, wanted: int) -> bool:
-    return 2 * group < min(wanted, share)
+    return 4 * group < min(wanted, share)
 
 
 def _losses(name: str, target: Target) -> list[str]:

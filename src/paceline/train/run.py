@@ -194,6 +194,7 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     config, folder, error = training.config, training.folder, None
     try:
         if training.is_main:
+            folder.sweep()
             # First, so that at the end their last notes still reach the others.
             training.observers += open_trackers(
                 config, folder.path, training.progress.step,
@@ -203,7 +204,6 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
         training.group.before_forced_exit(lambda: write_recent_events(training))
         if training.is_main:
             training.observers.append(display())
-            folder.sweep()
             for damaged in folder.damaged:
                 set_aside(damaged, "damaged")
             if training.progress.step < training.plan.total_steps:
