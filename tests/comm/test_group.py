@@ -8,11 +8,13 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 import paceline
 from comm.clusters import made_groups, run_cluster, topology
@@ -98,6 +100,22 @@ def test_a_dead_peer_is_an_error_and_not_a_hang(posts: bool, message: str, tmp_p
     with pytest.raises(RankFailed, match="rank 1 died"):
         run_ranks(2, _peer_gone, posts, tmp_path / "found", grace_s=50)
     assert message in (tmp_path / "found").read_text()
+
+
+def test_a_store_that_goes_before_the_watchdog_is_an_error_of_a_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by `make chaos ARGS="--seed 24 --trial 2 --ranks 1 2"`: rank 0 was killed in the meeting."""
+
+    def gone(store: object) -> None:
+        raise dist.DistNetworkError("Connection was likely closed")
+
+    monkeypatch.setattr("paceline.comm.group.RankHosts.read", gone)
+    monkeypatch.setattr(
+        "paceline.comm.group.meet", lambda *_: SimpleNamespace(store=HashStore(), restarted=False)
+    )
+    with pytest.raises(PeerError, match="rank 1 lost the others"):
+        Group(Topology(rank=1, world_size=2), CommSettings(), CPU)
 
 
 def test_a_process_alone_needs_no_backend() -> None:

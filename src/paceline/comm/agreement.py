@@ -163,6 +163,18 @@ class PeerError(CommError):
         return error
 
 
+@contextmanager
+def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None) -> Iterator[None]:
+    """Raises `error`, or a PeerError, where the store is gone with the process that served it."""
+    try:
+        yield
+    except DistNetworkError as lost:
+        raise error or PeerError(
+            f"rank {rank} lost the others at '{phase}': the launcher or rank 0 has ended",
+            "resume with --resume auto",
+        ) from lost
+
+
 class Agreement:
     """Agrees on the phases of a run, which all ranks reach in the same order. Where several runs share
     the group, `run` keeps their phases apart.
@@ -189,14 +201,8 @@ class Agreement:
     ) -> None:
         """Returns on every rank, or raises the same `AgreedError` on every rank. `remedy` is one for all
         facts, or one for each by name."""
-        try:
+        with explain_lost_store(self._topology.rank, phase, error):
             verdict = self._verdict(phase, error, facts, remedy)
-        except DistNetworkError as lost:
-            raise error or PeerError(
-                f"rank {self._topology.rank} lost the others at '{phase}': the launcher or rank 0 "
-                "has ended",
-                "resume with --resume auto",
-            ) from lost
         if verdict["error"]:
             raise AgreedError.of_kind(verdict.get("kind", ""), verdict["error"], verdict["code"])
 

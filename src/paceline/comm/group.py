@@ -20,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.agreement import SAME_SETTINGS, Agreement, PeerError, Remedies
+from paceline.comm.agreement import (
+    SAME_SETTINGS,
+    Agreement,
+    PeerError,
+    Remedies,
+    explain_lost_store,
+)
 from paceline.comm.job import RankHosts, format_ranks
 from paceline.comm.process_groups import (
     abort_process_groups,
@@ -132,11 +138,12 @@ class Group:
         store, self.restarted = meeting.store, meeting.restarted
         self._agreement = Agreement(store, self.topology, settings.rendezvous_timeout_s)
         if self.topology.world_size > 1:
-            self._hosts = RankHosts.read(store)
-            self._watchdog = Watchdog(
-                store, self.topology, settings.timeout_s, self.board, show_error, self._hosts,
-                before_exit=self._forced_exit,
-            )  # fmt: skip
+            with explain_lost_store(self.topology.rank, "join"):
+                self._hosts = RankHosts.read(store)
+                self._watchdog = Watchdog(
+                    store, self.topology, settings.timeout_s, self.board, show_error, self._hosts,
+                    before_exit=self._forced_exit,
+                )  # fmt: skip
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
         facts = SharedFacts()
