@@ -33,7 +33,9 @@ SAVES = ("--set", "checkpoint.interval_steps=3")
 def training(tmp_path: Path) -> Iterator[CliProcess]:
     """A run in `run` that has saved step 3 and stands still in step 5."""
     stands = partial(faults.at_micro_batch, 4, 0, partial(faults.sleep, 60.0))
-    with started(small("--output", "run", *SAVES), tmp_path, stands) as process:
+    # A save in the background could still be at work when the folder is looked at.
+    saves = (*SAVES, "--set", "checkpoint.background=false")
+    with started(small("--output", "run", *saves), tmp_path, stands) as process:
         process.wait_until(lambda: len(events(tmp_path / "run", "step")) == 4)
         yield process
 

@@ -113,9 +113,9 @@ class Exits:
         self.may_end.wait(20)
 
     def exit(self, code: int) -> None:
-        self.codes.append(code)
         self.read_at_exit = self._store.check([read_key(1)])
         self.watchdog._closed.set()  # ends the thread
+        self.codes.append(code)  # last: tests wait for it
 
 
 Start = Callable[..., Exits]
