@@ -8,20 +8,24 @@ port of its own. A rank that fails shows its traceback, and a rank that hangs is
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import multiprocessing
 import os
 import pickle
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any
 
 from fork_server import Child, Request, shared_server
 
 _pools: dict[int, Pool] = {}
+_PORTS = range(12_000, 32_000)
 
 
 class RankFailed(AssertionError):
@@ -51,9 +55,30 @@ class Pool:
 
 
 def free_port() -> int:
+    """Never the same twice, for all tests on this machine, and below the ports that the system gives to
+    outgoing connections: nothing takes it before it is used."""
+    with Path(tempfile.gettempdir(), "paceline-test-ports").open("a+") as counter:
+        fcntl.flock(counter, fcntl.LOCK_EX)
+        counter.seek(0)
+        port = int(counter.read() or _PORTS.start)
+        while not _can_bind(port):
+            port = _next_port(port)
+        counter.truncate(0)
+        counter.write(str(_next_port(port)))
+    return port
+
+
+def _next_port(port: int) -> int:
+    return port + 1 if port + 1 in _PORTS else _PORTS.start
+
+
+def _can_bind(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def run_ranks(

@@ -18,6 +18,7 @@ import faults
 from cli_runs import Done, small, started_ranks, steps
 from paceline.comm import CommSettings, Group, create_transport
 from paceline.comm.transport import ThreadTransport
+from paceline.comm.watchdog import beat_interval_s
 from paceline.core.topology import Topology
 from paceline.plan import FusionPlan
 from ranks import run_ranks
@@ -154,3 +155,21 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(
         ranks[0].wait_until(lambda: len(steps(tmp_path / "run")) > before + 20)
         ranks[1].send(signal.SIGTERM)
         assert [rank.wait(30).code for rank in ranks] == [128 + signal.SIGTERM] * 3
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "ranks", "expected"),
+    [
+        (600.0, 8, 2.0),
+        (600.0, 8_000, 2.0),
+        (600.0, 16_000, 4.0),
+        (10.0, 8, 10 / 60),
+        (10.0, 1_000, 0.25),
+        (10.0, 64_000, 0.5),  # seven of them have to fit into 40 % of the timeout
+        (1.0, 8, 0.1),
+    ],
+)
+def test_all_ranks_together_send_no_more_heartbeats_than_the_store_serves(
+    timeout_s: float, ranks: int, expected: float
+) -> None:
+    assert beat_interval_s(timeout_s, ranks) == pytest.approx(expected)
