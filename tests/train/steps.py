@@ -19,6 +19,8 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts
 from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
+from paceline.train.average import create_average
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import (
@@ -29,7 +31,7 @@ from paceline.train.step_parts import (
 )
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weights import BatchNormState, create_average, master_weights
+from paceline.train.weights import master_weights
 
 CPU = torch.device("cpu")
 DATA = DataSettings(

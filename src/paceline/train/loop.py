@@ -26,6 +26,7 @@ from paceline.core.events import (
 from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.plan.noise import NoiseEstimate, NoiseScale
+from paceline.train.average import applied
 from paceline.train.build import Training
 from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
@@ -39,7 +40,6 @@ from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
 from paceline.train.run_state import shared_weights
 from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
-from paceline.train.weights import applied
 
 
 @dataclass(frozen=True)

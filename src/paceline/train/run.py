@@ -29,6 +29,7 @@ from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
 from paceline.report import write_report
+from paceline.train.average import applied
 from paceline.train.build import Training, build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
@@ -41,7 +42,6 @@ from paceline.train.run_folder import RunLock
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.trackers import open_trackers
 from paceline.train.weights import (
-    applied,
     as_metadata,
     fingerprint,
     finish_module,

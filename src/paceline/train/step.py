@@ -29,12 +29,12 @@ from paceline.models.synced_norm import NormGroup
 from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.asynchronous import AsynchronousUpdate, Outcome
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
-from paceline.train.weights import BatchNormState
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.asynchronous import AsynchronousUpdate
+from paceline.train.average import WeightAverage, create_average
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.components import Components
 from paceline.train.fast_path import (
     FastPath,
@@ -57,7 +59,7 @@ from paceline.train.run_state import PinnedPlan
 from paceline.train.step import Anchors, TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weights import BatchNormState, WeightAverage, create_average, fingerprint
+from paceline.train.weights import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
