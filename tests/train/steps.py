@@ -21,14 +21,11 @@ from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.average import create_average
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.dry_backward import DryBackward
+from paceline.train.exchange_plan import ChosenPlan, plan_exchange
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
-from paceline.train.step_parts import (
-    ChosenPlan,
-    DryBackward,
-    create_master_optimizer,
-    plan_exchange,
-)
+from paceline.train.step_parts import create_master_optimizer
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
 from paceline.train.weights import master_weights
