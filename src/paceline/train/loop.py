@@ -27,7 +27,6 @@ from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.train.average import applied
-from paceline.train.build import Training
 from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
 from paceline.train.eval_details import EvalDetails, wants_details
@@ -40,6 +39,7 @@ from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
 from paceline.train.run_state import shared_weights
 from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
+from paceline.train.training import Training
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
+from paceline.train.anchors import Anchors
 from paceline.train.asynchronous import AsynchronousUpdate
 from paceline.train.average import WeightAverage, create_average
 from paceline.train.batch_norm import BatchNormState
@@ -53,7 +54,7 @@ from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, create_loss
 from paceline.train.micro_step import MicroStep, Mixing
 from paceline.train.model_checks import with_one_output
 from paceline.train.run_state import PinnedPlan
-from paceline.train.step import Anchors, TrainStep
+from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
 from paceline.train.weights import fingerprint
