@@ -26,21 +26,16 @@ class Collectives(ABC):
     """What all ranks compute together; every method is called by all of them alike. With the backend
     `none` a single process has nothing to send."""
 
-    topology: Topology
-    device: torch.device
-    backend: str
+    def __init__(self, topology: Topology, device: torch.device, backend: str) -> None:
+        self.topology = topology
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self.device = device
+        self.backend = backend
 
     @abstractmethod
     def watched(self, what: str, action: Callable[[], Made]) -> Made:
         """Runs a collective under the watchdog and returns its result."""
-
-    @property
-    def rank(self) -> int:
-        return self.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world_size
 
     def completed(self, what: str, action: Callable[[], object]) -> None:
         """`watched`, until the collective has ended on the device. NCCL's calls return once the work is

@@ -69,15 +69,13 @@ class Group(Collectives):
         """`show_error` shows an error when the watchdog ends this process. `shared`: settings that all
         ranks of the job have in common, by which another job at the same port is recognized. These
         and `versions`, of the software, are compared once all ranks have met."""
-        self.topology = topology
-        self.device = device
+        super().__init__(topology, device, choose_backend(settings, topology, device))
         self._share_gpus = settings.share_gpus
         # An observer of the exchange; the watchdog reads it.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
         self._hosts = RankHosts()
         self._lost = LostRanks(topology.rank)
-        self.backend = choose_backend(settings, topology, device)
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
