@@ -14,7 +14,8 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import from_table
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.optim.scaling import SCALED
-from paceline.optim.settings import OPTIMIZERS_OF_SGD, OptimSettings
+from paceline.optim.setting_rules import OPTIMIZERS_OF_SGD
+from paceline.optim.settings import OptimSettings
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 # The quickstart's own share, and more than most recipes have; those with more state it themselves.

@@ -14,7 +14,8 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import flatten, from_table, to_table
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
-from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.optim.setting_rules import CYCLES, OPTIMIZERS_OF_SVRG
+from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings

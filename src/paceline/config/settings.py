@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.imports import split_name
+from paceline.core.settings import SettingChecks
 
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
@@ -109,47 +110,38 @@ class RunSettings:
     """First and last step of the trace."""
 
     def __post_init__(self) -> None:
+        check = SettingChecks("run", self)
         for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"run.{name}", getattr(self, name), "must be at least 1")
-        if self.rank_records not in ("auto", "on", "off"):
-            raise ConfigError(
-                "run.rank_records", self.rank_records, "must be 'auto', 'on' or 'off'"
-            )
+            check.number(name, "at least 1")
+        if self.rank_records not in SWITCHES:
+            raise check.error("rank_records", "must be 'auto', 'on' or 'off'")
         for name in ("global_batch_size", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"run.{name}", value, "must be at least 1")
+            check.number(name, "at least 1")
         self._check_shares()
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:
             remedy = f"{nearest(self.loss, LOSSES)} (a function is written my_module:my_loss)"
-            raise ConfigError("run.loss", self.loss, "unknown", remedy)
-        if not 0 <= self.smoothing < 1:
-            raise ConfigError("run.smoothing", self.smoothing, "must be in [0, 1)", "try 0.1")
+            raise check.error("loss", "unknown", remedy)
+        check.number("smoothing", "in [0, 1)", "try 0.1")
         for name in ("mixup", "cutmix"):
             value = getattr(self, name)
             if value != 0 and not MIXES[0] <= value <= MIXES[1]:
-                raise ConfigError(
-                    f"run.{name}", value, f"must be 0 (off), or from {MIXES[0]} to {MIXES[1]}",
+                raise check.error(
+                    name, f"must be 0 (off), or from {MIXES[0]} to {MIXES[1]}",
                     "try 0.2" if name == "mixup" else "try 1.0",
                 )  # fmt: skip
         if not 0 <= self.average_epochs < math.inf:
-            raise ConfigError(
-                "run.average_epochs", self.average_epochs, "must be 0 (off) or more", "try 5.0"
-            )
+            raise check.error("average_epochs", "must be 0 (off) or more", "try 5.0")
         if not 0 <= self.seed < 2**63:
-            raise ConfigError("run.seed", self.seed, "must be 0 or more, and below 2^63")
+            raise check.error("seed", "must be 0 or more, and below 2^63")
         if not 0 <= self.threads <= MOST_THREADS:
-            raise ConfigError(
-                "run.threads", self.threads, f"must be from 0 (automatic) to {MOST_THREADS}",
+            raise check.error(
+                "threads", f"must be from 0 (automatic) to {MOST_THREADS}",
                 "leave it out: each rank then takes its share of the cores",
             )  # fmt: skip
         if self.target_top1 is not None and not 0 < self.target_top1 <= 100:
-            raise ConfigError(
-                "run.target_top1", self.target_top1, "must be a percentage in (0, 100]"
-            )
+            raise check.error("target_top1", "must be a percentage in (0, 100]")
         first, last = self.trace_steps
         if not 1 <= first <= last < first + 1000:
             raise ConfigError(
@@ -160,20 +152,15 @@ class RunSettings:
             if tracker not in TRACKERS:
                 raise ConfigError("run.trackers", tracker, "unknown", nearest(tracker, TRACKERS))
         if not 0 <= self.watch_port < 65536:
-            raise ConfigError("run.watch_port", self.watch_port, "must be 0 to 65535")
-        for name, known in (
-            ("device", DEVICES),
-            ("eval_details", SWITCHES),
-            ("fused_norm", SWITCHES),
-            ("compile", COMPILE_MODES),
-            ("cuda_graphs", SWITCHES),
-        ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"run.{name}", value, "unknown", nearest(value, known))
+            raise check.error("watch_port", "must be 0 to 65535")
+        check.known("device", DEVICES)
+        check.known("eval_details", SWITCHES)
+        check.known("fused_norm", SWITCHES)
+        check.known("compile", COMPILE_MODES)
+        check.known("cuda_graphs", SWITCHES)
         if self.fused_norm == "on" and self.compile not in ("auto", "off"):
-            raise ConfigError(
-                "run.fused_norm", "on", f"cannot be compiled by run.compile = {self.compile!r}",
+            raise check.error(
+                "fused_norm", f"cannot be compiled by run.compile = {self.compile!r}",
                 "choose one of the two",
             )  # fmt: skip
 
@@ -226,19 +213,10 @@ class CheckpointSettings:
     """Allow `--resume auto` to use such a salvaged checkpoint."""
 
     def __post_init__(self) -> None:
+        check = SettingChecks("checkpoint", self)
         for name in ("interval_epochs", "interval_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be 0 or more")
-        if self.keep < 1:
-            raise ConfigError("checkpoint.keep", self.keep, "must be at least 1")
-        if self.batch_norm not in BATCH_NORM_ROWS:
-            raise ConfigError(
-                "checkpoint.batch_norm", self.batch_norm, "unknown",
-                nearest(self.batch_norm, BATCH_NORM_ROWS),
-            )  # fmt: skip
+            check.number(name, "0 or more")
+        check.number("keep", "at least 1")
+        check.known("batch_norm", BATCH_NORM_ROWS)
         for name in ("on_sigusr1", "on_sigusr2"):
-            value = getattr(self, name)
-            if value not in SIGNAL_ACTIONS:
-                raise ConfigError(
-                    f"checkpoint.{name}", value, "unknown", nearest(value, SIGNAL_ACTIONS)
-                )
+            check.known(name, SIGNAL_ACTIONS)

@@ -21,7 +21,8 @@ from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.optim.schedule import LrSchedule
-from paceline.optim.settings import ANCHORED, OptimSettings
+from paceline.optim.setting_rules import ANCHORED
+from paceline.optim.settings import OptimSettings
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
 from paceline.train.anchors import create_anchors
 from paceline.train.callbacks import CallbackRunner
