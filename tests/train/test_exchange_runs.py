@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from paceline.core.events import read_events
 from paceline.plan import FusionPlan, SizeTable
 from paceline.plan.plan_file import ClusterFacts, PlanFile
-from paceline.train import step_parts
+from paceline.train import exchange_plan
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
 from small_runs import run_small
@@ -65,11 +65,11 @@ def _probed(*values: Any) -> Any:
 
 
 def _resume(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    recorded, step_parts.record_order = step_parts.record_order, _probed
+    recorded, exchange_plan.record_order = exchange_plan.record_order, _probed
     try:
         return run_small(output, **values).summary
     finally:
-        step_parts.record_order = recorded
+        exchange_plan.record_order = recorded
 
 
 def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:

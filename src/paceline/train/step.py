@@ -23,18 +23,18 @@ from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError, RunError
-from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
+from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.models.factories import describe
 from paceline.models.synced_norm import NormGroup
-from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale, Policy
+from paceline.train.anchors import Anchors
 from paceline.train.asynchronous import AsynchronousUpdate, Outcome
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
-from paceline.train.weights import BatchNormState
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,6 @@ class _Launched:
     data_s: float
     exposed: Callable[[], float]
     stall: Callable[[], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Anchors:
-    """What SVRG and its relatives need beside a batch: every `interval` steps a pass over all samples,
-    in the micro-batches of `plan`, which `loader` makes."""
-
-    optimizer: SVRG
-    interval: int
-    plan: BatchPlan
-    loader: Callable[[], TrainBatches]
 
 
 class _Share(NamedTuple):
@@ -204,7 +193,7 @@ class TrainStep:
                     mix = self._mix(step, share.number, len(batch.labels))
                     computing = True
                     if self.anchors is not None:
-                        self._subtract_anchor(self.anchors, batch, usual=share.usual)
+                        self.anchors.subtract(self.micro, self.batch_norm, batch, usual=share.usual)
                         seed_micro_batch(self.seed, step, share.number)
                     self.micro.run(
                         batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
@@ -251,14 +240,6 @@ class TrainStep:
             )
         )
 
-    def _subtract_anchor(self, anchors: Anchors, batch: Batch, *, usual: bool) -> None:
-        """Subtracts the gradients of a micro-batch at the anchor, without a trace in batch norm."""
-        flat, tracked = self.batch_norm.flat.clone(), self.batch_norm.tracked.clone()
-        with anchors.optimizer.at_anchor():
-            self.micro.run(batch.images, batch.labels, usual=usual, subtract=True)
-        self.batch_norm.flat.copy_(flat)
-        self.batch_norm.tracked.copy_(tracked)
-
     def _center(self, step: int, anchors: Anchors) -> None:
         """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
         on one rank is raised again in the step that follows, and reported there."""
@@ -268,11 +249,7 @@ class TrainStep:
         failed = self.fault is not None
         try:
             if not failed:
-                with anchors.loader() as batches:
-                    for number, batch in enumerate(batches):
-                        seed_micro_batch(self.seed, step, number)
-                        usual = len(batch.labels) == self.plan.micro_batch
-                        self.micro.run(batch.images, batch.labels, usual=usual)
+                anchors.add_all_samples(self.micro, self.seed, step)
         except Exception as error:  # a defect of the program is raised again
             fault = step_error(error, step, self.plan.micro_batch, foreign=self.foreign)
             if fault is None:
