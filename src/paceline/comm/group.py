@@ -202,14 +202,8 @@ class Group(Collectives):
 
     def agree_on(self, phase: str, make: Callable[[], Made]) -> Made:
         """The result of `make` on this rank; if it fails on any rank, all raise the same error."""
-        made, error = None, None
-        try:
-            made = make()
-        except PacelineError as caught:
-            error = caught
-        self.agree(phase, error)
-        assert made is not None
-        return made
+        with self.phase(phase):
+            return make()
 
     def watch_signals(self, asked_to_stop: Callable[[], bool]) -> None:
         """`asked_to_stop` says whether a signal has asked this process to stop, also while its main

@@ -39,7 +39,7 @@ class WeightAverage:
         self._model = model
         self._optimizer = optimizer
         self._batch_norm = batch_norm
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = optimizer.parameters()
         self.weights = [m.detach().float().clone() for m in optimizer.masters()]
         self.statistics = batch_norm.kept.clone()
         # Number of steps in the average. On the device, because a flag there decides whether a step
@@ -53,12 +53,15 @@ class WeightAverage:
         """Adds the current step unless the flag on the device is set."""
         counts = 1 - discard.double()
         share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
-        now = [m.detach().float() for m in self._optimizer.masters()]
+        self._approach([m.detach().float() for m in self._optimizer.masters()], share)
+        self._count.add_(counts)
+
+    def _approach(self, weights: list[Tensor], share: Tensor) -> None:
+        """Moves the average towards `weights` and the current statistics by `share` of the way."""
         places = [*self.weights, self.statistics]
-        apart = torch._foreach_sub([*now, self._batch_norm.kept], places)
+        apart = torch._foreach_sub([*weights, self._batch_norm.kept], places)
         torch._foreach_mul_(apart, share)
         torch._foreach_add_(places, apart)
-        self._count.add_(counts)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -149,10 +152,7 @@ class ScheduleFree(WeightAverage):
         share = (squared / (self._count + squared).clamp(min=1e-300)).float()
         moves = torch._foreach_sub([m.float() for m in masters], self._evaluated())
         torch._foreach_add_(self.base, moves)
-        places = [*self.weights, self.statistics]
-        apart = torch._foreach_sub([*self.base, self._batch_norm.kept], places)
-        torch._foreach_mul_(apart, share)
-        torch._foreach_add_(places, apart)
+        self._approach(self.base, share)
         self._count.add_(squared)
         torch._foreach_copy_(masters, self._evaluated())
         halves = [

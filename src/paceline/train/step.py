@@ -23,8 +23,8 @@ from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError, RunError
+from paceline.core.imports import first_line
 from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
-from paceline.models.factories import describe
 from paceline.models.synced_norm import NormGroup
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.anchors import Anchors
@@ -346,7 +346,7 @@ class TrainStep:
                 if own or self.update.optimizer.path != "torch" or out_of_memory(error, "", ""):
                     raise
                 raise RunError(
-                    f"the optimizer failed in step {step + 1}: {describe(error)}",
+                    f"the optimizer failed in step {step + 1}: {first_line(error)}",
                     "fix it, or choose another --opt; continue with --resume auto",
                 ) from error
 
@@ -404,7 +404,7 @@ class TrainStep:
     def state_bytes_per_parameter(self) -> float:
         """Bytes of optimizer state, masters included, for each trained parameter."""
         optimizer = self.update.optimizer
-        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        trained = sum(p.numel() for p in optimizer.parameters())
         return float(optimizer.state_bytes() / max(trained, 1))
 
     def exchange_bytes(self) -> float:

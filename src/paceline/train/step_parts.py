@@ -309,7 +309,7 @@ def create_master_optimizer(
     policy.convert(model)
     optimizer = create_optimizer(settings, groups, rate, factory, seed)
     # The optimizer's own order: it may have groups of its own.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = optimizer.parameters()
     if len(parameters) != len(drawn):
         raise ConfigError(
             "optimizer", None, f"it has {len(parameters)} of the {len(drawn)} trained parameters",

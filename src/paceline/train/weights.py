@@ -28,7 +28,7 @@ def master_weights(
 ) -> dict[str, Tensor]:
     """Masters by parameter name, or `weights` in their place; frozen parameters as they are."""
     chosen = optimizer.masters() if weights is None else weights
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
+    masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
     return {name: masters.get(id(p), p).detach() for name, p in model.named_parameters()}
 
 
@@ -38,7 +38,7 @@ def full_state(
     """The model's state dict with masters, or `weights` in their order, instead of parameters."""
     chosen = optimizer.masters() if weights is None else weights
     # A parameter shared by two modules has two keys and one master.
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
+    masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
     state = model.state_dict(keep_vars=True)
     return {name: _widened(masters.get(id(value), value).detach()) for name, value in state.items()}
 
@@ -49,12 +49,8 @@ def restore_masters(
     """Fills the masters from a state dict of `full_state`; the model's own weights are loaded
     separately."""
     names = {id(p): name for name, p in model.named_parameters()}
-    for parameter, master in zip(_parameters(optimizer), optimizer.masters(), strict=True):
+    for parameter, master in zip(optimizer.parameters(), optimizer.masters(), strict=True):
         master.detach().copy_(state[names[id(parameter)]])
-
-
-def _parameters(optimizer: MasterOptimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _widened(value: Tensor) -> Tensor:
