@@ -27,13 +27,19 @@ class Anchors:
     plan: BatchPlan
     loader: Callable[[], TrainBatches]
 
-    def add_all_samples(self, micro: MicroStep, seed: int, step: int) -> None:
-        """Adds up this rank's part of the gradient of all samples."""
+    def add_all_samples(
+        self, micro: MicroStep, seed: int, step: int, stops: Callable[[], bool]
+    ) -> bool:
+        """Adds up this rank's part of the gradient of all samples. False where `stops` has ended it
+        between two micro-batches."""
         with self.loader() as batches:
             for number, batch in enumerate(batches):
+                if stops():
+                    return False
                 seed_micro_batch(seed, step, number)
                 usual = len(batch.labels) == self.plan.micro_batch
                 micro.run(batch.images, batch.labels, usual=usual)
+        return True
 
     def subtract(
         self, micro: MicroStep, batch_norm: BatchNormState, batch: Batch, *, usual: bool

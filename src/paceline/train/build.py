@@ -239,16 +239,20 @@ def _cluster_clock(
         return None
     classes = config.model.num_classes or len(inputs.source.classes)
     model, size = config.model, config.data.image_size
-    stem, half = model.stem_for(size), config.precision.amp_dtype != "fp32"
+    # As it runs here: `auto` is fp32 on a CPU, whatever the cluster's GPUs would choose.
+    stem, half = model.stem_for(size), parts.policy.is_half
     settings.check_batch(model.name, size, classes, stem=stem, batch=plan.micro_batch, half=half)
-    work = settings.workload(model.name, size, classes, stem)
+    tensors = {
+        name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
+    }
+    work = settings.workload(model.name, size, classes, stem, tensors)
     if work is None:
         return None
     return cluster_clock(
-        settings, parts.exchange.plan, work, batch=plan.micro_batch,
+        settings, parts.exchange.plan, work.with_tensors(tensors), batch=plan.micro_batch,
         accumulation=plan.accumulation, validation=len(inputs.validation),
         eval_batch=eval_batch(plan.micro_batch),
-        left_out=settings.left_out(config.optim.name, half=half),
+        left_out=settings.left_out(work, config.optim.name, half=half),
     )  # fmt: skip
 
 

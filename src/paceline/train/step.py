@@ -242,24 +242,30 @@ class TrainStep:
 
     def _center(self, step: int, anchors: Anchors) -> None:
         """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
-        on one rank is raised again in the step that follows, and reported there."""
+        on one rank is raised again in the step that follows, and reported there. A rank that is asked to
+        stop leaves the pass between two batches; a resumed run does it again from its beginning."""
         self.exchange.begin(step)
         self.batch_norm.remember()
         self.micro.begin(anchors.plan.samples, anchors.plan.samples)
-        failed = self.fault is not None
+        failed, abandoned = self.fault is not None, False
         try:
             if not failed:
-                anchors.add_all_samples(self.micro, self.seed, step)
+                abandoned = not anchors.add_all_samples(
+                    self.micro, self.seed, step, lambda: self._given_up or self._asked_to_stop()
+                )
         except Exception as error:  # a defect of the program is raised again
             fault = step_error(error, step, self.plan.micro_batch, foreign=self.foreign)
             if fault is None:
                 raise
             self.fault, failed = fault, True
         self.batch_norm.roll_back()
-        self._reduce(Signals(fault=float(failed)))
+        self._reduce(Signals(fault=float(failed), abandon=float(abandoned)))
         # Read on the host: a full pass is rare, and long.
-        flag = self.exchange.tail[SIGNALS.index("fault")]
-        if not self.group.watched("the full gradient", lambda: float(flag)):
+        tail = self.exchange.tail[: len(SIGNALS)]
+        sums = dict(zip(SIGNALS, self.group.watched("the full gradient", tail.tolist), strict=True))
+        # The sum of a pass that one rank has left is of no use to the others: none does the step.
+        self._given_up |= sums["abandon"] > 0
+        if not sums["fault"] and not sums["abandon"]:
             anchors.optimizer.center()
 
     def _synchronize_norms(self, step: int, *, full: bool) -> bool:
@@ -409,8 +415,9 @@ class TrainStep:
 
     def exchange_bytes(self) -> float:
         """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the
-        steps that use them."""
-        once = sum(bucket.bytes for bucket in self.exchange.bucket_info())
+        steps that use them, averages of weights over the steps between them."""
+        plain = sum(bucket.bytes for bucket in self.exchange.bucket_info())
+        once = self.update.step_bytes(plain)
         return once * (1 if self.anchors is None else 1 + 1 / self.anchors.interval)
 
     def release(self) -> None:
