@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,13 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [rank.communicate(timeout=250)[0] for rank in ranks]
+    # A rank without the other would wait for it for minutes: the first that fails ends both.
+    deadline = time.monotonic() + 250
+    while {rank.poll() for rank in ranks} in ({None}, {None, 0}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.kill()
+    outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     found = [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["steps"] >= 6 for rank in found)
