@@ -8,6 +8,7 @@ port of its own. A rank that fails shows its traceback, and a rank that hangs is
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import multiprocessing
@@ -25,7 +26,9 @@ from typing import Any
 from fork_server import Child, Request, shared_server
 
 _pools: dict[int, Pool] = {}
-_PORTS = range(12_000, 32_000)
+# Ports that the kernel gives to nobody who asks for any, as connections and other servers do.
+_FIRST_PORT = 12_000
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class RankFailed(AssertionError):
@@ -55,37 +58,29 @@ class Pool:
 
 
 def free_port() -> int:
-    """Never the same twice, for all tests on this machine, and below the ports that the system gives to
-    outgoing connections: nothing takes it before it is used."""
-    with Path(tempfile.gettempdir(), "paceline-test-ports").open("a+") as counter:
-        fcntl.flock(counter, fcntl.LOCK_EX)
-        counter.seek(0)
-        port = int(counter.read() or _PORTS.start)
-        while not _can_bind(port):
-            port = _next_port(port)
-        counter.truncate(0)
-        counter.write(str(_next_port(port)))
+    """A port that is still free when its receiver listens on it: all test processes take turns, so none
+    gets it again before thousands of others."""
+    end = int(_EPHEMERAL.read_text().split()[0])
+    end = end if end > _FIRST_PORT + 5000 else 32_768
+    with (Path(tempfile.gettempdir()) / f"paceline-test-ports-{os.getuid()}").open("a+") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        turn.seek(0)
+        port = int(turn.read() or 0)
+        while True:
+            port = port + 1 if _FIRST_PORT <= port < end - 1 else _FIRST_PORT
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                break
+        turn.truncate(0)
+        turn.write(str(port))
     return port
-
-
-def _next_port(port: int) -> int:
-    return port + 1 if port + 1 in _PORTS else _PORTS.start
-
-
-def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def run_ranks(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 200.0,
     grace_s: float = 5.0,
 ) -> list[Any]:
     """Calls `function(rank, *args)` on each of `size` ranks and returns their results. The others have

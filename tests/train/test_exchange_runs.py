@@ -118,8 +118,8 @@ def test_a_plan_file_without_a_plan_still_gives_its_table_of_sizes(tmp_path: Pat
 @pytest.mark.slow
 def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
     values = {"run__compile": "blocks", "run__epochs": 1}
-    flat = run_ranks(2, _run, str(tmp_path / "flat"), values, timeout_s=110)[0]
-    ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID, timeout_s=110)[0]
+    flat = run_ranks(2, _run, str(tmp_path / "flat"), values)[0]
+    ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID)[0]
     assert ours["chosen"]["exchange"].endswith("overlapped")
     assert ours["top1"] == flat["top1"]
     for key, value in weights(tmp_path / "flat").items():
