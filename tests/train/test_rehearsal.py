@@ -13,7 +13,7 @@ from torch import nn
 from paceline.core.errors import ConfigError
 from paceline.core.events import EvalEvent, NoteEvent, StartEvent, StepEvent
 from paceline.report import RunFiles, summary_rows, verdict
-from paceline.train.weights import BatchNormState, pool
+from paceline.train.batch_norm import BatchNormState, pool
 from ranks import run_ranks
 from small_runs import run_small
 from train.runs import EVERY_STEP, last, stop_after, watched

@@ -7,13 +7,13 @@ into the cluster's time, cost and energy. Torch-free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.settings import SettingChecks
 from paceline.core.units import format_duration
 from paceline.plan.cluster import RANKS_LIMIT, Cluster, accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan
@@ -72,23 +72,20 @@ class RehearseSettings:
     def __post_init__(self) -> None:
         if self.nodes and not 1 <= self.nodes <= RANKS_LIMIT:
             raise ConfigError("rehearse.nodes", self.nodes, f"must be 0 to {RANKS_LIMIT:,}")
+        check = SettingChecks("rehearse", self)
         for name in ("gpus_per_node", "links"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rehearse.{name}", getattr(self, name), "must be at least 1")
+            check.number(name, "at least 1")
         if self.ranks > MOST_RANKS:
             raise ConfigError(
                 "rehearse.nodes", self.nodes, f"{self.ranks:,} ranks are more than {MOST_RANKS:,}",
                 "rehearse a smaller cluster; paceline plan predicts the time of larger ones",
             )  # fmt: skip
         for name in ("node_gbps", "latency_us", "oversubscription"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"rehearse.{name}", getattr(self, name), "must be above 0")
+            check.number(name, "above 0")
         for name in (
             "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour", "watts_per_gpu",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"rehearse.{name}", value, "must be 0 or more")
+            check.number(name, "0 or more")
         if not self.nodes:
             self._refuse_without_nodes()
 
