@@ -21,7 +21,7 @@ from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.units import format_bytes
-from paceline.optim.settings import ANCHORED
+from paceline.optim.setting_rules import ANCHORED
 from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.rehearsal import RehearseSettings
