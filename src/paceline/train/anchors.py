@@ -30,8 +30,8 @@ class Anchors:
     def add_all_samples(
         self, micro: MicroStep, seed: int, step: int, stops: Callable[[], bool]
     ) -> bool:
-        """Adds up this rank's part of the gradient of all samples. False where `stops`, asked before
-        each batch, has ended the pass."""
+        """Adds up this rank's part of the gradient of all samples. False where `stops` has ended it
+        between two micro-batches."""
         with self.loader() as batches:
             for number, batch in enumerate(batches):
                 if stops():

@@ -162,6 +162,10 @@ class AsynchronousUpdate:
         held = sum(tensor.nbytes for tensor in mirror)
         return held + 2 * self._flat.nbytes + self._gradient.nbytes
 
+    def step_bytes(self, gradient_bytes: float) -> float:
+        """Weights are pulled and gradients pushed, in fp32."""
+        return float(self._flat.nbytes + self._gradient.nbytes)
+
     def settle(self) -> None:
         """At a pause, when all ranks have done the same steps: the model and its optimizer get the
         weights and the state of the servers, equal on all ranks. A collective."""

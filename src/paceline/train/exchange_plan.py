@@ -18,10 +18,8 @@ from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
-from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.units import format_bytes
-from paceline.optim.setting_rules import ANCHORED
 from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.rehearsal import RehearseSettings
@@ -201,23 +199,6 @@ def describe_exchange(
     wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buckets) if w != "auto"]
     origin = [f"({parts.origin})"] if parts.origin else []
     return " ".join([", ".join([count, *ways, *wires, _when(exchange, fast)]), *origin])
-
-
-def check_wires(config: RunConfig, plan: FusionPlan) -> None:
-    """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
-    are refused in it too, alike on all ranks, which have the same plan."""
-    wires = {bucket.wire for bucket in plan.buckets}
-    where = f"the plan {config.comm.plan or 'of the checkpoint'} has buckets in"
-    for wire in sorted(wires & set(EIGHT_BIT)):
-        if config.run.noise_scale:
-            reason = f"but {where} {wire}, which adds noise of its own"
-            raise ConfigError("run.noise_scale", True, reason, "use False")
-    if config.optim.name in ANCHORED:
-        for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
-            raise ConfigError(
-                "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "
-                "be exchanged in", "make a plan without it, or leave comm.plan out",
-            )  # fmt: skip
 
 
 def _describe_option(settings: CommSettings, ranks: int) -> str:

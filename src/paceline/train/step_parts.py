@@ -28,7 +28,9 @@ from paceline.optim.build import create_optimizer
 from paceline.optim.layers import describe_layers, with_layer_decay
 from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
+from paceline.optim.setting_rules import ANCHORED
 from paceline.optim.settings import OptimSettings
+from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.anchors import Anchors
@@ -39,7 +41,7 @@ from paceline.train.components import Components
 from paceline.train.dry_backward import DryBackward
 from paceline.train.exchange_plan import (
     ChosenPlan,
-    check_wires,
+    ExchangeParts,
     cluster_facts,
     describe_exchange,
     plan_exchange,
@@ -174,7 +176,7 @@ def create_parts(
     # Refused alike on all ranks, which have agreed on the configuration.
     share_products(config, optimizer, group, fast.graphs)
     planned = plan_exchange(chosen, group, dry, config.rehearse)
-    check_wires(config, planned.plan)
+    _check_wires(config, planned)
     exchange = planned.create(
         group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
     )
@@ -203,6 +205,23 @@ def create_parts(
         dry=dry,
         clip_norm=settings.clip_norm,
     )
+
+
+def _check_wires(config: RunConfig, planned: ExchangeParts) -> None:
+    """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
+    are refused in it too, alike on all ranks, which have the same plan."""
+    wires = {bucket.wire for bucket in planned.plan.buckets}
+    where = f"the plan {config.comm.plan or 'of the checkpoint'} has buckets in"
+    for wire in sorted(wires & set(EIGHT_BIT)):
+        if config.run.noise_scale:
+            reason = f"but {where} {wire}, which adds noise of its own"
+            raise ConfigError("run.noise_scale", True, reason, "use False")
+    if config.optim.name in ANCHORED:
+        for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
+            raise ConfigError(
+                "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "
+                "be exchanged in", "make a plan without it, or leave comm.plan out",
+            )  # fmt: skip
 
 
 def share_products(
