@@ -5,18 +5,24 @@
 CIFAR-10, a ResNet of 4.9 million parameters, 16 epochs, batches of 256, 2,500 and 10,000 (schedules: 256
 and 10,000). Every option has the same tuning budget: three values of its main knob with seed 0. The best
 one is trained with seeds 1 and 2 too. All trainings run in one process, one after the other. A run whose
-folder has a summary is done, so that the same command continues a series that was broken off; no run
-begins that would outlast `--seconds`. Writes `tuning.md` (every try) and `compare.sh` (the comparison).
+folder has a summary is done, and so is one that diverged (`failed.txt`): the same command continues a
+series that was broken off. A run that fails for another reason is left out, and tried again by the next
+command. No run begins that would outlast `--seconds`. Writes, after each row, `tuning.md` (every try) and
+`compare.sh` (the comparison). Exit code 0: complete; 1: a run failed, or the data cannot be read; 3: the
+time was over, or a signal ended the series.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import gc
 import json
 import shlex
+import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +31,14 @@ from typing import Any
 from torch import nn
 
 from paceline.config import load_config, parse_assignment
-from paceline.core.errors import PacelineError
+from paceline.core.errors import (
+    DataError,
+    DeviceError,
+    DivergedError,
+    PacelineError,
+)
 from paceline.core.events import Event
+from paceline.core.imports import object_name
 from paceline.models.resnet import BasicBlock, ResNet
 from paceline.train import run_training
 from paceline.train.components import Components
@@ -182,36 +194,48 @@ class Quiet:
     def close(self) -> None: ...
 
 
+class SeriesStoppedError(Exception):
+    """The time is over, or a signal arrived."""
+
+
 class Series:
-    """Trains what is missing in `output`."""
+    """Trains what is missing in `output`. `failed` has the runs that ended with another error than
+    divergence."""
 
     def __init__(
         self, output: Path, overrides: Mapping[str, Any], seconds: float, model: str = ""
     ) -> None:
         self.output = output
+        self.failed: list[str] = []
         self._overrides = overrides
         self._model = model
         self._ends = time.monotonic() + seconds
-        self._longest = 0.0
+        self._last_s = 0.0
 
     def run(self, options: Sequence[Option], batches: Sequence[int]) -> bool:
         """False where the time did not suffice."""
-        complete = True
-        for option in options:
-            for batch in batches:
-                if batch in option.middles:
-                    complete &= self._row(option, batch)
         self._report(options, batches)
-        return complete
-
-    def _row(self, option: Option, batch: int) -> bool:
-        tries = self.tries(option, batch)
-        if not all(self._train(planned) for planned in tries):
+        try:
+            for option in options:
+                for batch in batches:
+                    if batch in option.middles:
+                        self._row(option, batch)
+                        self._report(options, batches)
+        except SeriesStoppedError as end:
+            print(f"{end}; the same command continues", flush=True)
+            self._report(options, batches)
             return False
+        return True
+
+    def _row(self, option: Option, batch: int) -> None:
+        tries = self.tries(option, batch)
+        for planned in tries:
+            self._train(planned)
         best = max(tries, key=self.top1)
-        if self.top1(best) < 0:
-            return True  # every value diverged
-        return all(self._train(Planned(option, batch, best.value, seed)) for seed in SEEDS)
+        # No best value where one failed, or where all diverged.
+        if self.top1(best) >= 0 and all(self.result(planned) is not None for planned in tries):
+            for seed in SEEDS:
+                self._train(Planned(option, batch, best.value, seed))
 
     def tries(self, option: Option, batch: int) -> list[Planned]:
         """The tuning budget: three values, one seed."""
@@ -219,38 +243,52 @@ class Series:
             Planned(option, batch, option.middles[batch] * factor, SEEDS[0]) for factor in FACTORS
         ]
 
-    def _train(self, planned: Planned) -> bool:
-        """Trains unless that is done; False where it would outlast the time."""
+    def _train(self, planned: Planned) -> None:
+        """Trains unless that is done."""
+        if self.result(planned) is not None or planned.name in self.failed:
+            return
+        if time.monotonic() + self._last_s > self._ends:
+            raise SeriesStoppedError(f"{planned.name}: not begun, the time is over")
+        gc.collect()  # garbage of the run before must not be freed during a graph capture
+        begun = time.monotonic()
+        try:
+            line = self._top1_line(planned)
+        except DivergedError as error:  # a result, too
+            line = f"failed: {error}"
+            (self.output / planned.name / "failed.txt").write_text(f"{error}\n")
+        except (SeriesStoppedError, DataError, DeviceError):
+            raise  # of errors: those with which no other run would do better
+        except Exception as error:  # noqa: BLE001 - a bug in one option costs no other its time
+            line = f"failed: {error}"
+            self.failed.append(planned.name)
+            if not isinstance(error, PacelineError):
+                traceback.print_exc()
+        self._last_s = time.monotonic() - begun
+        print(f"{planned.name}: {line}, {self._last_s:.1f} s", flush=True)
+
+    def _top1_line(self, planned: Planned) -> str:
         folder = self.output / planned.name
-        if self.result(planned) is not None:
-            return True
-        if time.monotonic() + self._longest > self._ends:
-            print(f"{planned.name}: not begun, the time is over", flush=True)
-            return False
-        resume = "auto" if (folder / "checkpoints").is_dir() else ""
         values = {
             **planned.settings(),
             **self._overrides,
             "run.output": str(folder),
-            "run.resume": resume,
+            "run.resume": "auto" if any((folder / "checkpoints").glob("step-*.pt")) else "",
             "run.name": f"{planned.option.name}-b{planned.batch}",
         }
         components = Components() if self._model else Components(model=resnet10)
         if self._model:
             values["model.name"] = self._model
-        begun = time.monotonic()
-        try:
-            summary = run_training(
-                load_config("cifar10-resnet18", values), Quiet, None, components
-            ).summary
-            line = f"top-1 {summary['top1']:.2f}, {summary['images_per_s']:,.0f} images/s"
-        except PacelineError as error:  # a diverged run is a result, too
-            line = f"failed: {error}"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "failed.txt").write_text(f"{error}\n")
-        self._longest = time.monotonic() - begun
-        print(f"{planned.name}: {line}, {self._longest:.1f} s", flush=True)
-        return True
+        else:
+            values |= {"model.name": object_name(resnet10), "model.stem": "auto"}
+        config = load_config("cifar10-resnet18", values)
+        outcome = run_training(config, Quiet, None, components)
+        if outcome.result.stop_signal is not None:
+            raise SeriesStoppedError(f"{planned.name}: ended by a signal")
+        # 80 MB a run; nothing here reads them.
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / "weights.safetensors").unlink(missing_ok=True)
+        summary = outcome.summary
+        return f"top-1 {summary['top1']:.2f}, {summary['images_per_s']:,.0f} images/s"
 
     def result(self, planned: Planned) -> float | None:
         """Top-1 of a run that is done, −1 where it diverged; None where it is not done."""
@@ -294,9 +332,8 @@ class Series:
             folders += [p.name for p in runs if self.top1(p) >= 0]
         self.output.mkdir(parents=True, exist_ok=True)
         (self.output / "tuning.md").write_text("\n".join(lines) + "\n")
-        command = ["paceline", "compare", *folders]
-        place = shlex.quote(str(self.output.resolve()))
-        (self.output / "compare.sh").write_text(f"cd {place}\n{shlex.join(command)}\n")
+        command = shlex.join(["paceline", "compare", *folders])
+        (self.output / "compare.sh").write_text(f'cd "$(dirname "$0")"\n{command}\n')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,7 +359,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for planned in series.tries(option, batch) if batch in option.middles else ():
                     print(planned.name)
         return 0
-    return 0 if series.run(options, batches) else 3
+    try:
+        complete = series.run(options, batches)
+    except PacelineError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for name in series.failed:
+        print(f"{name} failed", file=sys.stderr)
+    return 3 if not complete else 1 if series.failed else 0
 
 
 if __name__ == "__main__":

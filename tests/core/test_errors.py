@@ -11,6 +11,7 @@ ALL_KINDS = [
     errors.CheckpointError,
     errors.CommError,
     errors.DataError,
+    errors.DivergedError,
     errors.LaunchError,
     errors.PacelineError,
     errors.RunError,

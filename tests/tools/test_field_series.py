@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from paceline.config import load_config
+from paceline.config import RunConfig, load_config
+from paceline.core.errors import ConfigError, DivergedError
+from paceline.train.loop import RunResult
+from paceline.train.run import RunOutcome
 
 TOOL = Path(__file__).parents[2] / "tools" / "field_series.py"
 TINY = [
@@ -78,6 +84,116 @@ def test_a_series_tunes_trains_and_continues(
     assert capsys.readouterr().out == "", "everything was done"
     assert summary.stat().st_mtime_ns == changed
     assert json.loads(summary.read_text())["state_bytes_per_parameter"] == pytest.approx(4, abs=0.1)
+
+
+class FakeTraining:
+    """Takes the place of `run_training`. `raises` by the name of a run; a signal is an outcome."""
+
+    def __init__(self) -> None:
+        self.raises: dict[str, Exception | signal.Signals] = {}
+        self.tried: list[str] = []
+
+    def __call__(self, config: RunConfig, *_: object) -> RunOutcome:
+        folder = Path(config.run.output)
+        self.tried.append(folder.name)
+        end = self.raises.get(folder.name)
+        if isinstance(end, signal.Signals):
+            return RunOutcome(folder, 0, RunResult(end.name, end), {}, None)
+        if isinstance(end, ConfigError):
+            raise end  # no folder yet
+        folder.mkdir(parents=True)
+        if end is not None:
+            raise end
+        rate = config.optim.lr
+        assert rate is not None
+        summary = {"top1": 50 - rate, "images_per_s": 1.0}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return RunOutcome(folder, 0, RunResult("finished", None), summary, None)
+
+    def count(self) -> Counter[str]:
+        found = Counter(name.partition("-")[0] for name in self.tried)
+        self.tried.clear()
+        return found
+
+
+@pytest.fixture
+def fake(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
+    made = FakeTraining()
+    monkeypatch.setattr(tool, "run_training", made)
+    return made
+
+
+def test_a_run_that_diverged_is_done_and_one_that_failed_is_tried_again(
+    tool: ModuleType, tmp_path: Path, fake: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.raises = {
+        "sgd-b256-0.1-s0": DivergedError("diverged at step 3"),
+        "nesterov-b256-0.2-s0": ConfigError("optim.nesterov", True, "cannot be used"),
+        "lars-b256-0.4-s0": RuntimeError("a bug"),
+    }
+    command = [str(tmp_path), *TINY, "--only"]
+    assert [tool.main([*command, name]) for name in ("sgd", "nesterov", "lars")] == [0, 1, 1]
+    # The best of the two values of sgd has all seeds. No value is the best where a try failed.
+    assert fake.count() == {"sgd": 5, "nesterov": 3, "lars": 3}
+    assert "Traceback" in capsys.readouterr().err, "of the bug"
+    assert (tmp_path / "sgd-b256-0.1-s0/failed.txt").read_text() == "diverged at step 3\n"
+    assert "0.1 → diverged" in _tuning(tool, tmp_path, "sgd")
+    fake.raises = {}
+    (tmp_path / "lars-b256-0.4-s0").rmdir()  # the folder that the fake would make again
+    fake.count()
+    assert [tool.main([*command, name]) for name in ("sgd", "nesterov", "lars")] == [0, 0, 0]
+    assert fake.count() == {"nesterov": 3, "lars": 3}, "the failed tries, and two more seeds each"
+
+
+def _tuning(tool: ModuleType, out: Path, only: str) -> str:
+    assert tool.main([str(out), *TINY, "--only", only]) == 0
+    return (out / "tuning.md").read_text()
+
+
+def test_a_signal_ends_the_series_and_the_next_command_continues(
+    tool: ModuleType, tmp_path: Path, fake: FakeTraining
+) -> None:
+    command = [str(tmp_path), *TINY, "--only", "sgd"]
+    fake.raises = {"sgd-b256-0.2-s0": signal.SIGTERM}
+    assert tool.main(command) == 3
+    assert fake.count() == {"sgd": 2}, "nothing begins after the signal"
+    fake.raises = {}
+    assert tool.main(command) == 0
+    assert fake.count() == {"sgd": 4}
+
+
+def test_a_wrong_data_folder_ends_the_series_and_marks_no_run(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nothing"
+    assert tool.main([str(tmp_path / "out"), "--data-dir", str(missing), "--only", "sgd"]) == 1
+    assert str(missing) in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*/failed.txt"))
+
+
+@pytest.mark.slow
+def test_every_option_trains_at_a_tiny_scale(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows with all their settings but smaller batches, one value and one seed."""
+    sizes = {256: 16, 500: 4, 1000: 8, 2500: 20, 4096: 256, 10_000: 80}
+    settings = tool.Planned.settings
+
+    def smaller(planned: Any) -> dict[str, Any]:
+        scaled = ("run.global_batch_size", "run.batch_size", "optim.batch_limit")
+        found = settings(planned).items()
+        return {key: sizes[value] if key in scaled else value for key, value in found}
+
+    monkeypatch.setattr(tool.Planned, "settings", smaller)
+    monkeypatch.setattr(tool, "FACTORS", (1.0,))
+    monkeypatch.setattr(tool, "SEEDS", (0,))
+    kept = [text for text in TINY if "batch" not in text and text not in ("256", "run.epochs=1")]
+    words = [text for text in kept if text != "--set"]
+    command = words[:2] + [word for text in words[2:] for word in ("--set", text)]
+    assert tool.main([str(tmp_path / "out"), *command]) == 0
+    rows = sum(len(option.middles) for option in tool.OPTIONS)
+    assert len(list((tmp_path / "out").glob("*/summary.json"))) == rows
+    assert len((tmp_path / "out/tuning.md").read_text().splitlines()) == 2 + rows
 
 
 def test_the_list_of_runs(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,9 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     plain = {key: value for key, value in own.items() if not key.startswith("comm")}
     other = run_ranks(2, _run, str(tmp_path / "c"), plain | {"run__resume": str(saved)})[0]
     assert other["steps"] == 7
+    if not values:
+        sent = first["exchange_bytes_per_step"] / other["exchange_bytes_per_step"]
+        assert sent == pytest.approx(2, rel=0.02), "weights come, and gradients go"
     summary = json.loads((tmp_path / "a/summary.json").read_text())
     assert summary["top1"] is not None
 

@@ -85,7 +85,7 @@ def test_steps_go_on_while_a_checkpoint_is_written() -> None:
     writer, release = CheckpointWriter(background=True), threading.Event()
 
     def write(saved: Checkpoint) -> Path:
-        release.wait(30)
+        release.wait(100)
         return Path(f"step-{saved.step}.pt")
 
     writer.save(checkpoint(), write, best=True, started=time.perf_counter())
@@ -150,7 +150,7 @@ def _full_disk(rank: int, folder: str) -> tuple[str, int]:
     def fsync(descriptor: int) -> None:
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
         if "step-00000004" in name:
-            begun.wait(30)
+            begun.wait(100)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
@@ -312,7 +312,7 @@ def _slow_disk(rank: int, folder: str) -> list[int]:
 
     def fsync(descriptor: int) -> None:
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        until = time.monotonic() + 60
+        until = time.monotonic() + 150
         while "step-00000001" in name and not gathered.exists():
             assert time.monotonic() < until, "rank 1 waits for the file of rank 0"
             time.sleep(0.01)

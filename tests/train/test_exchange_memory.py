@@ -55,6 +55,9 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, name: str) -> None:
     assert "exchange state" not in again[0]["chosen"]
     assert (whole["exchange_state_bytes"] > 0) == (name != "post-local SGD")
     assert plain["exchange_state_bytes"] == 0
+    sent = whole["exchange_bytes_per_step"] / plain["exchange_bytes_per_step"]
+    expected = {"int8": (0.25, 0.3), "powersgd": (0.02, 0.1), "post-local SGD": (0.32, 0.34)}
+    assert expected[name][0] < sent < expected[name][1], "a rank sends less than its gradients"
 
     # Elsewhere: one rank exchanges nothing.
     alone = run_small(tmp_path / "c", run__resume=str(saved), **values).summary

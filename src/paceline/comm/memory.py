@@ -48,6 +48,10 @@ class Memory:
         """Of the device's memory, on this rank."""
         return 0
 
+    def step_bytes(self, gradient_bytes: float) -> float:
+        """What a rank sends in a step like the last one, in place of its `gradient_bytes`."""
+        return gradient_bytes
+
     def state(self) -> dict[str, Any]:
         """This rank's, for a checkpoint: tensors, numbers and texts."""
         return {}

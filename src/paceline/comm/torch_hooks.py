@@ -122,6 +122,11 @@ class PowerSgd(Memory):
         kept = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
         return sum(value.nbytes for table in kept for value in table.values())
 
+    def step_bytes(self, gradient_bytes: float) -> float:
+        rate, _, _ = self._state.compression_stats()  # type: ignore[no-untyped-call]
+        whole = sum(error.nbytes for error in self._state.error_dict.values())
+        return whole / rate if rate else gradient_bytes  # 0 before it starts
+
     def _copy(self) -> dict[str, Any]:
         state = self._state
         return {
@@ -241,6 +246,14 @@ class PostLocalSgd(Memory):
         sizes = [value.numel() for value in own]
         parts = torch.split(flat, sizes)
         return [part.view_as(value) for part, value in zip(parts, own, strict=True)]
+
+    def step_bytes(self, gradient_bytes: float) -> float:
+        if not self.is_local:
+            return gradient_bytes
+        assert self._weights is not None
+        weights = sum(value.nbytes for value in self._weights.masters)
+        inside = 1 if self._state.post_local_gradient_allreduce else 0
+        return weights * (inside + 1 / int(self._averager.period))
 
     @contextmanager
     def shared(self) -> Iterator[None]:

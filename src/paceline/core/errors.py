@@ -71,6 +71,10 @@ class RunError(PacelineError):
     """A run that had to stop: diverged, or failed on some rank."""
 
 
+class DivergedError(RunError):
+    """A run that kept skipping steps: its rate is too high for it."""
+
+
 class DeviceError(RunError):
     """The GPU's context is lost: calls into CUDA fail or do not return, so nothing is torn down and the
     process ends at once."""

@@ -35,8 +35,8 @@ from paceline.comm.parameter_server import (
 from paceline.comm.settings import CommSettings
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.schedule import set_rate
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.update import EXTRAS, parameter_names
-from paceline.train.weights import BatchNormState
 
 MakeOptimizer = Callable[[nn.Module], MasterOptimizer]
 
@@ -161,6 +161,10 @@ class AsynchronousUpdate:
         mirror = self._mirror.state_of(tuple(range(len(self._parameters))))
         held = sum(tensor.nbytes for tensor in mirror)
         return held + 2 * self._flat.nbytes + self._gradient.nbytes
+
+    def step_bytes(self, gradient_bytes: float) -> float:
+        """Weights are pulled and gradients pushed, in fp32."""
+        return float(self._flat.nbytes + self._gradient.nbytes)
 
     def settle(self) -> None:
         """At a pause, when all ranks have done the same steps: the model and its optimizer get the

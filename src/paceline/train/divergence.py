@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import RunError
+from paceline.core.errors import DivergedError
 from paceline.models.resnet import fuse_norms
 from paceline.precision.policy import Policy
-from paceline.train.build import Training
 from paceline.train.step import StepOutcome
+from paceline.train.training import Training
 
 # Allowed steps in a row with a non-finite loss, which no loss scale can fix.
 _BAD_LOSSES = 10
@@ -45,7 +45,7 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
         place = find_bad_layer(training.model, training.step.policy, shape)
     place = place or _bad_gradient(training, outcome)
     kept = "; the last good checkpoint is kept" if training.saved_step >= 0 else ""
-    raise RunError(
+    raise DivergedError(
         f"diverged at step {began}: {cause}; {place}",
         f"lower --lr (now {training.schedule.peak:g} at its peak) or lengthen --warmup-epochs{kept}",
     )

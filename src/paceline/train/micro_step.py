@@ -21,8 +21,8 @@ from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
 from paceline.core.errors import PacelineError, RunError
+from paceline.core.imports import first_line
 from paceline.data import Normalizer
-from paceline.models.factories import describe
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss
 from paceline.train.machine import derive_seed, out_of_memory
@@ -397,7 +397,7 @@ def step_error(
     if known is None and foreign and not isinstance(error, torch.AcceleratorError):
         return RunError(
             f"the model's forward or backward failed at step {step + 1} on {micro_batch} images: "
-            f"{describe(error)}",
+            f"{first_line(error)}",
             "check the model's code",
         )
     return known
