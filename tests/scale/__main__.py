@@ -19,6 +19,7 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command line does
 import torch.distributed  # noqa: F401  (before the forks)
 
+import faults
 from paceline.plan.start_up import PHASES
 from scale.forked_job import (
     KINDS,
@@ -34,6 +35,8 @@ _SECOND = r"(?:8|9|1[0-5])"  # of the second node
 
 def main() -> int:
     options = _options()
+    if options.patient:
+        faults.patient_watchdog(0.7)
     broken = False
     for ranks in options.ranks:
         for kind in options.only:
@@ -118,6 +121,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument(
+        "--patient", action="store_true", help="for hosts that are busy with other things"
+    )
     parser.add_argument("--phases", type=int, nargs="+", default=[0, -1])
     return parser.parse_args()
 
