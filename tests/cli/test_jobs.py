@@ -121,17 +121,18 @@ def test_a_full_disk_before_the_first_checkpoint_mentions_none(tmp_path: Path) -
 def test_the_second_job_ends_at_once(
     tmp_path: Path, ids: tuple[str, str], more: tuple[str, ...]
 ) -> None:
-    port = free_port()
-    arguments = small(
-        "--output", "first", "--epochs", "30", "--set", "checkpoint.interval_epochs=0"
-    )
-    with started_ranks([arguments] * 2, tmp_path, None, port, ids[0]) as first:
+    """While the first one stands in its third step, until the second has ended."""
+    port, over = free_port(), tmp_path / "over"
+    arguments = small("--output", "first", "--epochs", "1")
+    waits = partial(faults.at_micro_batch, 2, 0, partial(faults.await_file, over))
+    with started_ranks([arguments] * 2, tmp_path, [waits, None], port, ids[0]) as first:
         first[0].wait_until(lambda: steps(tmp_path / "first"))
         others = [[*arguments, "--output", "second", *more]] * 2
         with started_ranks(others, tmp_path, None, port, ids[1]) as second:
             lines = [rank.wait().error_line() for rank in second]
         assert all(f"127.0.0.1:{port}" in line for line in lines)
         assert not (tmp_path / "second").exists()
+        over.touch()
         assert [rank.wait().code for rank in first] == [0, 0]
     assert summary(tmp_path / "first")["world_size"] == 2
 
