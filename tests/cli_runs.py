@@ -102,7 +102,7 @@ class CliProcess:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
-    def wait(self, timeout_s: float = 40.0) -> Done:
+    def wait(self, timeout_s: float = 200.0) -> Done:
         """Waits for the end; after the time-out the process is killed and the test fails."""
         self.process.join(timeout_s)
         code = self.process.exitcode
@@ -117,7 +117,7 @@ class CliProcess:
         file = Path(f"{self._log}.out")
         return file.read_text() if file.exists() else ""
 
-    def wait_until(self, reached: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def wait_until(self, reached: Callable[[], object], timeout_s: float = 200.0) -> None:
         """Waits for `reached()`; fails where the process ends, or the time runs out, first."""
         deadline = time.monotonic() + timeout_s
         while not reached():
@@ -145,7 +145,7 @@ def started(
 
 
 def run(
-    arguments: Sequence[str], cwd: Path, fault: Any = None, timeout_s: float = 40.0, **extra: str
+    arguments: Sequence[str], cwd: Path, fault: Any = None, timeout_s: float = 200.0, **extra: str
 ) -> Done:
     with started(arguments, cwd, fault, **extra) as process:
         return process.wait(timeout_s)
@@ -192,7 +192,7 @@ def run_two(
     cwd: Path,
     faults: Sequence[Any] | None = None,
     second: Sequence[str] | None = None,
-    timeout_s: float = 40.0,
+    timeout_s: float = 200.0,
 ) -> list[Done]:
     """Two ranks with the same arguments, or with those of `second` on rank 1."""
     with started_ranks([arguments, second or arguments], cwd, faults) as ranks:

@@ -1,9 +1,26 @@
-"""One thread of torch's for each process of the tests, where nobody asks for more.
+"""What holds for all tests, whatever the load of the host.
 
-Two test processes run at a time, and many start ranks. Threads that outnumber the cores spin at every
-barrier: on two busy cores one thread takes about half the CPU time of two.
+torch has one thread in each process of the tests, unless the caller asks for more: two test processes run
+at a time, and many start ranks. Threads that outnumber the cores spin at every barrier: on two busy cores
+one thread takes about half the CPU time of two.
+
+Hypothesis draws the same examples in every run and has no time limit: a test fails because of a change,
+never because of a draw or a busy host. `pytest --hypothesis-profile explore` draws others.
 """
 
 import os
 
+import hypothesis
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+hypothesis.settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "explore", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")

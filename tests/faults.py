@@ -202,6 +202,32 @@ def slow_to_hear(phase: str, seconds: float) -> None:
     Agreement._await_verdict = wait  # type: ignore[method-assign]
 
 
+def patient_watchdog(more_s: float) -> None:
+    """A rank counts as silent `more_s` later than usual: tests run on hosts with more ranks than cores,
+    where a thread that lives may be late by some of the beats of a short time-out."""
+    from paceline.comm import heartbeats
+    from paceline.comm.watchdog import Watchdog
+
+    heartbeats._ANSWER_S += more_s
+    real = Watchdog._silent
+
+    def silent(self: Watchdog) -> set[int]:
+        now_s = self._now_s
+        self._now_s = now_s - more_s
+        try:
+            return real(self)
+        finally:
+            self._now_s = now_s
+
+    Watchdog._silent = silent  # type: ignore[method-assign]
+
+
+def await_file(path: Path) -> None:
+    """Stands still until the test has made the file."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def signal_self(*numbers: signal.Signals) -> None:
     for number in numbers:
         os.kill(os.getpid(), number)

@@ -65,7 +65,8 @@ class Request:
     launches: bool = False
     # Whether the interpreter is torn down at the end, which in a fork copies all its memory.
     tears_down: bool = False
-    # A pickled function to call first: a fault of `faults.py`, or one that does not return.
+    # A pickled function to call first: a fault of `faults.py`, or one that does not return. Of a launcher
+    # it is called in each of its ranks.
     fault: bytes = b""
 
 
@@ -187,8 +188,9 @@ def _launcher(request: Request) -> Request:
         # `python -m paceline ARGUMENTS`
         name, obeys = f"rank{env['RANK']}", request.obeys_permissions
         rank = Request(
-            name, list(args[3:]), env, obeys_permissions=obeys, tears_down=request.tears_down
-        )
+            name, list(args[3:]), env, obeys_permissions=obeys, tears_down=request.tears_down,
+            fault=request.fault,
+        )  # fmt: skip
         return AdoptedChild(_start(channel, rank), args)
 
     SubprocessHandler._popen = popen
@@ -285,7 +287,7 @@ def end(code: object) -> None:
 
 if __name__ == "__main__":
     started = main()
-    if started.fault:
+    if started.fault and not started.launches:
         pickle.loads(started.fault)()
     from paceline.cli.app import main as paceline
 

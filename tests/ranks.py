@@ -8,20 +8,27 @@ port of its own. A rank that fails shows its traceback, and a rank that hangs is
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import functools
 import multiprocessing
 import os
 import pickle
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any
 
 from fork_server import Child, Request, shared_server
 
 _pools: dict[int, Pool] = {}
+# Ports that the kernel gives to nobody who asks for any, as connections and other servers do.
+_FIRST_PORT = 12_000
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class RankFailed(AssertionError):
@@ -51,16 +58,29 @@ class Pool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is still free when its receiver listens on it: all test processes take turns, so none
+    gets it again before thousands of others."""
+    end = int(_EPHEMERAL.read_text().split()[0])
+    end = end if end > _FIRST_PORT + 5000 else 32_768
+    with (Path(tempfile.gettempdir()) / f"paceline-test-ports-{os.getuid()}").open("a+") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        turn.seek(0)
+        port = int(turn.read() or 0)
+        while True:
+            port = port + 1 if _FIRST_PORT <= port < end - 1 else _FIRST_PORT
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                break
+        turn.truncate(0)
+        turn.write(str(port))
+    return port
 
 
 def run_ranks(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 200.0,
     grace_s: float = 5.0,
 ) -> list[Any]:
     """Calls `function(rank, *args)` on each of `size` ranks and returns their results. The others have

@@ -29,8 +29,8 @@ SMALL: dict[str, Any] = {
     "model.name": "resnet_tiny",
     "optim.lr": 0.05,
     "optim.warmup_epochs": 0.5,
-    "comm.timeout_s": 30.0,
-    "comm.rendezvous_timeout_s": 30.0,
+    "comm.timeout_s": 120.0,
+    "comm.rendezvous_timeout_s": 120.0,
 }
 
 

@@ -68,7 +68,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(home: Path, *words: str) -> str:
     env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
     env |= {"PYTHONPATH": str(home / "site"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout
 

@@ -214,7 +214,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     def mount(size: str) -> Path:
         options = f"remount,size={size}" if mounted else f"size={size}"
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         if done.returncode:
             pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
         mounted.append(size)
@@ -226,7 +226,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         yield mount
     finally:
         if mounted:
-            subprocess.run(["umount", str(place)], check=True, timeout=10)
+            subprocess.run(["umount", str(place)], check=True, timeout=100)
 
 
 def test_a_disk_that_is_really_full(

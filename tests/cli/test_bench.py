@@ -21,7 +21,7 @@ TABLE = '[[sizes]]\nup_to_bytes = 8192\nalgorithm = "hierarchical"\n[[sizes]]\na
 
 def on_ranks(cwd: Path, *arguments: str) -> str:
     """Standard output of a command that starts ranks."""
-    done = run(arguments, cwd, timeout_s=100, OMP_NUM_THREADS="1")
+    done = run(arguments, cwd, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
     return done.out
 

@@ -15,7 +15,6 @@ import pytest
 import faults
 from cli_runs import (
     CliProcess,
-    events,
     run,
     run_two,
     small,
@@ -26,17 +25,18 @@ from cli_runs import (
 )
 from ranks import free_port
 
-SAVES = ("--set", "checkpoint.interval_steps=3")
+# Not in the background: such a save could still be at work when the folder is looked at or removed.
+SAVES = ("--set", "checkpoint.interval_steps=3", "--set", "checkpoint.background=false")
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[CliProcess]:
     """A run in `run` that has saved step 3 and stands still in step 5."""
-    stands = partial(faults.at_micro_batch, 4, 0, partial(faults.sleep, 60.0))
-    # A save in the background could still be at work when the folder is looked at.
-    saves = (*SAVES, "--set", "checkpoint.background=false")
-    with started(small("--output", "run", *saves), tmp_path, stands) as process:
-        process.wait_until(lambda: len(events(tmp_path / "run", "step")) == 4)
+    stands = tmp_path / "stands"
+    actions = partial(faults.several, stands.touch, partial(faults.sleep, 600.0))
+    fault = partial(faults.at_micro_batch, 4, 0, actions)
+    with started(small("--output", "run", *SAVES), tmp_path, fault) as process:
+        process.wait_until(stands.exists)
         yield process
 
 
@@ -57,7 +57,7 @@ def test_a_second_job_is_refused_and_changes_nothing(
 
 def test_a_job_that_has_only_just_begun_is_seen(tmp_path: Path) -> None:
     """It holds the folder before it has written anything else."""
-    waits = partial(faults.at_rename, "config.toml", 1, partial(faults.sleep, 60.0))
+    waits = partial(faults.at_rename, "config.toml", 1, partial(faults.sleep, 600.0))
     with started(small("--output", "run"), tmp_path, waits) as process:
         process.wait_until((tmp_path / "run/run.lock").exists)
         process.wait_until(lambda: (tmp_path / "run/run.lock").read_text().endswith("}"))
@@ -121,18 +121,19 @@ def test_a_full_disk_before_the_first_checkpoint_mentions_none(tmp_path: Path) -
 def test_the_second_job_ends_at_once(
     tmp_path: Path, ids: tuple[str, str], more: tuple[str, ...]
 ) -> None:
-    port = free_port()
-    arguments = small(
-        "--output", "first", "--epochs", "30", "--set", "checkpoint.interval_epochs=0"
-    )
-    with started_ranks([arguments] * 2, tmp_path, None, port, ids[0]) as first:
+    """While the first one stands in its third step, until the second has ended."""
+    port, over = free_port(), tmp_path / "over"
+    arguments = small("--output", "first", "--epochs", "1")
+    waits = partial(faults.at_micro_batch, 2, 0, partial(faults.await_file, over))
+    with started_ranks([arguments] * 2, tmp_path, [waits, None], port, ids[0]) as first:
         first[0].wait_until(lambda: steps(tmp_path / "first"))
         others = [[*arguments, "--output", "second", *more]] * 2
         with started_ranks(others, tmp_path, None, port, ids[1]) as second:
-            lines = [rank.wait(30).error_line() for rank in second]
+            lines = [rank.wait().error_line() for rank in second]
         assert all(f"127.0.0.1:{port}" in line for line in lines)
         assert not (tmp_path / "second").exists()
-        assert [rank.wait(110).code for rank in first] == [0, 0]
+        over.touch()
+        assert [rank.wait().code for rank in first] == [0, 0]
     assert summary(tmp_path / "first")["world_size"] == 2
 
 
@@ -146,4 +147,4 @@ def test_ranks_with_another_world_size_end_at_once(tmp_path: Path) -> None:
             world = place | own | {"LOCAL_WORLD_SIZE": size}
             ranks.append(stack.enter_context(started(arguments, tmp_path, None, **world)))
         for process in ranks:
-            assert "number of ranks" in process.wait(60).error_line()
+            assert "number of ranks" in process.wait().error_line()

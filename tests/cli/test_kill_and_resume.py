@@ -118,7 +118,7 @@ def test_a_half_written_file_beside_the_good_ones_is_no_checkpoint(
 def test_two_ranks_killed_together(tmp_path: Path, reference: Reference) -> None:
     arguments = small("--output", "run", "-b", "8", *SAVES)
     # Rank 1 holds back, so that rank 0 is killed while it waits in the exchange.
-    wait = partial(faults.at_micro_batch, 7, 1, partial(faults.sleep, 30.0))
+    wait = partial(faults.at_micro_batch, 7, 1, partial(faults.sleep, 600.0))
     with started_ranks([arguments, arguments], tmp_path, [None, wait]) as ranks:
         ranks[0].wait_until(lambda: steps(tmp_path / "run")[-1:] == [7])
         for process in ranks:
@@ -136,7 +136,7 @@ def test_two_ranks_killed_together(tmp_path: Path, reference: Reference) -> None
 def test_a_rank_that_dies_ends_the_other_within_seconds(tmp_path: Path) -> None:
     arguments = small("--output", "run", "-b", "8", *SAVES)
     fault = in_step(5, 1)
-    survivor, dead = run_two(arguments, tmp_path, [None, fault], timeout_s=15)
+    survivor, dead = run_two(arguments, tmp_path, [None, fault])
     assert dead.code == -signal.SIGKILL
     assert "rank 1" in survivor.error_line()
     assert "--resume auto" in survivor.error_line()
@@ -158,7 +158,7 @@ def test_a_killed_rank_that_broke_a_shared_gpu_is_named(tmp_path: Path, shared: 
         partial(faults.at_micro_batch, 5, 0, _fail_the_device),
         in_step(5, 1),
     ]
-    survivor, _ = run_two(arguments, tmp_path, actions, timeout_s=15)
+    survivor, _ = run_two(arguments, tmp_path, actions)
     assert "rank 0: cpu failed" in survivor.error_line()
     assert ("rank 1" in survivor.error_line()) == shared
 
@@ -167,7 +167,7 @@ def test_a_killed_rank_that_broke_a_shared_gpu_is_named(tmp_path: Path, shared: 
 def test_another_number_of_ranks_goes_on_with_the_same_batches(
     tmp_path: Path, reference: Reference, before: int, after: int
 ) -> None:
-    arguments = small("--output", "run", "-b", "8")
+    arguments = small("--output", "run", "-b", "8", "--set", "checkpoint.background=false")
     fault = in_step(9)
     start(before, arguments, tmp_path, fault)
     assert steps(tmp_path / "run")[-1] == 9

@@ -67,15 +67,18 @@ if sys.argv[2] == "killed":
 rank.wait()
 """
 RANK = """
-from paceline.cli.failure import Failure
+from paceline.cli import failure
+failure._LAUNCHER_END_S = {wait_s}
 print(flush=True)
-Failure("the store is gone", 1, consequence=True).report()
+failure.Failure("the store is gone", 1, consequence=True).report()
 """
 
 
-@pytest.mark.parametrize(("ends", "shown"), [("killed", True), ("stays", False)])
-def test_a_rank_shows_its_failure_where_its_launcher_is_ending(ends: str, shown: bool) -> None:
-    command = [sys.executable, "-c", LAUNCHER, RANK, ends]
+@pytest.mark.parametrize(("ends", "wait_s", "shown"), [("killed", 100, True), ("stays", 1, False)])
+def test_a_rank_shows_its_failure_where_its_launcher_is_ending(
+    ends: str, wait_s: float, shown: bool
+) -> None:
+    command = [sys.executable, "-c", LAUNCHER, RANK.format(wait_s=wait_s), ends]
     # It returns when the last writer has closed the pipe, so when the rank has ended.
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     assert ("paceline: error: the store is gone" in done.stderr) == shown
@@ -167,8 +170,9 @@ def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
     ready = (
         "import signal, sys; signal.signal(10, lambda *_: sys.exit(print('asked', flush=True))); "
     )
-    waits = "print('up', flush=True); signal.pause()"
-    starting = "import time; print('up', flush=True); time.sleep(60)"
+    # `signal.pause` would miss a signal that comes just before it.
+    waits = "import time; print('up', flush=True); [time.sleep(0.1) for _ in range(10_000)]"
+    starting = "import time; print('up', flush=True); time.sleep(600)"
     children = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for code in (ready + waits, starting)
@@ -177,7 +181,7 @@ def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
         with LaunchSignals(Asked, forwarded=[signal.SIGUSR1]) as signals:
             assert [child.stdout and child.stdout.readline() for child in children] == ["up\n"] * 2
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert children[0].communicate(timeout=60)[0] == "asked\n"
+            assert children[0].communicate(timeout=200)[0] == "asked\n"
             assert children[1].poll() is None, "a child that is still starting was ended"
         assert signals.received is None
     finally:
@@ -283,7 +287,7 @@ def test_a_rank_whose_launcher_is_gone_ends_with_one_line() -> None:
     """Before the first step there is nothing to save."""
     code = (
         "import os, time; from paceline.cli.failure import LauncherWatch; "
-        "LauncherWatch(os.environ); time.sleep(60)"
+        "LauncherWatch(os.environ); time.sleep(600)"
     )
     gone = subprocess.Popen(["true"])
     gone.wait()

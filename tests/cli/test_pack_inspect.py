@@ -106,7 +106,7 @@ def test_control_c(tmp_path: Path) -> None:
         while process.poll() is None and not (tmp_path / "out" / "train-00002.tar").exists():
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
         process.wait()

@@ -16,9 +16,10 @@ from paceline.train.checkpoint import Checkpoint
 
 KILL = partial(faults.signal_self, signal.SIGKILL)
 # A short time-out has frequent heartbeats, by which a lost rank is found.
+# Not in the background: the rank that writes may be killed a step later.
 ARGUMENTS = small(
     "--output", "run", "-b", "4", "--set", "checkpoint.interval_steps=3", "--set",
-    "comm.timeout_s=12",
+    "comm.timeout_s=12", "--set", "checkpoint.background=false",
 )  # fmt: skip
 REFUSED = ("--set", "checkpoint.accept_salvaged=false")
 

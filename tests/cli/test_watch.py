@@ -19,7 +19,7 @@ PAGE = re.compile(r"http://127\.0\.0\.1:\d+/")
 
 
 def page(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=100) as answer:
         text: str = answer.read().decode()
     return text
 
@@ -35,7 +35,7 @@ def test_a_training_serves_its_report_and_the_server_ends_with_it(tmp_path: Path
         process.send(signal.SIGKILL)
         process.wait()
         # The server learns of it from its standard input.
-        until = time.monotonic() + 30
+        until = time.monotonic() + 100
         while _answers(found[0]):
             assert time.monotonic() < until
             time.sleep(0.05)

@@ -35,7 +35,7 @@ class TestOnThisMachine:
     def test_a_host_has_its_address_a_loopback_and_nothing_else(self) -> None:
         show = ["ip", "-brief", "address"]
         with EmulatedCluster(2) as cluster:
-            lines = cluster.start(1, show).wait(20).out[0].splitlines()
+            lines = cluster.start(1, show).wait(PATIENCE_S).out[0].splitlines()
         found = {line.split()[0].partition("@")[0]: line.split()[2:] for line in lines}
         assert found == {"lo": ["127.0.0.1/8", "::1/128"], "eth0": ["10.213.0.2/24"]}
 
@@ -44,7 +44,7 @@ class TestOnThisMachine:
             'echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE"; echo no >&2; exit $RANK'
         )
         with EmulatedCluster(2) as cluster:
-            ended = cluster.ranks(["sh", "-c", say], ranks=[2, 1]).wait(20)
+            ended = cluster.ranks(["sh", "-c", say], ranks=[2, 1]).wait(PATIENCE_S)
         assert ended.codes == [0, 1, 2]
         assert ended.out == ["0 of 3, 0 of 2\n", "1 of 3, 1 of 2\n", "2 of 3, 0 of 1\n"]
         assert ended.err == ["no\n"] * 3
@@ -53,6 +53,9 @@ class TestOnThisMachine:
     def test_a_job_that_takes_too_long_is_killed_and_the_hosts_named(self) -> None:
         with EmulatedCluster(2) as cluster:
             job = cluster.ranks(["sh", "-c", "echo here; test $RANK = 0 || sleep 600"], ranks=1)
+            said = job.file(1, "stdout")
+            assert said is not None
+            job.wait_until(lambda: job.processes[0].poll() == 0 and said.read_text(), PATIENCE_S)
             with pytest.raises(
                 LaunchError, match=r"still running on hosts \[1\] after 1 s"
             ) as told:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cluster.traces import RANK_ENV
+from cluster.traces import PATIENCE_S, RANK_ENV
 from paceline.bench.cluster import EmulatedCluster, network, why_unavailable
 from paceline.bench.cluster.network import bits_per_s, new_tag, owner_is_gone
 from paceline.core.errors import LaunchError
 
-KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1)"
+KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], 9), float(sys.argv[2]))"
 # A link may never be faster than its rate, but for its burst. How much slower it may seem is the busy
 # machine's affair, not the link's; the shares below only tell rates apart.
 ABOVE, BELOW = 1.1, 0.25
@@ -43,14 +43,18 @@ def test_both_directions_have_the_rate_which_may_change() -> None:
 @pytest.mark.usefixtures("_machine")
 def test_a_cut_link_loses_what_is_sent_until_it_is_mended() -> None:
     with EmulatedCluster(2) as cluster:
-        knock = [sys.executable, "-c", KNOCK, cluster.address(1)]
+
+        def knock(timeout_s: int) -> str:
+            command = [sys.executable, "-c", KNOCK, cluster.address(1), str(timeout_s)]
+            return cluster.start(0, command).wait(PATIENCE_S).err[0]
+
         # Nobody listens at that port, and a host within reach says so.
-        assert "ConnectionRefusedError" in cluster.start(0, knock).wait(20).err[0]
+        assert "ConnectionRefusedError" in knock(60)
         cluster.cut(1)
-        lost = cluster.start(0, knock).wait(20).err[0]
+        lost = knock(1)
         assert "TimeoutError" in lost or "No route to host" in lost
         cluster.reconnect(1)
-        assert "ConnectionRefusedError" in cluster.start(0, knock).wait(20).err[0]
+        assert "ConnectionRefusedError" in knock(60)
 
 
 PRINT_A_TAG = "from paceline.bench.cluster.network import new_tag; print(new_tag(), end='')"

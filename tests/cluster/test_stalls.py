@@ -26,7 +26,8 @@ from paceline.core.errors import DataError
 from paceline.core.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("_machine")
-SHORT = ("--set", "comm.timeout_s=4")
+SHORT = ("--set", "comm.timeout_s=6")
+PATIENT = partial(faults.patient_watchdog, 0.7)
 ENDLESS = (
     "--epochs", "500", "--set", "run.eval_interval_epochs=500",
     "--set", "checkpoint.interval_epochs=0",
@@ -43,7 +44,8 @@ def ranks_on(
 ) -> Iterator[tuple[EmulatedCluster, list[CliProcess]]]:
     """A job of the same number of ranks on each host; at the end every process must be gone."""
     with EmulatedCluster(hosts) as cluster:
-        same, each = [arguments] * ranks, [fault] * ranks
+        same = [arguments] * ranks
+        each = [partial(faults.several, PATIENT, fault) if fault else PATIENT] * ranks
         with started_ranks(same, folder, each, PORT, cluster=cluster) as processes:
             yield cluster, processes
             assert not any(Namespace(name).processes() for name in cluster.namespaces)

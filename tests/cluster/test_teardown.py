@@ -45,7 +45,7 @@ def test_an_exception_in_the_context() -> None:
         cluster.start(0, ["sleep", "600"])
         job = cluster.start(1, ["sh", "-c", "setsid sleep 600 & sleep 600"])
         host = Namespace(cluster.namespaces[1])
-        job.wait_until(lambda: len(host.processes()) == 3, 20)
+        job.wait_until(lambda: len(host.processes()) == 3, 200)
         pids.extend(host.processes())
         raise ZeroDivisionError
 
@@ -75,7 +75,7 @@ def test_a_signal_to_the_owner_tears_down_first(number: signal.Signals) -> None:
         assert len(pids) == 6
         process.send_signal(number)
         # The signal then ends the owner as it would have without a cluster.
-        assert process.wait(30) == -number
+        assert process.wait(200) == -number
         assert not traces(names)
         assert_end(pids)
 
@@ -83,7 +83,7 @@ def test_a_signal_to_the_owner_tears_down_first(number: signal.Signals) -> None:
 @needs_machine
 def test_an_exit_inside_the_context() -> None:
     with owner("leave") as (process, names, pids):
-        assert process.wait(30) == 5
+        assert process.wait(200) == 5
         assert not traces(names)
         assert_end(pids)
 

@@ -39,7 +39,9 @@ def run_cluster(nodes: Sequence[int], function: Callable[..., Any], *args: Any) 
 def _enter(rank: int, nodes: tuple[int, ...], function: Callable[..., Any], args: Any) -> Any:
     if rank >= sum(nodes):
         return None
-    dist.init_process_group("gloo", rank=rank, world_size=sum(nodes), timeout=timedelta(seconds=20))
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=sum(nodes), timeout=timedelta(seconds=100)
+    )
     try:
         return function(rank, nodes, *args)
     finally:
@@ -50,7 +52,7 @@ def _enter(rank: int, nodes: tuple[int, ...], function: Callable[..., Any], args
 def made_groups(
     rank: int, nodes: Sequence[int], k: int | None = None, **options: Any
 ) -> Iterator[ProcessGroups]:
-    groups = ProcessGroups(topology(rank, nodes), k, timeout_s=20, **options)
+    groups = ProcessGroups(topology(rank, nodes), k, timeout_s=100, **options)
     try:
         yield groups
     finally:

@@ -18,9 +18,9 @@ from paceline.core.topology import Topology
 from ranks import run_ranks
 
 
-def joined(timeout_s: float = 20.0) -> Agreement:
+def joined(timeout_s: float = 100.0) -> Agreement:
     topology = Topology.from_env(os.environ)
-    return Agreement(meet(topology, 20.0).store, topology, timeout_s)
+    return Agreement(meet(topology, 100.0).store, topology, timeout_s)
 
 
 def raised(agreement: Agreement, phase: str, **given: object) -> AgreedError:
@@ -37,8 +37,8 @@ def _phases(rank: int) -> tuple[str, int, str, str]:
     if rank == 1:
         agreement.post_fault(ConfigError("optim.lr", 0, "too small"))
         agreement.post_fault(DataError("a later one"))
-    fault = agreement.read_fault(wait_s=10)
-    agreement.leave(5.0)  # the store must outlive the slower reader
+    fault = agreement.read_fault(wait_s=100)
+    agreement.leave(100.0)  # the store must outlive the slower reader
     return str(error), error.exit_code, str(facts), f"{fault} ({fault and fault.exit_code})"
 
 
@@ -58,7 +58,7 @@ def _odd_one(rank: int, odd: int, first: int) -> str:
         time.sleep(0.3)
     facts = {"seed": 1, "lr": 0.5 if rank == odd else 0.1}
     error = str(raised(agreement, "facts", facts=facts))
-    agreement.leave(5.0)
+    agreement.leave(100.0)
     return error
 
 
@@ -74,7 +74,7 @@ def _used_twice(rank: int) -> str:
     agreement = joined()
     agreement.agree("again", facts={"step": 1})
     error = raised(agreement, "again", error=DataError("worn out") if rank else None)
-    agreement.leave(5.0)
+    agreement.leave(100.0)
     return str(error)
 
 
@@ -83,8 +83,10 @@ def test_a_phase_may_come_again() -> None:
 
 
 def _missing(rank: int, posts: bool) -> str:
-    agreement = joined(300.0 if posts else 1.0)
+    agreement = joined()
     agreement.agree("start")
+    if not posts:
+        agreement._timeout_s = 1.0
     if rank == 1:
         if posts:
             agreement.post_fault(DataError("out of memory", "free some"))
@@ -157,5 +159,5 @@ def test_the_clock_hardly_counts_the_time_in_which_the_process_was_stopped(
 
 def test_the_clock_ticks_beside_a_call_that_blocks() -> None:
     with ActiveClock(longest_s=0.05).ticking() as clock:
-        time.sleep(0.4)
+        time.sleep(1.0)
         assert clock.now_s() > 0.15, "not only the longest that one call may add"

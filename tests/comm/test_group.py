@@ -20,6 +20,7 @@ import paceline
 from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm import CommSettings, Group, PeerError, ProcessGroups
 from paceline.comm import group as group_module
+from paceline.comm import heartbeats as heartbeats_module
 from paceline.comm.group import choose_backend
 from paceline.comm.process_groups import Place, all_gather_json, group_ranks
 from paceline.core.errors import CommError, ConfigError, DataError, PacelineError
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def joined() -> Group:
-    return Group(Topology.from_env(os.environ), CommSettings(timeout_s=20), CPU)
+    return Group(Topology.from_env(os.environ), CommSettings(timeout_s=100), CPU)
 
 
 def _collectives(rank: int) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def _collectives(rank: int) -> dict[str, Any]:
         if rank == 1:
             group.announce_stop()
         group.all_reduce_sum(torch.ones(1))
-        deadline = time.monotonic() + 20  # the heartbeat thread looks once a second at most
+        deadline = time.monotonic() + 100  # the heartbeat thread looks once a second at most
         while not group.stop_announced() and time.monotonic() < deadline:
             time.sleep(0.02)
         return {
@@ -98,7 +99,7 @@ def _peer_gone(rank: int, posts: bool, found: Path) -> None:
 )
 def test_a_dead_peer_is_an_error_and_not_a_hang(posts: bool, message: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 died"):
-        run_ranks(2, _peer_gone, posts, tmp_path / "found", grace_s=50)
+        run_ranks(2, _peer_gone, posts, tmp_path / "found", grace_s=100)
     assert message in (tmp_path / "found").read_text()
 
 
@@ -196,7 +197,7 @@ def _at_odds(rank: int, nodes: tuple[int, ...]) -> list[str]:
     for k, changed in ((1, {}), (2, other), (2, {"rank": 0})):
         own = replace(place, **changed) if rank == 1 else place  # type: ignore[arg-type]
         with pytest.raises(CommError) as caught:
-            ProcessGroups(own, k if rank == 1 else 2, timeout_s=20)
+            ProcessGroups(own, k if rank == 1 else 2, timeout_s=100)
         found.append(str(caught.value))
     return found
 
@@ -287,7 +288,8 @@ def _killed(rank: int, folder: Path) -> None:
     def show(error: PacelineError) -> None:
         (folder / str(rank)).write_text(str(error))
 
-    group = Group(Topology.from_env(os.environ), CommSettings(timeout_s=20), CPU, show)
+    heartbeats_module._ANSWER_S = 2.0  # of a host with fewer cores than ranks
+    group = Group(Topology.from_env(os.environ), CommSettings(timeout_s=100), CPU, show)
     group.all_reduce_sum(torch.ones(4))
     if rank == 4:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -301,7 +303,7 @@ def _killed(rank: int, folder: Path) -> None:
 def test_of_six_ranks_only_the_killed_one_is_named_and_by_all_alike(tmp_path: Path) -> None:
     """Ranks that leave break the connections of others, one after the other."""
     with pytest.raises(RankFailed, match="rank 4 died"):
-        run_ranks(6, _killed, tmp_path)
+        run_ranks(6, _killed, tmp_path, grace_s=100)
     lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert set(lines) >= {"0", "1", "2", "3", "5"}
     (line,) = {text for name, text in lines.items() if name != "4"}

@@ -44,13 +44,18 @@ def test_without_a_configuration_the_usual_sources_come_back(
 
 def test_an_unknown_address_is_not_asked_for() -> None:
     """A name server that does not answer takes five seconds and more."""
-    done = threading.Event()
 
-    def look_up() -> None:
-        with names_from_files():
-            assert socket.getnameinfo(("203.0.113.77", 80), 0)[0] == "203.0.113.77"
-            assert socket.gethostbyname("localhost") == "127.0.0.1"
-        done.set()
+    def looks_up_at_once() -> bool:
+        done = threading.Event()
 
-    threading.Thread(target=look_up, daemon=True).start()
-    assert done.wait(3)
+        def look_up() -> None:
+            with names_from_files():
+                assert socket.getnameinfo(("203.0.113.77", 80), 0)[0] == "203.0.113.77"
+                assert socket.gethostbyname("localhost") == "127.0.0.1"
+            done.set()
+
+        threading.Thread(target=look_up, daemon=True).start()
+        return done.wait(3)
+
+    # A busy host may be slow once; a name server that is asked is slow each time.
+    assert any(looks_up_at_once() for _ in range(5))

@@ -24,7 +24,9 @@ from paceline.plan.size_table import SizeRow
 TABLE = SizeTable((SizeRow("hierarchical", 1000), SizeRow("torus2d", 20000), SizeRow("ring")))
 
 
-def _hybrid(rank: int, nodes: tuple[int, ...], wire: str = "float32", timeout_s: float = 20) -> Any:
+def _hybrid(
+    rank: int, nodes: tuple[int, ...], wire: str = "float32", timeout_s: float = 100
+) -> Any:
     return HybridAllReduce(ProcessGroups(topology(rank, nodes), timeout_s=timeout_s), TABLE, wire)
 
 
@@ -105,7 +107,7 @@ def test_ddp_with_the_hook_trains_as_without(
 def _from_env(rank: int, nodes: tuple[int, ...]) -> list[float]:
     world = str(sum(nodes))
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    hybrid = HybridAllReduce.from_env(SizeTable.two_way(64), timeout_s=20)
+    hybrid = HybridAllReduce.from_env(SizeTable.two_way(64), timeout_s=100)
     try:
         buffer = torch.ones(30)
         hybrid.all_reduce(buffer)
@@ -120,7 +122,7 @@ def test_from_env_reads_the_launchers_topology() -> None:
 
 def _absent_peer(rank: int, nodes: tuple[int, ...]) -> tuple[str, float]:
     """Rank 1 does not come; the backward pass of rank 0 must fail within the timeout."""
-    hybrid = _hybrid(rank, nodes, timeout_s=1)
+    hybrid = _hybrid(rank, nodes, timeout_s=2)
     try:
         if rank == 1:
             return "", 0.0
@@ -140,12 +142,12 @@ def _absent_peer(rank: int, nodes: tuple[int, ...]) -> tuple[str, float]:
 def test_a_peer_that_stays_away_fails_the_future_within_the_timeout() -> None:
     (text, handed_over), _ = run_cluster((1, 1), _absent_peer)
     assert "hierarchical all-reduce of 40 bytes broke on rank 0" in text
-    assert "1 s late" in text
-    assert handed_over < 0.5
+    assert "2 s late" in text
+    assert handed_over < 2, "or it has waited for the peer"
 
 
 def _other_table(rank: int, nodes: tuple[int, ...]) -> str:
-    groups = ProcessGroups(topology(rank, nodes), timeout_s=20)
+    groups = ProcessGroups(topology(rank, nodes), timeout_s=100)
     with pytest.raises(CommError) as caught:
         HybridAllReduce(groups, SizeTable.two_way(64 + rank))
     groups.close()

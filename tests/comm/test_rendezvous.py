@@ -51,7 +51,7 @@ def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.comm.store._opened", NeverOpened())
 
 
-def _meet_all(port: int, timeout_s: float = 20) -> list[Meeting]:
+def _meet_all(port: int, timeout_s: float = 100) -> list[Meeting]:
     with ThreadPoolExecutor(2) as pool:
         ranks = [replace(rank, master_port=port) for rank in (RANK0, RANK1)]
         return list(pool.map(lambda rank: meet(rank, timeout_s), ranks))
@@ -93,11 +93,11 @@ def test_one_agent_that_counts_a_restart_is_enough(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(meet, replace(RANK1, master_port=agent.port), 20)
-        agent.wait(["paceline-lobby/greeting/1"], timedelta(seconds=20))  # the first of all
+        other = pool.submit(meet, replace(RANK1, master_port=agent.port), 100)
+        agent.wait(["paceline-lobby/greeting/1"], timedelta(seconds=100))  # the first of all
         # The two run in one process here; by now rank 1 has said what its own agent counts.
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        assert meet(replace(RANK0, master_port=agent.port), 20).restarted
+        assert meet(replace(RANK0, master_port=agent.port), 100).restarted
         other.result()
 
 
@@ -124,9 +124,9 @@ def test_a_rank_0_that_never_comes_is_not_waited_for_longer(
 def test_rank_0_may_come_later(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(meet, replace(RANK1, master_port=port), 20)
+        early = pool.submit(meet, replace(RANK1, master_port=port), 100)
         time.sleep(0.2)
-        first = meet(replace(RANK0, master_port=port), 20)
+        first = meet(replace(RANK0, master_port=port), 100)
         check_shared(first, early.result())
     assert not first.restarted
     assert capfd.readouterr().err == ""
@@ -160,7 +160,7 @@ def waiting_rank_0(
     """Rank 0 of a job whose rank 1 has not come yet."""
     topology = replace(RANK0, master_port=port, world_size=world_size, local_world_size=world_size)
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(meet, topology, 20, settings)
+        yield pool.submit(meet, topology, 100, settings)
 
 
 def wait_for_job(port: int) -> TCPStore:
@@ -171,7 +171,7 @@ def wait_for_job(port: int) -> TCPStore:
                 break
         time.sleep(0.01)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    store.wait(["paceline-lobby/job"], timedelta(seconds=20))
+    store.wait(["paceline-lobby/job"], timedelta(seconds=100))
     return store
 
 
@@ -189,7 +189,7 @@ def test_a_rank_of_another_job_is_refused_at_once_and_the_right_one_joins(
             meet(replace(RANK1, master_port=port), 300)
         assert "MASTER_PORT" in caught.value.remedy
         monkeypatch.setenv("PACELINE_JOB_ID", "4711")
-        second = meet(replace(RANK1, master_port=port), 20)
+        second = meet(replace(RANK1, master_port=port), 100)
         check_shared(first.result(), second)
 
 
@@ -207,7 +207,7 @@ def test_settings_tell_jobs_without_an_id_apart(no_job: None) -> None:
     with waiting_rank_0(port, {"run.seed": 1, "run.name": "a"}) as first:
         with pytest.raises(CommError, match="run.seed is 1 there and 2 here"):
             meet(replace(RANK1, master_port=port), 300, {"run.seed": 2, "run.name": "a"})
-        meet(replace(RANK1, master_port=port), 20, {"run.seed": 1, "run.name": "a"})
+        meet(replace(RANK1, master_port=port), 100, {"run.seed": 1, "run.name": "a"})
         first.result()
 
 
@@ -236,7 +236,7 @@ def test_of_two_that_come_as_one_rank_only_one_joins(no_job: None) -> None:
     port = free_port()
     others = [replace(RANK1, master_port=port)] * 2
     with ThreadPoolExecutor(2) as pool, waiting_rank_0(port, world_size=2) as first:
-        both = [pool.submit(meet, other, 20) for other in others]
+        both = [pool.submit(meet, other, 100) for other in others]
         errors = [future.exception() for future in both]
         first.result()
     (error,) = (error for error in errors if error is not None)
@@ -257,9 +257,9 @@ def test_a_restart_with_other_ranks_is_no_other_job(
         ]
         with ThreadPoolExecutor(size) as pool:
             # Rank 0 last: the others find the job that the former attempt published.
-            later = [pool.submit(meet, rank, 20) for rank in ranks[1:]]
+            later = [pool.submit(meet, rank, 100) for rank in ranks[1:]]
             time.sleep(0.2)
-            later.append(pool.submit(meet, ranks[0], 20))
+            later.append(pool.submit(meet, ranks[0], 100))
             for meeting in later:
                 meeting.result()
 
@@ -282,7 +282,7 @@ import sys
 from paceline.comm.rendezvous import meet
 from paceline.core.topology import Topology
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-meet(Topology(rank, 2, rank, 2, master_port=port, launcher="environment"), 3.0)
+meet(Topology(rank, 2, rank, 2, master_port=port, launcher="environment"), 5.0)
 print("met")
 """
 
@@ -300,10 +300,10 @@ def test_a_rank_that_is_stopped_while_it_waits_loses_no_time(no_job: None) -> No
     try:
         wait_for_job(port)
         os.kill(first.pid, signal.SIGSTOP)
-        time.sleep(3.5)
+        time.sleep(5.5)
         os.kill(first.pid, signal.SIGCONT)
-        meet(replace(RANK1, master_port=port), 20)
-        assert first.communicate(timeout=20)[0] == "met\n"
+        meet(replace(RANK1, master_port=port), 100)
+        assert first.communicate(timeout=100)[0] == "met\n"
     finally:
         first.kill()
         first.wait()

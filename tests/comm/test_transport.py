@@ -203,7 +203,7 @@ def test_jobs_run_in_order_on_one_other_thread_and_nobody_waits() -> None:
     thread, seen, gate = CommThread(), [], threading.Event()
 
     def job(number: int) -> Tensor:
-        gate.wait(10)
+        gate.wait(100)
         seen.append((number, threading.current_thread().name))
         return torch.tensor(number)
 

@@ -49,7 +49,7 @@ def _loop(rank: int, folder: Path, stop: int, total: int = 6) -> dict[str, str]:
     """Trains to step `stop` of `total` from wherever the folder is, and saves there."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(rank)
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         prepared = pl.prepare(make_net(rank, dropout=0.5), "lars", lr=0.5, precision="bf16")
         model, loader = pl.DataParallel(prepared.model), Position(rank)
         torch.manual_seed(10 + rank)
@@ -171,7 +171,7 @@ def test_the_last_ones_are_kept_and_abandoned_ones_set_aside(tmp_path: Path) -> 
 
 
 def _save_or_restore(rank: int, folder: Path, what: str) -> str:
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         checkpointer = pl.Checkpointer(folder)
         try:
             if what == "save":
@@ -226,7 +226,7 @@ class Pair:
 
 
 def _equal_tensors(rank: int, folder: Path) -> list[float]:
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         checkpointer, pair = pl.Checkpointer(folder), Pair()
         checkpointer.save(1, pair=pair)
         checkpointer.restore(pair=pair)

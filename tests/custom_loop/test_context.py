@@ -33,7 +33,7 @@ def _under(rank: int, launcher: str) -> list[Any]:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
     try:
-        with pl.init(device="cpu", timeout_s=30) as context:
+        with pl.init(device="cpu", timeout_s=120) as context:
             value = torch.ones(3) * (rank + 1)
             dist.all_reduce(value)
             context.barrier()
@@ -56,7 +56,7 @@ def test_ranks_of_any_launcher_meet(launcher: str) -> None:
 def _one_fails(rank: int) -> str:
     device = "cuda" if rank == 1 else "cpu"
     with pytest.raises(PacelineError) as caught:
-        pl.init(device=device, timeout_s=30)
+        pl.init(device=device, timeout_s=120)
     assert not dist.is_initialized()
     return str(caught.value)
 
@@ -69,7 +69,7 @@ def test_all_ranks_raise_the_error_of_one() -> None:
 
 
 def _existing(rank: int) -> list[Any]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     try:
         with pl.init(device="cpu") as context:
             found = [context.rank, context.world_size, context.backend]

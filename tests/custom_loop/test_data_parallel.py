@@ -26,7 +26,7 @@ def _loss(model: nn.Module, rank: int, step: int, **named: Any) -> Tensor:
 
 def _compare(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """The same steps through torch's DDP and through ours: gradients, buffers and weights."""
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         found: dict[str, Any] = {}
         for kind in ("ddp", "ours"):
             # Each rank draws other weights: rank 0's count.
@@ -83,7 +83,7 @@ def test_other_exchanges_are_within_rounding(options: dict[str, Any], tolerance:
 
 def _unused(rank: int) -> tuple[Any, ...]:
     """Rank 0 does not use a layer that rank 1 uses; then none does."""
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         net = make_net()
         model = pl.DataParallel(net, find_unused_parameters=True, wire="fp16")
         _loss(model, rank, 0, extra=rank == 1).backward()
@@ -103,7 +103,7 @@ def test_unused_parameters() -> None:
 
 def _scaled(rank: int) -> tuple[list[float], Tensor, int]:
     """GradScaler and autocast: rank 1's gradients overflow once, and both ranks skip that step."""
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         net = make_net()
         model = pl.DataParallel(net, wire="fp16")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -160,7 +160,7 @@ def test_names_have_no_prefix_also_inside_another_module() -> None:
 
 
 def _planned(rank: int, path: str) -> str:
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         try:
             model = pl.DataParallel(make_net(), plan=path)
         except PacelineError as error:
@@ -182,7 +182,7 @@ def _differ(rank: int, what: str) -> str:
     net = nn.Linear(2, 2) if what == "model" and rank else make_net()
     wires = {"wire": (None, "fp16"), "one": ("fp16", "fp8")}
     wire = wires.get(what, (None, None))[rank]
-    with pl.init(device="cpu", timeout_s=30), pytest.raises(PacelineError) as caught:
+    with pl.init(device="cpu", timeout_s=120), pytest.raises(PacelineError) as caught:
         pl.DataParallel(net, wire=wire)
     return str(caught.value)
 

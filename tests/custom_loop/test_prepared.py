@@ -155,7 +155,7 @@ def test_our_optimizers_are_taken_with_their_state() -> None:
 
 def _ranks(rank: int, wrapped: bool, wire: str | None, precision: str) -> tuple[Any, ...]:
     """Rank 1 overflows in step 1: both ranks skip it, whether or not gradients are exchanged."""
-    with pl.init(device="cpu", timeout_s=30):
+    with pl.init(device="cpu", timeout_s=120):
         prepared = pl.prepare(
             make_net(seed=rank), "lars", lr=0.5, precision=precision, loss_scale_init=2.0**12
         )
@@ -183,7 +183,7 @@ def test_all_ranks_skip_alike(wrapped: bool, wire: str | None, precision: str) -
 
 
 def _refused(rank: int) -> str:
-    with pl.init(device="cpu", timeout_s=30), pytest.raises(PacelineError) as caught:
+    with pl.init(device="cpu", timeout_s=120), pytest.raises(PacelineError) as caught:
         pl.prepare(make_net(), "lars" if rank else "sgd", lr=0.1)
     return str(caught.value)
 

@@ -52,9 +52,8 @@ for cutout in (0, 16):
 
 
 @needs_triton
-@pytest.mark.timeout(240)
 def test_the_decoder_with_the_kernel_in_tritons_interpreter() -> None:
-    run_interpreted(CASES, at_least=9, timeout_s=220)
+    run_interpreted(CASES, at_least=9)
 
 
 @needs_triton
@@ -62,7 +61,7 @@ def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=110,
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=280,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tarfile import TarInfo
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from safetensors import SafetensorError
 from data_sets import write_folders, write_shards
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, OpenedFiles, Source, open_data
+from paceline.data.sources import imagenet_tars
 from paceline.data.sources.base import source_identity
 
 
@@ -51,6 +55,32 @@ def test_both_processes_have_the_same_data(tmp_path: Path, kind: str, val_split:
     settings = DataSettings(dir=str(root), val_split=val_split)
     for own, shared in zip(*opened_twice(settings), strict=True):
         check_same(own, shared)
+
+
+def test_tars_of_imagenet_are_read_once_a_host(
+    tmp_path: Path, write_tar: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listing the members of the tars reads all of their headers."""
+    wnids = ["n01440764", "n01443537"]
+    (tmp_path / "train").mkdir()
+    for wnid in wnids:
+        images = [(f"{wnid}_{i}.JPEG", wnid.encode() * (i + 1)) for i in (2, 0, 1)]
+        write_tar(tmp_path / "train" / f"{wnid}.tar", images)
+    names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (3, 1, 2)]
+    write_tar(tmp_path / "ILSVRC2012_img_val.tar", [(name, name.encode()) for name in names])
+    (tmp_path / "val.txt").write_text("".join(f"{n} {i % 2}\n" for i, n in enumerate(names)))
+    listed: list[str] = []
+    members = imagenet_tars.tar_members
+
+    def noted(path: Path, content: BinaryIO) -> Iterator[TarInfo]:
+        listed.append(path.name)
+        return members(path, content)
+
+    monkeypatch.setattr(imagenet_tars, "tar_members", noted)
+    settings = DataSettings(dir=str(tmp_path))
+    for own, shared in zip(*opened_twice(settings), strict=True):
+        check_same(own, shared)
+    assert len(listed) == len(set(listed)) == 3
 
 
 def test_another_data_set_is_not_taken_for_it(tmp_path: Path) -> None:

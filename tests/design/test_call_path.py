@@ -57,7 +57,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=250)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     found = [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["steps"] >= 6 for rank in found)

@@ -35,7 +35,7 @@ def called(tmp_path: Path, script: str, launcher: str, **extra: str) -> tuple[li
     env = environment(extra | {"RECORD": str(tmp_path / "record")})
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     command = ["bash", str(EXAMPLES / script), *USERS]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     record = json.loads((tmp_path / "record").read_text())
     return record["argv"], record["env"]
@@ -63,9 +63,9 @@ def torchrun_options(argv: list[str]) -> Any:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_parse_and_say_how_they_are_used(name: str) -> None:
     script = EXAMPLES / name
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=200)
     bare = ["bash", str(script)]
-    done = subprocess.run(bare, env=environment({}), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(bare, env=environment({}), capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: ")
 
@@ -82,7 +82,7 @@ def test_torchrun_on_several_nodes(tmp_path: Path) -> None:
 def test_torchrun_needs_a_head_node_for_several_nodes() -> None:
     command = ["bash", str(EXAMPLES / "torchrun_multi_node.sh"), *USERS]
     env = environment({"NODES": "2"})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert "needs HEAD_NODE" in done.stderr
 
@@ -138,7 +138,7 @@ def test_the_other_way_under_slurm_is_a_command_that_exists() -> None:
         | {"SLURM_JOB_NODELIST": "gpu[1-2]"}
     )
     done = subprocess.run(
-        ["bash", "-ec", fake + shell], env=env, capture_output=True, text=True, timeout=60
+        ["bash", "-ec", fake + shell], env=env, capture_output=True, text=True, timeout=200
     )
     words = done.stdout.splitlines()
     options = torchrun_options(words[words.index("torchrun") + 1 :])

@@ -10,26 +10,31 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import faults
 from cli_runs import IMAGES, CliProcess, Done, events, run, small, small_on, started, summary
-from launch.jobs import assert_nothing_left, ranks_of, reached_step, training
+from launch.jobs import DISTURB_AT, assert_nothing_left, ranks_of, reached_step, training
 
 TWO = ("--nproc-per-node", "2")
 ENDLESS = ("--epochs", "5000")
 
 
 def stop(folder: Path, *numbers: signal.Signals, more: tuple[str, ...] = ()) -> Done:
-    """Sends signals to the launcher in the middle of its run, a moment apart."""
-    with started(training(folder / "run", *TWO, *more), folder) as launcher:
-        launcher.wait_until(reached_step(folder / "run"), 60)
+    """Sends signals to the launcher in the middle of its run, a moment apart; the run waits for them."""
+    sent = folder / "sent"
+    waits = partial(faults.at_micro_batch, DISTURB_AT, 0, partial(faults.await_file, sent))
+    with started(training(folder / "run", *TWO, *more), folder, waits) as launcher:
+        launcher.wait_until(reached_step(folder / "run"))
         for number in numbers:
             launcher.send(number)
             time.sleep(0.02)
-        return launcher.wait(60)
+        sent.touch()
+        return launcher.wait()
 
 
 def assert_saved_alike(folder: Path) -> int:
@@ -78,9 +83,9 @@ def test_a_request_to_save_reaches_the_ranks(tmp_path: Path, reference: dict[str
 
 def test_ctrl_c_while_the_ranks_start_ends_at_once(tmp_path: Path) -> None:
     with started(training(tmp_path / "run", *TWO), tmp_path) as launcher:
-        launcher.wait_until(lambda: len(ranks_of(tmp_path)) == 2, 60)
+        launcher.wait_until(lambda: len(ranks_of(tmp_path)) == 2)
         launcher.send(signal.SIGINT)
-        done = launcher.wait(60)
+        done = launcher.wait()
     assert (done.code, done.out, done.err) == (130, "", "")
     assert_nothing_left(tmp_path)
 
@@ -89,13 +94,13 @@ def test_ctrl_c_while_the_ranks_start_ends_at_once(tmp_path: Path) -> None:
 def endless(tmp_path: Path) -> Iterator[CliProcess]:
     """A launcher in the middle of its run."""
     with started(training(tmp_path / "run", *TWO, *ENDLESS), tmp_path) as launcher:
-        launcher.wait_until(reached_step(tmp_path / "run"), 60)
+        launcher.wait_until(reached_step(tmp_path / "run"))
         yield launcher
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, endless: CliProcess) -> None:
     os.kill(ranks_of(tmp_path)[1], signal.SIGKILL)
-    done = endless.wait(60)
+    done = endless.wait()
     assert done.error_line().startswith("rank 1 was ended by SIGKILL")
     assert done.code == 1
     assert_nothing_left(tmp_path)
@@ -106,7 +111,7 @@ def test_ranks_do_not_outlive_a_killed_launcher_and_save(
 ) -> None:
     assert sorted(ranks_of(tmp_path)) == [0, 1]
     endless.send(signal.SIGKILL)
-    done = endless.wait(60)
+    done = endless.wait()
     assert_nothing_left(tmp_path)
     assert "Traceback" not in done.err
     saved = sorted((tmp_path / "run/checkpoints").glob("step-*.pt"))

@@ -20,7 +20,7 @@ from paceline.models.resnet import (
     fuse_norms,
     split_uses,
 )
-from paceline.train.weights import BatchNormState
+from paceline.train.batch_norm import BatchNormState
 
 
 def small() -> nn.Module:

@@ -13,10 +13,9 @@ HERE = Path(__file__).parent
 pytestmark = needs_triton
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("file", "cases"),
     [("fused_cases.py", 90), pytest.param("fused_net_cases.py", 7, marks=pytest.mark.slow)],
 )
 def test_in_tritons_interpreter(file: str, cases: int) -> None:
-    run_interpreted(HERE / file, cases, timeout_s=290)
+    run_interpreted(HERE / file, cases)

@@ -27,7 +27,7 @@ def test_compiled_for_a_gpu_every_whole_block_moves_16_bytes_at_a_time(tmp_path:
         env=env,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

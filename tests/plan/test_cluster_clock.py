@@ -49,12 +49,30 @@ def test_power_is_the_board_s_unless_it_is_given() -> None:
 
 
 def test_what_the_times_leave_out_is_said() -> None:
-    assert PLACE.left_out("lars", half=True) == ()
+    work = PLACE.workload("resnet18", 32, 10)
+    assert work is not None
+    assert PLACE.left_out(work, "lars", half=True) == ()
     assert clock().describe().endswith("%")
-    found = PLACE.left_out("muon", half=False)
+    found = PLACE.left_out(work, "muon", half=False)
     assert "without fp32" in clock(left_out=found).describe()
     assert "the update of muon" in clock(left_out=found).describe()
-    assert replace(PLACE, profile="p.toml").left_out("muon", half=False) == ()
+    measured = replace(PLACE, profile="p.toml")
+    full = work.with_tensors({g.name: (g.elements, False) for g in work.gradients})
+    assert measured.left_out(full, "muon", half=False) == ()
+    assert measured.left_out(full, "muon", half=True) == ("half precision (the times are of fp32)",)
+    assert measured.left_out(replace(full, image_size=0), "muon", half=False) == (
+        "a known image size (the profile does not state it)",
+    )
+
+
+def test_a_cpu_is_timed_in_fp32() -> None:
+    """What `auto` trains in on a CPU: four bytes on the wire and in memory."""
+    place = replace(PLACE, gpu="CPU")
+    work = place.workload("resnet18", 32, 10)
+    assert work is not None
+    assert not work.in_half
+    assert place.left_out(work, "sgd", half=False) == ()
+    assert place.left_out(work, "sgd", half=True) == ("half precision (the times are of fp32)",)
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:

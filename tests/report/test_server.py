@@ -38,7 +38,7 @@ class Client:
     def get(
         self, path: str = "/", method: str = "GET", **headers: str
     ) -> tuple[int, str, dict[str, str]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=100)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, headers=named)
         answer = connection.getresponse()

@@ -70,6 +70,8 @@ def measure(scenario: Scenario) -> dict[str, Any]:
         }  # fmt: skip
     elif scenario.kind not in ("differs", "wrong size", "twice"):
         since_s = max(result.failed_s for result in results) or scenario.timeout_s
+        if scenario.kind in ("dies", "late"):  # the wait began once the ranks had met
+            since_s += max(result.met_s for result in results)
         record["after_s"] = round(max(result.ended_s for result in results) - since_s, 2)
     lines = Counter(_common(result) for result in results)
     record["lines"] = dict(lines.most_common(3))

@@ -122,9 +122,11 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
                 os.close(writer)
                 os.close(ends)
                 forked = _Rank(scenario, rank, port, results, stays)
-                if scenario.warm:
-                    _warm_up(free_port())
-                os.write(warms, b"w")
+                try:
+                    if scenario.warm:
+                        _warm_up(free_port())
+                finally:  # a rank that fails here must not keep the others waiting
+                    os.write(warms, b"w")
                 os.read(reader, 1)  # until the parent has forked all, and all are warm
                 forked.main()
             children.append(child)

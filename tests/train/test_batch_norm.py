@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train import Checkpoint
-from paceline.train.weights import BatchNormState, pool
+from paceline.train.batch_norm import BatchNormState, pool
 from ranks import run_ranks
 from small_runs import run_small
 from train.runs import last

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from paceline.core.events import read_events
 from paceline.plan import FusionPlan, SizeTable
 from paceline.plan.plan_file import ClusterFacts, PlanFile
-from paceline.train import step_parts
+from paceline.train import exchange_plan
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
 from small_runs import run_small
@@ -65,11 +65,11 @@ def _probed(*values: Any) -> Any:
 
 
 def _resume(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    recorded, step_parts.record_order = step_parts.record_order, _probed
+    recorded, exchange_plan.record_order = exchange_plan.record_order, _probed
     try:
         return run_small(output, **values).summary
     finally:
-        step_parts.record_order = recorded
+        exchange_plan.record_order = recorded
 
 
 def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_plan_file_without_a_plan_still_gives_its_table_of_sizes(tmp_path: Pat
 @pytest.mark.slow
 def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
     values = {"run__compile": "blocks", "run__epochs": 1}
-    flat = run_ranks(2, _run, str(tmp_path / "flat"), values, timeout_s=110)[0]
-    ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID, timeout_s=110)[0]
+    flat = run_ranks(2, _run, str(tmp_path / "flat"), values)[0]
+    ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID)[0]
     assert ours["chosen"]["exchange"].endswith("overlapped")
     assert ours["top1"] == flat["top1"]
     for key, value in weights(tmp_path / "flat").items():

@@ -9,8 +9,8 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts
+from paceline.train.exchange_plan import ChosenPlan
 from paceline.train.run_state import PinnedPlan
-from paceline.train.step_parts import ChosenPlan
 from train.steps import Net
 
 PLAN = FusionPlan.single(("b", "a"))

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.core.errors import ConfigError
 from paceline.core.events import EvalEvent, NoteEvent, StartEvent, StepEvent
 from paceline.report import RunFiles, summary_rows, verdict
-from paceline.train.weights import BatchNormState, pool
+from paceline.train.batch_norm import BatchNormState, pool
 from ranks import run_ranks
 from small_runs import run_small
 from train.runs import EVERY_STEP, last, stop_after, watched
@@ -81,22 +81,52 @@ def test_a_clock_counts_what_a_run_without_one_has_done(tmp_path: Path) -> None:
     assert any("5 steps and 1 evaluations count" in text for text in notes)
 
 
-def test_a_plan_in_8_bits_is_refused_by_its_own_name(tmp_path: Path) -> None:
+FULL_GRADIENTS: dict[str, Any] = {
+    "optim__name": "svrg", "optim__momentum": 0.0, "data__augment": "none", "data__flip": False,
+}  # fmt: skip
+
+
+def plan_in(wire: str, folder: Path, ranks: int) -> str:
+    """A plan file with all of resnet_tiny's tensors in one bucket."""
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
-    from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
+    from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, FusionBucket, FusionPlan
     from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 
     net = create_model(
         ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=28
     )
     sizes = [(name, p.numel()) for name, p in net.named_parameters()]
-    plan = FusionPlan((FusionBucket(tuple(n for n, _ in sizes), ALL_TO_ALL, "int8", "ring"),))
-    path = tmp_path / "plan.toml"
-    PlanFile(plan, ModelFacts.of(sizes), ClusterFacts(2, 1)).write(path)
+    names = tuple(name for name, _ in sizes)
+    eight = wire in EIGHT_BIT
+    bucket = FusionBucket(names, ALL_TO_ALL if eight else "native", wire, "ring" if eight else "")
+    path = folder / "plan.toml"
+    PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(ranks, 1)).write(path)
+    return str(path)
+
+
+def test_a_plan_in_8_bits_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    path = plan_in("int8", tmp_path, 2)
     with pytest.raises(ConfigError, match="buckets in int8, which cannot be rehearsed") as caught:
-        run_small(tmp_path / "a", **rehearsed(2), comm__plan=str(path))
+        run_small(tmp_path / "a", **rehearsed(2), comm__plan=path)
     assert caught.value.field == "comm.plan"
+
+
+@pytest.mark.parametrize(
+    ("wire", "values", "field"),
+    [
+        ("int8", {"run__noise_scale": True}, "run.noise_scale"),
+        ("int8", FULL_GRADIENTS, "optim.name"),
+        ("float16", FULL_GRADIENTS, "optim.name"),
+    ],
+)
+def test_wires_of_a_plan_are_refused_as_those_of_the_settings(
+    tmp_path: Path, wire: str, values: dict[str, Any], field: str
+) -> None:
+    """They are known only once the plan file is read."""
+    with pytest.raises(ConfigError, match=f"buckets in {wire}") as caught:
+        run_small(tmp_path / "a", comm__plan=plan_in(wire, tmp_path, 1), **values)
+    assert caught.value.field == field
 
 
 def _resumed(rank: int, folder: str, saved: str) -> str:
@@ -111,7 +141,7 @@ def test_the_cluster_continues_what_was_rehearsed(tmp_path: Path) -> None:
     assert found == [whole["weights_sha256"]] * 2
 
 
-def profile(folder: Path) -> str:
+def profile(folder: Path, image_size: int = 28, prefix: str = "") -> str:
     """A step of resnet_tiny as `paceline profile` would have measured it."""
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
@@ -123,10 +153,13 @@ def profile(folder: Path) -> str:
     )
     names = [(name, p.numel()) for name, p in net.named_parameters()]
     gradients = tuple(
-        Gradient(name, size, False, (at + 1) / len(names))
+        Gradient(prefix + name, size, False, (at + 1) / len(names))
         for at, (name, size) in enumerate(reversed(names))
     )
-    work = Workload("resnet_tiny", gradients, Affine(0.001, 1e-4), Affine(0.002, 2e-4), 0.001)
+    work = Workload(
+        "resnet_tiny", gradients, Affine(0.001, 1e-4), Affine(0.002, 2e-4), 0.001,
+        image_size=image_size,
+    )  # fmt: skip
     path = folder / "profile.toml"
     PlanFile(workload=work).write(path)
     return str(path)
@@ -153,6 +186,35 @@ def test_the_clock_advances_by_the_predicted_times(tmp_path: Path) -> None:
     assert "cluster's cost" in labels
     assert "(predicted) on 4 ranks, rehearsed in" in verdict(run)
     assert "Accuracy over the cluster" in (tmp_path / "a/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("image_size", "prefix", "problem"),
+    [(32, "", "images of 32 pixels, and the run has 28"), (28, "net.", "tensors are not those of")],
+)
+def test_a_profile_of_other_images_or_another_model_is_refused(
+    tmp_path: Path, image_size: int, prefix: str, problem: str
+) -> None:
+    path = profile(tmp_path, image_size, prefix)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        run_small(tmp_path / "a", **rehearsed(4), rehearse__profile=path, rehearse__gpu="H100")
+    assert caught.value.field == "rehearse.profile"
+
+
+def test_the_clock_is_of_the_format_that_runs(tmp_path: Path) -> None:
+    """`auto` on a CPU trains in fp32 and sends fp32, whatever a GPU would choose."""
+    given: dict[str, Any] = {
+        "rehearse__nodes": 2, "rehearse__gpus_per_node": 1, "rehearse__gpu": "H100",
+        "rehearse__node_gbps": 0.1, "rehearse__profile": profile(tmp_path), "run__epochs": 1,
+    }  # fmt: skip
+    steps = {}
+    for dtype in ("auto", "fp32", "bf16"):
+        outcome, events = watched(tmp_path / dtype, **given, precision__amp_dtype=dtype)
+        start = events[0]
+        assert isinstance(start, StartEvent)
+        assert ("the times are of fp32" in start.chosen["clock"]) == (dtype == "bf16")
+        steps[dtype] = outcome.summary["rehearsal"]["step_s"]
+    assert steps["auto"] == steps["fp32"] > 1.5 * steps["bf16"]
 
 
 def test_more_micro_steps_take_longer_but_one_exchange(tmp_path: Path) -> None:

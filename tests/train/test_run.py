@@ -25,7 +25,14 @@ from paceline.models import SmallResNet
 from paceline.plan.start_up import PHASES
 from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
-from paceline.train import Checkpoint, TrainStep, checkpoint_weights, loop, run_training
+from paceline.train import (
+    Checkpoint,
+    TrainStep,
+    checkpoint_weights,
+    loop,
+    run_training,
+    step_records,
+)
 from paceline.train.divergence import find_bad_layer
 from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
@@ -149,7 +156,7 @@ class BusyLoad(FixedLoad):
 def test_an_overloaded_host_is_noted_once_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "HostLoad", BusyLoad)
+    monkeypatch.setattr(step_records, "HostLoad", BusyLoad)
     run_small(tmp_path / "run", data__synthetic_samples=16)
     assert len([text for text in notes_of(tmp_path / "run") if "overloaded" in text]) == 1
     steps = [e for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
@@ -160,7 +167,7 @@ def test_an_overloaded_host_is_noted_once_and_recorded(
 def test_notes_of_both_loaders_are_emitted_once_also_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "HostLoad", FixedLoad)
+    monkeypatch.setattr(step_records, "HostLoad", FixedLoad)
     monkeypatch.setattr(TrainLoader, "note", lambda self: "3 on the host")
     monkeypatch.setattr(EvalLoader, "note", lambda self: "2 on the host")
     evaluate, calls = loop.evaluate, []
@@ -203,7 +210,7 @@ LARS: dict[str, Any] = {"optim__name": "lars", "optim__trust_coefficient": 0.02}
 def test_no_trust_ratio_is_read_unless_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "TrustEvent", None)  # reading them would synchronize
+    monkeypatch.setattr(step_records, "TrustEvent", None)  # reading them would synchronize
     run_small(tmp_path / "a", **LARS)
     assert '"event": "trust"' not in (tmp_path / "a/metrics.jsonl").read_text()
 
@@ -394,3 +401,10 @@ def test_a_run_has_as_many_phases_as_the_planner_counts(tmp_path: Path) -> None:
     first, second = run_ranks(2, _phases, str(tmp_path / "run"))
     assert first == second
     assert len(first) == PHASES, first
+
+
+def test_a_plan_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "run/plan.toml").mkdir(parents=True)
+    with pytest.raises(PacelineError, match=r"cannot write the run's records.*--output") as caught:
+        run_small(tmp_path / "run")
+    assert caught.value.exit_code == 1

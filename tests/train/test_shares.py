@@ -21,9 +21,9 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import Event, StepEvent, read_events
 from paceline.data import BatchPlan
 from paceline.train import Checkpoint, RunOutcome, run_training, shares
-from paceline.train.build import Training
 from paceline.train.components import Components
 from paceline.train.shares import apportion
+from paceline.train.training import Training
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 

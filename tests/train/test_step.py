@@ -5,7 +5,6 @@ Also of a short last step, with masters in fp32 and a loss scale.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -201,14 +200,18 @@ def test_a_short_step_overflows_no_sooner_than_a_full_one(wire: str) -> None:
     step.exchange.close()
 
 
-def test_steps_collected_in_one_go_share_the_time_by_their_launches() -> None:
-    step = make_step(alone())
+def test_steps_collected_in_one_go_share_the_time_by_their_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, now = make_step(alone()), [0.0]
+    monkeypatch.setattr("paceline.train.step.time.perf_counter", lambda: now[0])
     step.launch(0, 0.1)
-    time.sleep(0.1)
+    now[0] = 7.0
     step.launch(1, 0.1)
+    now[0] = 9.0
     first, second = step.collect(), step.collect()
-    assert first.step_s >= 0.1  # up to the second's launch, though both were done long before
-    assert 0 < second.step_s < first.step_s
+    # The first's up to the second's launch, though both were done long before.
+    assert (first.step_s, second.step_s) == (7.0, 2.0)
 
 
 @pytest.mark.parametrize("nhwc", [True, False])

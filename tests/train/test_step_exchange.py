@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from paceline.comm import CommSettings
 from paceline.core.errors import RunError
 from paceline.precision.settings import PrecisionSettings
+from paceline.train.dry_backward import DryBackward
 from paceline.train.step import TrainStep
-from paceline.train.step_parts import DryBackward
 from paceline.train.weights import full_state, master_weights
 from ranks import run_ranks
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, weights

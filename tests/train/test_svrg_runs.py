@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from paceline.train.callbacks import Callback, RunControl
 from paceline.train.components import Components
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
+from train.runs import newest
 
 FIXED: dict[str, Any] = {
     "optim__name": "halp", "optim__momentum": 0.0, "optim__halp_mu": 1.0, "data__augment": "none",
@@ -121,6 +124,61 @@ def test_ranks_end_with_the_same_weights(tmp_path: Path) -> None:
     # One gradient a step, and a full one every four.
     size = 4 * 598_516
     assert first["exchange_bytes_per_step"] == pytest.approx(1.25 * size, rel=0.01)
+
+
+class Stopped(Linear):
+    """Sends SIGTERM to its process in the second batch of the pass before step `before`."""
+
+    before: ClassVar[int] = -1
+    at: ClassVar[int] = 0
+    passes: ClassVar[int] = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and Stopped.at == Stopped.before:
+            Stopped.passes += 1
+            if Stopped.passes == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(images)
+
+
+class Steps(Callback):
+    def on_step(self, run: RunControl, event: Any) -> None:
+        Stopped.at = event.step
+
+
+def stopped_run(output: Path, before: int, **values: Any) -> dict[str, Any]:
+    """Four steps to an anchor: that before step 4 is the second."""
+    Stopped.before, Stopped.at, Stopped.passes = before, 0, 0
+    config = small_config(output, **FIXED | {"run__global_batch_size": 16} | values)
+    done = run_training(config, Silent, None, Components(model=Stopped, callbacks=(Steps(),)))
+    return {**done.summary, "by": done.result.stopped_by, "passes": Stopped.passes}
+
+
+def stop_on_one_rank(rank: int, folder: str) -> list[dict[str, Any]]:
+    root = Path(folder)
+    whole = stopped_run(root / "a", -1)
+    part = stopped_run(root / "b", 4 if rank == 1 else -1)
+    rest = stopped_run(root / "c", -1, run__resume=str(root / "b"))
+    return [whole, part, rest]
+
+
+def test_a_signal_during_a_full_pass_stops_it_between_batches(tmp_path: Path) -> None:
+    whole = stopped_run(tmp_path / "a", -1)
+    part = stopped_run(tmp_path / "b", 4)
+    assert part["by"] == "SIGTERM"
+    assert newest(tmp_path / "b").name == "step-00000004.pt"
+    assert part["passes"] == 2, "seven batches are a pass, and the step's own would follow"
+    rest = stopped_run(tmp_path / "c", -1, run__resume=str(tmp_path / "b"))
+    assert rest["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_signal_to_one_rank_during_a_full_pass_stops_all(tmp_path: Path) -> None:
+    results = run_ranks(2, stop_on_one_rank, str(tmp_path))
+    for whole, part, rest in results:
+        assert part["by"] == "SIGTERM"
+        assert rest["weights_sha256"] == whole["weights_sha256"]
+    assert results[1][1]["passes"] == 2
+    assert newest(tmp_path / "b").name == "step-00000004.pt"
 
 
 class Streaming(torch.utils.data.IterableDataset[Any]):

@@ -276,7 +276,7 @@ def _faster(
     faster = sorted(
         (gpu for gpu in catalogue().values() if gpu.flops_per_s * gpu.memory_bytes_per_s
          > chip.flops_per_s * chip.memory_bytes_per_s
-         and step_memory(net, batch).total <= usable_bytes(gpu)),
+         and step_memory(net, batch, gpu.in_half).total <= usable_bytes(gpu)),
         key=lambda gpu: gpu.flops_per_s * gpu.memory_bytes_per_s,
     )[:1]  # fmt: skip
     return {f"{gpu.name} instead of {chip.name}": analytic_workload(net, gpu) for gpu in faster}

@@ -1,23 +1,17 @@
-"""`Group`: the ranks of a run and what they do together.
-
-Collectives on tensors, broadcast and gather of bytes, agreement, and a watchdog over all of them. A
-single process without a launcher is a group of one that needs no backend.
+"""`Group`: the ranks of a run, from the meeting to the end: agreement, errors of one rank, and a watchdog
+over all collectives. A single process without a launcher is a group of one that needs no backend.
 """
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.agreement import (
@@ -27,11 +21,11 @@ from paceline.comm.agreement import (
     Remedies,
     explain_lost_store,
 )
-from paceline.comm.job import RankHosts, format_ranks
+from paceline.comm.collectives import Collectives, Made
+from paceline.comm.job import RankHosts
+from paceline.comm.lost_ranks import LostRanks
 from paceline.comm.process_groups import (
     abort_process_groups,
-    all_gather_flat,
-    backend_reason,
     prepare_nccl,
 )
 from paceline.comm.progress import BucketInfo, ProgressBoard
@@ -41,15 +35,8 @@ from paceline.comm.watchdog import ShowError, Watchdog
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
 from paceline.core.topology import Topology
 
-Made = TypeVar("Made")
-
-# How long a rank whose collective broke waits for the rank that failed to post its error.
-_FAULT_WAIT_S = 2.0
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
-_SUSPECT_WAITS, _SUSPECT_PAUSE_S = 12, 0.25
-# Of all ranks, on rank 0's device at a time.
-_GATHERED_BYTES = 256 * 2**20
 # How long aborting NCCL's communicators may take before the process ends regardless.
 _ABORT_WAIT_S = 3.0
 
@@ -67,7 +54,7 @@ class SharedFacts:
         self.remedies |= dict.fromkeys(facts, remedy)
 
 
-class Group:
+class Group(Collectives):
     """All ranks of the run. Every method but `close` is called by all of them alike."""
 
     def __init__(
@@ -82,14 +69,13 @@ class Group:
         """`show_error` shows an error when the watchdog ends this process. `shared`: settings that all
         ranks of the job have in common, by which another job at the same port is recognized. These
         and `versions`, of the software, are compared once all ranks have met."""
-        self.topology = topology
-        self.device = device
+        super().__init__(topology, device, choose_backend(settings, topology, device))
         self._share_gpus = settings.share_gpus
         # An observer of the exchange; the watchdog reads it.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
         self._hosts = RankHosts()
-        self.backend = choose_backend(settings, topology, device)
+        self._lost = LostRanks(topology.rank)
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
@@ -144,6 +130,7 @@ class Group:
                     store, self.topology, settings.timeout_s, self.board, show_error, self._hosts,
                     before_exit=self._forced_exit,
                 )  # fmt: skip
+        self._lost = LostRanks(self.rank, self._agreement, self._watchdog, self._hosts)
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
         facts = SharedFacts()
@@ -186,114 +173,6 @@ class Group:
             return ""
         return self._agreement.read(f"host/{self.host_leader}/{name}")
 
-    @property
-    def rank(self) -> int:
-        return self.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world_size
-
-    def all_reduce_sum(self, tensor: Tensor, *, wait: bool = True) -> None:
-        """Replaces `tensor` by its sum over ranks, bit-identical on all of them. Without `wait` a
-        GPU may not have finished; whoever waits for the device does so under `watched`."""
-        if self.backend == "none":
-            return
-        if wait:
-            self.completed("all-reduce", lambda: dist.all_reduce(tensor))
-        else:
-            self.watched("all-reduce", lambda: dist.all_reduce(tensor))
-
-    def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
-        """A sum over this rank's neighbours in groups of `size` ranks, one group after the other. All
-        ranks call this. The result does not wait for a GPU; over Gloo a sum is complete on return."""
-        made: Any = None
-        wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
-        for first in range(0, self.world_size, size):
-            members = list(range(first, first + size))
-            # Every rank goes through all of them, members or not: torch counts groups to name them.
-            make = partial(dist.new_group, members, timeout=wait, backend=self.backend)
-            found = self.watched("creating a group of ranks", make)
-            made = found if self.rank in members else made
-
-        def all_reduce(tensor: Tensor) -> None:
-            self.watched("batch-norm statistics", lambda: dist.all_reduce(tensor, group=made))
-
-        return all_reduce
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Replaces `tensor` by rank 0's."""
-        if self.backend != "none":
-            self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
-
-    def gather_rows(self, rows: Tensor, lengths: Sequence[int]) -> None:
-        """Completes `rows`, one for each rank, of which this rank has filled its own; `lengths` says how
-        many elements of each row count. NCCL's collective can be captured in a CUDA graph, and takes
-        whole rows; Gloo, whose all-gather is slower than its broadcasts, sends what counts only."""
-        if self.backend == "none":
-            return
-        if self.backend == "nccl":
-            own = rows[self.rank]
-            self.watched("all-gather", lambda: all_gather_flat(rows.view(-1), own))
-            return
-
-        def send() -> None:
-            under_way = [
-                dist.broadcast(rows[r, :length], src=r, async_op=True)
-                for r, length in enumerate(lengths)
-                if length
-            ]
-            for work in under_way:
-                assert work is not None
-                work.wait()
-
-        self.watched("all-gather", send)
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank."""
-        if self.backend == "none":
-            assert data is not None
-            return data
-        length = torch.tensor([len(data) if data is not None else 0], device=self.device)
-        self.broadcast(length)
-        if data is not None and self.rank == 0:
-            content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
-        else:
-            content = torch.empty(max(1, int(length)), dtype=torch.uint8, device=self.device)
-        self.broadcast(content)
-        return content.cpu().numpy().tobytes()[: int(length)]
-
-    def gather(self, row: Tensor) -> Tensor | None:
-        """Every rank's `row`, one beneath the other, on rank 0's CPU; None elsewhere."""
-        if self.backend == "none":
-            return row.detach().cpu()[None].clone()
-        rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
-        self.completed("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
-        # One by one: a stack on the device would take its memory twice.
-        return torch.stack([own.cpu() for own in rows]) if rows is not None else None
-
-    def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """Every rank's bytes, in order of rank, on rank 0; None elsewhere."""
-        lengths = self.gather(torch.tensor([len(data)], device=self.device))
-        longest = int(lengths.max()) if lengths is not None else 0
-        width = int(self.broadcast_bytes(str(longest).encode()))
-        row = torch.zeros(max(1, width), dtype=torch.uint8)
-        row[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
-            : len(data)
-        ]
-        # Piece by piece: rank 0's device holds a piece of every rank at a time, not all their bytes.
-        piece = max(1, _GATHERED_BYTES // self.world_size)
-        parts = [self.gather(own.to(self.device)) for own in torch.split(row, piece)]
-        if lengths is None:
-            return None
-        found = [bytearray() for _ in range(self.world_size)]
-        for part in parts:
-            assert part is not None
-            for own, content in zip(found, part, strict=True):
-                own += content.numpy().tobytes()
-        sizes = lengths.flatten().tolist()
-        return [bytes(own[:size]) for own, size in zip(found, sizes, strict=True)]
-
     def agree(
         self,
         phase: str,
@@ -323,14 +202,8 @@ class Group:
 
     def agree_on(self, phase: str, make: Callable[[], Made]) -> Made:
         """The result of `make` on this rank; if it fails on any rank, all raise the same error."""
-        made, error = None, None
-        try:
-            made = make()
-        except PacelineError as caught:
-            error = caught
-        self.agree(phase, error)
-        assert made is not None
-        return made
+        with self.phase(phase):
+            return make()
 
     def watch_signals(self, asked_to_stop: Callable[[], bool]) -> None:
         """`asked_to_stop` says whether a signal has asked this process to stop, also while its main
@@ -351,20 +224,10 @@ class Group:
 
     def fault(self) -> PacelineError:
         """The error that some rank posted; called once a collective has shown that there is one."""
-        found = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else self._own_fault
+        found = self._lost.posted_fault() if self._agreement else self._own_fault
         return found or CommError(
             "a rank failed without posting its error", "look into the ranks' logs"
         )
-
-    def peer_error(self, error: CommError) -> PeerError:
-        """For an exchange that broke: the error that the failed rank posted, else `error` itself."""
-        suspect = self._suspect(error.cause)
-        fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
-        if fault:
-            return PeerError.from_agreed(fault)
-        gone = suspect or self._silent()
-        found = PeerError(f"{error.cause}{gone and ': '}{gone}", error.remedy)
-        return self._lost(found, bool(gone) and not suspect)
 
     def announce_stop(self) -> None:
         """This rank was asked to stop. The next collective tells the others; this tells them already
@@ -455,17 +318,6 @@ class Group:
         if self._watchdog is not None:
             self._watchdog.close()
 
-    def completed(self, what: str, action: Callable[[], object]) -> None:
-        """`watched`, until the collective has ended on the device. NCCL's calls return once the work is
-        queued; the wait for a lost rank would come later, unwatched."""
-
-        def complete() -> None:
-            action()
-            if self.backend == "nccl":
-                torch.cuda.current_stream(self.device).synchronize()
-
-        self.watched(what, complete)
-
     def watched(self, what: str, action: Callable[[], Made]) -> Made:
         """Runs a collective under the watchdog and returns its result. If it fails, raises a
         `PeerError` that names the rank that failed and why, where that is known."""
@@ -478,66 +330,16 @@ class Group:
         except torch.AcceleratorError:
             raise  # this rank's own device failed; no other rank is to blame
         except RuntimeError as error:
-            suspect = self._suspect(str(error))
-            fault = self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
-            if fault is not None:
-                raise PeerError.from_agreed(fault) from error
-            gone = suspect or self._silent()
-            raise self._lost(
-                PeerError(
-                    f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
-                    f"({backend_reason(error)})",
-                    "the log of the first rank to fail has the cause; resume with --resume auto",
-                ),
-                bool(gone) and not suspect,
-            ) from error
+            raise self._lost.broken(what, error) from error
 
-    def _lost(self, error: PeerError, is_certain: bool) -> PeerError:
-        """Where the lost ranks are known for certain, posts that, so that ranks whose own connections
-        still stand end with the same line, and without a search of their own."""
-        if not is_certain or self._agreement is None:
-            return error
-        self._agreement.post_fault(error)
-        first = self._agreement.read_fault()
-        return error if first is None else PeerError.from_agreed(first)
-
-    def _suspect(self, error: str) -> str:
-        """Who is gone, by the peer's address in the backend's error; empty where that is unknown."""
-        for address in re.findall(r"\[?([0-9a-fA-F.:]+)\]?:\d+", error):
-            suspect = self._hosts.gone_text(address)
-            if suspect and self._agreement is not None:
-                return self._agreement.first_suspect(suspect)
-        return ""
+    def peer_error(self, error: CommError) -> PeerError:
+        """For an exchange that broke: the error that the failed rank posted, else `error` itself."""
+        return self._lost.peer_error(error)
 
     def lost_client(self) -> str:
         """After this rank's device failed: which rank is gone, where ranks share a GPU; else empty. Under
         MPS a client that is killed can break the GPU for all others."""
-        return self._silent() if self._share_gpus else ""
-
-    def _silent(self) -> str:
-        """Who is gone, as another rank has found, or because it does not answer; empty where all
-        answer."""
-        known = self._agreement.known_suspect() if self._agreement is not None else ""
-        if known:
-            return known
-        ranks = self._watchdog.silent_ranks() if self._watchdog is not None else set()
-        if self._agreement is None:
-            return ""
-        if not ranks:
-            return self._suspect_of_reader()
-        verb = "gives" if len(ranks) == 1 else "give"
-        return self._agreement.first_suspect(f"{format_ranks(ranks)} {verb} no sign of life")
-
-    def _suspect_of_reader(self) -> str:
-        """Where ranks are many one of them reads all heartbeats, and the others wait for what it
-        finds."""
-        assert self._agreement is not None
-        waits = 0 if self._watchdog is None or self._watchdog.all_read else _SUSPECT_WAITS
-        for _ in range(waits):
-            if known := self._agreement.known_suspect():
-                return known
-            time.sleep(_SUSPECT_PAUSE_S)
-        return self._agreement.known_suspect()
+        return self._lost.silent() if self._share_gpus else ""
 
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:

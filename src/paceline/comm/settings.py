@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError
+from paceline.core.settings import SettingChecks
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names
 
@@ -84,17 +85,13 @@ class CommSettings:
     """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("backend", BACKENDS),
-            ("algorithm", ("auto", "hybrid", *algorithm_names())),
-            ("wire", WIRES),
-            ("overlap", OVERLAPS),
-            ("hook", HOOKS),
-            ("mode", MODES),
-        ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"comm.{name}", value, "unknown", nearest(value, known))
+        check = SettingChecks("comm", self)
+        check.known("backend", BACKENDS)
+        check.known("algorithm", ("auto", "hybrid", *algorithm_names()))
+        check.known("wire", WIRES)
+        check.known("overlap", OVERLAPS)
+        check.known("hook", HOOKS)
+        check.known("mode", MODES)
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
             if not 1 <= value <= 86400:

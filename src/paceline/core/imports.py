@@ -93,9 +93,9 @@ def _no_module(field: str, text: str, module: str) -> ConfigError:
 
 
 def first_line(error: BaseException) -> str:
-    """`TypeError: what is wrong`, cut to one short line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")
+    """Type and first line of an exception out of a user's code: `TypeError: what is wrong`."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _failed(field: str, text: str, module: str, error: BaseException) -> ConfigError:

@@ -7,13 +7,14 @@ the declared type, or a `ConfigError` that names `section.key`, the value and wh
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.untrusted import is_finite
+from paceline.core.untrusted import ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
 
@@ -93,3 +94,54 @@ def flatten(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for section, table in tables.items()
         for key, value in table.items()
     }
+
+
+# What a number may be, as the message says it. Written so that NaN is in none.
+_LIMITS: dict[str, Callable[[float], bool]] = {
+    "0 or more": lambda value: 0 <= value < math.inf,
+    "above 0": lambda value: 0 < value < math.inf,
+    "at least 1": lambda value: 1 <= value < math.inf,
+    "at least 2": lambda value: 2 <= value < math.inf,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "in (0, 1]": lambda value: 0 < value <= 1,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+}
+
+
+class SettingChecks:
+    """Checks of the values of one section; an unset value passes."""
+
+    def __init__(self, section: str, settings: object) -> None:
+        self._section = section
+        self._settings = settings
+
+    def known(self, name: str, known: Iterable[str]) -> None:
+        """Raises ConfigError, with the nearest name, where the value is none of `known`."""
+        known, value = tuple(known), getattr(self._settings, name)
+        if value not in known:
+            raise self.error(name, "unknown", nearest(str(value), known))
+
+    def number(self, name: str, limits: str, remedy: str = "") -> None:
+        """Raises ConfigError where the value is not, say, `above 0`."""
+        value = getattr(self._settings, name)
+        if value is not None and not _LIMITS[limits](value):
+            raise self.error(name, f"must be {limits}", remedy)
+
+    def error(self, name: str, problem: str, remedy: str = "") -> ConfigError:
+        """For the caller to raise."""
+        value = getattr(self._settings, name)
+        return ConfigError(f"{self._section}.{name}", value, problem, remedy)
+
+
+def parse_arguments(name: str, text: str) -> dict[str, Any]:
+    """Keyword arguments that the setting `name` has as a TOML table: `{width = 2}`."""
+    if not text.strip():
+        return {}
+    remedy = "write it as {name = value}"
+    try:
+        value = parse_toml(f"value = {text}".encode(errors="replace"))["value"]
+    except ParseError as error:
+        raise ConfigError(name, text, f"is not TOML ({error})", remedy) from None
+    if not isinstance(value, dict):
+        raise ConfigError(name, text, "is not a table", remedy)
+    return value

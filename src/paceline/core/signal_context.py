@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 
@@ -29,12 +29,7 @@ class SignalContext:
             self._before[number] = signal.signal(number, self._handler)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -55,12 +50,7 @@ class SignalWakeup:
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         signal.set_wakeup_fd(self._before)
         read, self._read = self._read, -1
         os.close(read)

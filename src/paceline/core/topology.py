@@ -8,7 +8,7 @@ shown.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.core.errors import CommError
@@ -184,35 +184,33 @@ def first_slurm_host(nodelist: str) -> str | None:
 
 
 def _openmpi(env: Mapping[str, str]) -> Topology:
-    world, rank = _integer(env, "OMPI_COMM_WORLD_SIZE"), _integer(env, "OMPI_COMM_WORLD_RANK")
-    local = _local_world(env, "OMPI_COMM_WORLD_LOCAL_SIZE", world)
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
+    return _mpi(env, "openmpi", *names, guess=lambda rank, local: 0 if local == 1 else None)
+
+
+def _pmi(env: Mapping[str, str]) -> Topology:
+    names = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+    return _mpi(env, "mpi", *names, guess=lambda rank, local: rank % local)
+
+
+def _mpi(
+    env: Mapping[str, str], launcher: str, size: str, place: str, local_size: str, local_place: str,
+    *, guess: Callable[[int, int], int | None],
+) -> Topology:  # fmt: skip
+    """From the four variables of these names; `guess` gives a local rank that is not set."""
+    world, rank = _integer(env, size), _integer(env, place)
+    local = _local_world(env, local_size, world)
     # All ranks on this host: rank 0 is here too, so the loopback address is certain.
     address, port = _address(env, world, "127.0.0.1" if local == world else None)
     return Topology(
         rank=rank,
         world_size=world,
-        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0 if local == 1 else None),
+        local_rank=_integer(env, local_place, guess(rank, local)),
         local_world_size=local,
         # OpenMPI's NODE_RANK is a rank within the node, not the node's number; mpirun fills one
         # node after the other unless told otherwise.
         node_rank=rank // local,
         master_addr=address,
         master_port=port,
-        launcher="openmpi",
-    )
-
-
-def _pmi(env: Mapping[str, str]) -> Topology:
-    world, rank = _integer(env, "PMI_SIZE"), _integer(env, "PMI_RANK")
-    local = _local_world(env, "MPI_LOCALNRANKS", world)
-    address, port = _address(env, world, "127.0.0.1" if local == world else None)
-    return Topology(
-        rank=rank,
-        world_size=world,
-        local_rank=_integer(env, "MPI_LOCALRANKID", rank % local),
-        local_world_size=local,
-        node_rank=rank // local,
-        master_addr=address,
-        master_port=port,
-        launcher="mpi",
+        launcher=launcher,
     )

@@ -331,7 +331,7 @@ def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
             "optimizer", kind, "is neither a name nor an optimizer of Paceline",
             "in fp32 it needs no prepare: use it as it is",
         )  # fmt: skip
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = set(optimizer.parameters())
     trained = {p for p in module.parameters() if p.requires_grad}
     if held != trained:
         raise ConfigError(
@@ -349,8 +349,7 @@ def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
     policy.convert(module)
     # Creates the masters that fp32 parameters did not need.
     optimizer.load_state_dict(optimizer.state_dict())
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for master, parameter in zip(optimizer.masters(), parameters, strict=True):
+    for master, parameter in zip(optimizer.masters(), optimizer.parameters(), strict=True):
         if parameter in drawn:
             master.detach().copy_(drawn[parameter])
     return optimizer

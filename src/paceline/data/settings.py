@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError
+from paceline.core.settings import SettingChecks
 
 SOURCES = (
     "auto",
@@ -125,16 +126,17 @@ class DataSettings:
         for name in ("crop_scale", "crop_ratio", "color_jitter", "randaugment", "mean", "std"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._set_dependent_defaults()
-        self._check_choice("source", SOURCES)
-        self._check_choice("augment", AUGMENTATIONS)
-        self._check_choice("interpolation", INTERPOLATIONS)
-        self._check_choice("resident", RESIDENCE)
+        check = SettingChecks("data", self)
+        check.known("source", SOURCES)
+        check.known("augment", AUGMENTATIONS)
+        check.known("interpolation", INTERPOLATIONS)
+        check.known("resident", RESIDENCE)
         if self.decoder == "dali":
             raise _error("decoder", self.decoder, "was removed", "set data.decoder = 'nvjpeg'")
-        self._check_choice("decoder", DECODERS)
-        self._check_choice("shuffle", SHUFFLES)
-        self._check_choice("cache", CACHES)
-        self._check_choice("cache_form", CACHE_FORMS)
+        check.known("decoder", DECODERS)
+        check.known("shuffle", SHUFFLES)
+        check.known("cache", CACHES)
+        check.known("cache_form", CACHE_FORMS)
         for name in ("image_size", "prefetch_batches", "synthetic_samples", "synthetic_classes"):
             self._check_at_least(name, 1)
         for name in ("crop_padding", "cutout", "eval_resize", "workers", "resident_max_mib"):
@@ -177,11 +179,6 @@ class DataSettings:
         for name, values in (("mean", MEANS), ("std", STDS)):
             if not getattr(self, name):
                 object.__setattr__(self, name, values.get(self.channels, values[3]))
-
-    def _check_choice(self, name: str, known: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in known:
-            raise _error(name, value, "unknown", nearest(str(value), known))
 
     def _check_at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from paceline.core.errors import ConfigError, PacelineError, nearest
-from paceline.core.imports import import_object
+from paceline.core.imports import first_line, import_object
 from paceline.models.names import ZOOS, nearest_of_many, registered_factory, split_name
 
 # Other names for what a factory is offered.
@@ -144,15 +144,9 @@ def _zoo(package: str, name: str) -> Any:
 
 def _import_error(path: str, name: str, error: BaseException) -> ConfigError:
     return ConfigError(
-        _FIELD, name, f"importing {path} failed: {describe(error)}",
+        _FIELD, name, f"importing {path} failed: {first_line(error)}",
         f"make `python -c 'import {path}'` work first",
     )  # fmt: skip
-
-
-def describe(error: BaseException) -> str:
-    """Type and first line of an exception out of a user's code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _factory(path: str, name: str) -> Callable[..., object]:
@@ -224,7 +218,7 @@ def _called(name: str, create: Callable[[], object]) -> nn.Module:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            _FIELD, name, f"could not be created: {describe(error)}",
+            _FIELD, name, f"could not be created: {first_line(error)}",
             "check its factory and model.arguments",
         ) from error  # fmt: skip
     return checked_module(model, name)

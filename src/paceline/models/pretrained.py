@@ -76,14 +76,9 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     return [f"{len(taken)} of {len(own)} tensors from {path.name}", *notes]
 
 
-def read_weights(path: Path) -> StateDict:
-    """The tensors of a file by key, without wrappers and without the prefixes of DDP and
-    torch.compile."""
-    return _read_wrapped(path)[0]
-
-
 def _read_wrapped(path: Path) -> tuple[StateDict, str]:
-    """The weights, and the key under which the file holds them, if any."""
+    """The tensors by key, without the prefixes of DDP and torch.compile, and the key under which the file
+    holds them, if any."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is not a file", "give the path of a .pth, .pt or .safetensors file"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.untrusted import ParseError, parse_toml
+from paceline.core.settings import SettingChecks, parse_arguments
 from paceline.models.names import (
     MODEL_NAMES,
     STEM_NAMES,
@@ -58,20 +58,10 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_model_name(self.name)
-        if self.norm_group < 1:
-            raise ConfigError("model.norm_group", self.norm_group, "must be at least 1")
-        if self.norm_statistics not in NORM_STATISTICS:
-            raise ConfigError(
-                "model.norm_statistics", self.norm_statistics, "unknown",
-                nearest(self.norm_statistics, NORM_STATISTICS),
-            )  # fmt: skip
-        if self.num_classes is not None and self.num_classes < 1:
-            raise ConfigError(
-                "model.num_classes",
-                self.num_classes,
-                "must be at least 1",
-                "leave it out to take the number from the data",
-            )
+        check = SettingChecks("model", self)
+        check.number("norm_group", "at least 1")
+        check.known("norm_statistics", NORM_STATISTICS)
+        check.number("num_classes", "at least 1", "leave it out to take the number from the data")
         self._check_stem()
         if self.arguments_table() and self.name in MODEL_NAMES:
             raise ConfigError(
@@ -104,20 +94,7 @@ class ModelSettings:
 
     def arguments_table(self) -> dict[str, Any]:
         """`arguments` as a dictionary."""
-        if not self.arguments.strip():
-            return {}
-        try:
-            value = parse_toml(f"value = {self.arguments}".encode(errors="replace"))["value"]
-        except ParseError as error:
-            raise ConfigError(
-                "model.arguments", self.arguments, f"is not TOML ({error})",
-                "write it as {name = value}",
-            ) from None  # fmt: skip
-        if not isinstance(value, dict):
-            raise ConfigError(
-                "model.arguments", self.arguments, "is not a table", "write it as {name = value}"
-            )
-        return value
+        return parse_arguments("model.arguments", self.arguments)
 
     def stem_for(self, image_size: int) -> str:
         """The stem of a residual net for images of `image_size` pixels."""

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from paceline.core.errors import RunError
 from paceline.optim import adam_foreach
-from paceline.optim.base import BIAS_NORM, MasterOptimizer
+from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import AdamStep
 from paceline.optim.state import STEP, AdamHyper, Gates, HyperTable, Outcome, Row, capturing
 
@@ -50,21 +50,8 @@ class AdamW(MasterOptimizer):
         *,
         fused: bool | None = None,
     ) -> None:
-        self._create(params, lr, betas, eps, weight_decay, fused=fused)
-
-    def _create(
-        self,
-        params: ParamsT,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        *,
-        fused: bool | None,
-        **more: Any,
-    ) -> None:
         values = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values | more, fused=fused)
+        super().__init__(params, values, fused=fused)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -78,7 +65,7 @@ class AdamW(MasterOptimizer):
         if self._outcome is not None and self._ready_for == len(self.param_groups):
             return self._outcome
         outcome = super()._ready()
-        parameters = self._parameters()
+        parameters = self.parameters()
         if self._steps.numel() != len(parameters):
             self._steps = torch.zeros(len(parameters), device=outcome.bad.device)
             self._corrections = torch.ones(2, len(parameters), device=outcome.bad.device)
@@ -157,11 +144,8 @@ class LAMB(AdamW):
         fused: bool | None = None,
     ) -> None:
         self.adapt_bias_norm = adapt_bias_norm
-        more = {"clip": clip, "trust_eps": trust_eps, "adapt": adapt}
-        self._create(params, lr, betas, eps, weight_decay, fused=fused, **more)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, also between steps."""
-        if param_group.get("role") == BIAS_NORM and not self.adapt_bias_norm:
-            param_group = {"adapt": False, **param_group}
-        super().add_param_group(param_group)
+        values = {
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "clip": clip, "trust_eps": trust_eps, "adapt": adapt,
+        }  # fmt: skip
+        MasterOptimizer.__init__(self, params, values, fused=fused)

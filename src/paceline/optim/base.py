@@ -53,6 +53,10 @@ class MasterOptimizer(Optimizer):
     hold: Tensor | None = None
     active: Tensor | None = None
     in_half = False
+    # False: groups of role `bias_norm` have no trust ratio unless they say so.
+    adapt_bias_norm = True
+    # True: state is loaded into existing tensors, whose formats torch would not keep.
+    loads_into_state = False
     # Whether `step` can be captured in a CUDA graph.
     capturable = True
 
@@ -84,8 +88,9 @@ class MasterOptimizer(Optimizer):
     def _hyper_of(self, group: dict[str, Any]) -> NamedTuple:
         """A group's hyper-parameters, checked: a row of the kernels' table."""
 
-    @abstractmethod
-    def _create_engine(self) -> FusedStep: ...
+    def _create_engine(self) -> FusedStep:
+        """Of a rule with kernels; others have `fused=False`."""
+        raise NotImplementedError
 
     @abstractmethod
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
@@ -108,8 +113,11 @@ class MasterOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, also between steps."""
+        adapt = {}
+        if param_group.get("role") == BIAS_NORM and not self.adapt_bias_norm:
+            adapt = {"adapt": False}
         # A copy: torch writes its defaults into the group that it is given.
-        super().add_param_group(dict(param_group))
+        super().add_param_group({**adapt, **param_group})
         group = self.param_groups.pop()
         self._hyper_of(group)
         names = {id(p) for p in group["params"]}
@@ -169,10 +177,10 @@ class MasterOptimizer(Optimizer):
         if self._outcome is not None and self._ready_for == len(self.param_groups):
             return self._outcome
         device, fused = self._device(), self.path == "triton"
-        for p in self._parameters():
+        for p in self.parameters():
             create_state(p, self.state[p], self.BUFFERS, self.in_half)
-        if self._outcome is None or self._outcome.bad.numel() != len(self._parameters()):
-            self._outcome = Outcome(len(self._parameters()), device)
+        if self._outcome is None or self._outcome.bad.numel() != len(self.parameters()):
+            self._outcome = Outcome(len(self.parameters()), device)
             self.overflow = self._outcome.overflow
         if fused and (self._table is None or len(self._table.values) != len(self.param_groups)):
             columns = len(self._hyper(self.param_groups[0]))
@@ -182,7 +190,8 @@ class MasterOptimizer(Optimizer):
         self._ready_for = len(self.param_groups)
         return self._outcome
 
-    def _parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
+        """In group order."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -230,26 +239,31 @@ class MasterOptimizer(Optimizer):
                     continue
                 state = self.state[p]
                 master = state.get(MASTER, p)
-                gradient = self._staged.of(index, number, p, p.grad)
-                buffers = (state[name] for name in self.BUFFERS)
+                gradient = self._gradient(index, number, p, p.grad)
+                # A rule without buffers has the master in the place of the momentum.
+                buffers = [state[name] for name in self.BUFFERS] or [master]
                 rows.append(Row(index, number, p, gradient, master, *buffers))
         return rows
+
+    def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """As the update reads it: in the parameter's memory layout, and in a format of masters."""
+        return self._staged.of(index, group, parameter, gradient)
 
     def masters(self) -> list[Tensor]:
         """The fp32 master of each parameter in group order; the parameter itself where it is fp32."""
         self._ready()
-        return [self.state[p].get(MASTER, p) for p in self._parameters()]
+        return [self.state[p].get(MASTER, p) for p in self.parameters()]
 
     def state_bytes(self) -> int:
         """Bytes of all state beside the parameters themselves, masters included."""
         self._ready()
-        return sum(tensor_bytes(self.state[p]) for p in self._parameters())
+        return sum(tensor_bytes(self.state[p]) for p in self.parameters())
 
     @torch.no_grad()
     def reset_masters(self) -> None:
         """Copies the parameters into their masters: call it after weights were loaded into the
         model."""
-        for master, parameter in zip(self.masters(), self._parameters(), strict=True):
+        for master, parameter in zip(self.masters(), self.parameters(), strict=True):
             if master is not parameter:
                 master.copy_(parameter)
 
@@ -271,6 +285,8 @@ class MasterOptimizer(Optimizer):
         1.0 in fp16), and loads into existing memory."""
         if "inner" in state_dict:
             raise ValueError(f"the state is one of {state_dict['inner']['class']}")
+        if self.loads_into_state:
+            self._ready()
         old, seen = dict(self.state), dict[str, Any]()
 
         def remember(_: Optimizer, saved: dict[str, Any]) -> None:

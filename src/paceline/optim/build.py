@@ -13,7 +13,8 @@ from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD
 from paceline.optim.muon import Muon, split_matrices
 from paceline.optim.rms_warmup import RMSpropWarmup
-from paceline.optim.settings import OPTIMIZERS_OF_SVRG, SOAP_BETA2, OptimSettings
+from paceline.optim.setting_rules import OPTIMIZERS_OF_SVRG, SOAP_BETA2
+from paceline.optim.settings import OptimSettings
 from paceline.optim.soap import SOAP
 from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap

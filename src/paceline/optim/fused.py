@@ -137,6 +137,19 @@ class FusedStep(ABC):
             ones if gates.active is None else gates.active,
         )
 
+    def _launch_norms(self, tables: _Tables, hyper: Tensor, scale: Tensor) -> None:
+        """Sums of squares of the gradients, chunk by chunk."""
+        from paceline.optim import lars_kernels as kernels
+
+        layout, kinds = tables.layout, kernels.KINDS
+        count, chunks = tables.tensors.shape[1], layout.partials.shape[1]
+        for b in layout.buckets:
+            kernels.norms[(b.count,)](
+                tables.tensors, layout.chunk_tensor, hyper, scale, layout.partials,
+                b.first, count, chunks,
+                GRAD=kinds[b.gradient], ALIGN=b.align, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+
     @abstractmethod
     def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         """Launches the kernels of one step."""
@@ -151,12 +164,7 @@ class LarsStep(FusedStep):
         scale, found_inf, hold, active = self._switches(gates)
         layout, kinds = tables.layout, kernels.KINDS
         count, chunks = tables.tensors.shape[1], layout.partials.shape[1]
-        for b in layout.buckets:
-            kernels.norms[(b.count,)](
-                tables.tensors, layout.chunk_tensor, hyper, scale, layout.partials,
-                b.first, count, chunks,
-                GRAD=kinds[b.gradient], ALIGN=b.align, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+        self._launch_norms(tables, hyper, scale)
         kernels.ratios[(count,)](
             tables.tensors, hyper, active, layout.partials, outcome.ratios, outcome.bad,
             count, chunks, CHUNK=CHUNK, WIDTH=WIDTH, num_warps=4,
@@ -188,12 +196,7 @@ class AdamStep(FusedStep):
         layout, kinds = tables.layout, kernels.KINDS
         count, chunks = tables.tensors.shape[1], layout.partials.shape[1]
         parameters = outcome.bad.numel()
-        for b in layout.buckets:
-            kernels.norms[(b.count,)](
-                tables.tensors, layout.chunk_tensor, hyper, scale, layout.partials,
-                b.first, count, chunks,
-                GRAD=kinds[b.gradient], ALIGN=b.align, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+        self._launch_norms(tables, hyper, scale)
         kernels.flags[(count,)](
             tables.tensors, active, layout.partials, outcome.bad, count, chunks,
             CHUNK=CHUNK, WIDTH=WIDTH, num_warps=4,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim import lars_foreach
-from paceline.optim.base import BIAS_NORM, MasterOptimizer
+from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import LarsStep
 from paceline.optim.state import MOMENTUM, Gates, Hyper, Outcome, Row
 
@@ -63,12 +63,6 @@ class LARS(MasterOptimizer):
             "adapt": adapt,
         }
         super().__init__(params, defaults, fused=fused)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, also between steps."""
-        if param_group.get("role") == BIAS_NORM and not self.adapt_bias_norm:
-            param_group = {"adapt": False, **param_group}
-        super().add_param_group(param_group)
 
     def _hyper_of(self, group: dict[str, Any]) -> Hyper:
         hyper = Hyper.of(group)

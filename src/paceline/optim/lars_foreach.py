@@ -63,10 +63,7 @@ def check_finite(
     outcome.clear()
     put(outcome.bad, rows, (bad & allowed).float())
     outcome.overflow.copy_(outcome.bad.amax())
-    for gate in (outcome.overflow, gates.found_inf, gates.hold):
-        if gate is not None:
-            allowed = allowed & (gate.reshape(()) == 0)
-    return allowed
+    return allowed & gates.allow(outcome)
 
 
 def on_host(device: torch.device) -> bool:

@@ -206,10 +206,7 @@ class Muon(LARS):
 
     def _allowed(self, rows: list[Row], gates: Gates, outcome: Outcome) -> dict[int, Tensor]:
         """Whether each row was updated, on the device."""
-        go = outcome.overflow == 0
-        for gate in (gates.found_inf, gates.hold):
-            if gate is not None:
-                go = go & (gate.reshape(()) == 0)
+        go = gates.allow(outcome)
         owns = None if gates.active is None else go & (gates.active != 0)
         return {row.index: go if owns is None else owns[row.index] for row in rows}
 

@@ -14,9 +14,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.fused import FusedStep
 from paceline.optim.lars_foreach import check_finite, unscaled
-from paceline.optim.state import MOMENTUM, Gates, Outcome, Row
+from paceline.optim.state import MOMENTUM, Gates, Outcome, Row, check_hyper
 
 SQUARES = "square_avg"
 SGD_SHARE = "sgd_share"
@@ -34,14 +33,9 @@ class RmsHyper(NamedTuple):
     sgd_share: float
 
     def check(self) -> None:
-        for name in ("lr", "weight_decay", "eps", "rms_rate"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
-        for name in ("momentum", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} = {value}: must be in [0, 1)")
+        check_hyper(
+            self, finite=("lr", "weight_decay", "eps", "rms_rate"), below_one=("momentum", "beta2")
+        )
         if not 0 <= self.sgd_share <= 1:
             raise ValueError(f"sgd_share = {self.sgd_share}: must be in [0, 1]")
 
@@ -84,9 +78,6 @@ class RMSpropWarmup(MasterOptimizer):
         hyper = RmsHyper(**{name: float(group[name]) for name in RmsHyper._fields})
         hyper.check()
         return hyper
-
-    def _create_engine(self) -> FusedStep:
-        raise NotImplementedError
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         gradients = unscaled(rows, gates.grad_scale)

@@ -5,28 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError, nearest
-from paceline.core.imports import check_module, split_name
-from paceline.core.untrusted import ParseError, parse_toml
-from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
-
-# SVRG and its relatives in low precision; the first three need gradients at an anchor.
-ANCHORED = ("halp", "lp_svrg", "svrg")
-OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
-OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", "soap", *OPTIMIZERS_OF_SVRG)
-ORTHOGONAL_OPTIMIZERS = ("muon", "soap")
-SOAP_BETA2 = 0.95
-# Those without Triton kernels and without a form in half precision.
-WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
-OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
-# Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
-ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
-PATHS = ("auto", "foreach", "triton")
-ORTHOGONALS = ("filters", "all")
-SCALINGS = ("off", "auto")
-SHARES = ("auto", "on", "off")
-CYCLES = ("one_cycle", "triangular")
-SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
+from paceline.core.settings import parse_arguments
+from paceline.optim.batch_growth import BatchGrowth
+from paceline.optim.setting_rules import ADAM_LR_BASES, check_optim
 
 
 @dataclass(frozen=True)
@@ -177,310 +158,33 @@ class OptimSettings:
     installed)."""
 
     def __post_init__(self) -> None:
-        if self.is_class:
-            split_name("optim.name", self.name)
-        elif self.name not in OPTIMIZERS:
-            remedy = f"{nearest(self.name, OPTIMIZERS)} (a class is written torch.optim:RAdam)"
-            raise ConfigError("optim.name", self.name, "unknown", remedy)
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                "optim.schedule", self.schedule, "unknown", nearest(self.schedule, SCHEDULES)
-            )
-        if self.lr is not None and not 0 < self.lr < float("inf"):
-            raise ConfigError("optim.lr", self.lr, "must be above 0", "0.1 is a common start")
-        if not 0 < self.lr_base < float("inf"):
-            raise ConfigError("optim.lr_base", self.lr_base, "must be above 0", "try 0.1")
-        if self.lr_base_batch < 1:
-            raise ConfigError("optim.lr_base_batch", self.lr_base_batch, "must be at least 1")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError("optim.momentum", self.momentum, "must be in [0, 1)", "try 0.9")
-        if self.nesterov and self.momentum == 0:
-            raise ConfigError("optim.nesterov", True, "needs momentum", "set optim.momentum = 0.9")
-        for name in (
-            "weight_decay",
-            "warmup_epochs",
-            "warmup_start",
-            "lr_end",
-            "poly_power",
-            "eps",
-            "trust_log_interval",
-            "clip_norm",
-            "adam_eps",
-            "rms_rate",
-            "rms_center_epochs",
-            "lp_span",
-        ):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"optim.{name}", value, "must be 0 or more")
-        if not 0 < self.warmup_max_share <= 1:
-            raise ConfigError(
-                "optim.warmup_max_share", self.warmup_max_share, "must be in (0, 1]", "try 0.2"
-            )
-        if not 0 < self.decay_rate <= 1:
-            raise ConfigError("optim.decay_rate", self.decay_rate, "must be in (0, 1]", "try 0.1")
-        if list(self.decay_epochs) != sorted(self.decay_epochs):
-            raise ConfigError("optim.decay_epochs", self.decay_epochs, "must rise")
-        over = self.decay_over_epochs
-        if over is not None and not self.warmup_epochs < over < float("inf"):
-            raise ConfigError(
-                "optim.decay_over_epochs",
-                over,
-                f"must lie behind the warm-up of {self.warmup_epochs:g} epochs",
-                "leave it unset to decay over the whole run",
-            )
-        if not 0 < self.rms_width_epochs < float("inf"):
-            raise ConfigError(
-                "optim.rms_width_epochs", self.rms_width_epochs, "must be above 0", "try 5"
-            )
-        for name in ("beta1", "beta2", "rms_beta"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)")
-        if not 0 < self.layer_decay <= 1:
-            raise ConfigError(
-                "optim.layer_decay", self.layer_decay, "must be in (0, 1]", "try 0.75, or 1 (off)"
-            )
-        if not 0 <= self.schedule_free < 1:
-            raise ConfigError(
-                "optim.schedule_free", self.schedule_free, "must be in [0, 1)", "try 0.9"
-            )
-        if self.schedule_free and (self.schedule != "constant" or self.in_half):
-            name = "in_half" if self.in_half else "schedule"
-            raise ConfigError(
-                f"optim.{name}", getattr(self, name), "does not go with optim.schedule_free",
-                "use optim.schedule = 'constant' and master weights",
-            )  # fmt: skip
-        if self.scaling not in SCALINGS:
-            raise ConfigError(
-                "optim.scaling", self.scaling, "unknown", nearest(self.scaling, SCALINGS)
-            )
-        if self.known_good_batch is not None and self.known_good_batch < 1:
-            raise ConfigError("optim.known_good_batch", self.known_good_batch, "must be at least 1")
-        rate, momentum = self.known_good_lr, self.known_good_momentum
-        if rate is not None and not 0 < rate < float("inf"):
-            raise ConfigError("optim.known_good_lr", rate, "must be above 0", "leave it out")
-        if momentum is not None and not 0 <= momentum < 1:
-            raise ConfigError(
-                "optim.known_good_momentum", momentum, "must be in [0, 1)", "leave it out"
-            )
-        if self.scaling == "auto" and self.batch_schedule:
-            raise ConfigError(
-                "optim.batch_schedule", self.batch_schedule,
-                "does not go with optim.scaling = 'auto', whose rule is for one batch",
-                "leave one of them out",
-            )  # fmt: skip
-        self._check_schedule()
-        self._check_batches()
-        self._check_svrg()
-        self._check_lars()
-        self._check_muon()
-        self._check_others()
+        check_optim(self)
 
     @property
     def is_class(self) -> bool:
         """Whether `name` is `module:Class`."""
         return ":" in self.name
 
-    def arguments_table(self) -> dict[str, Any]:
-        """`arguments` as a dictionary."""
-        if not self.arguments.strip():
-            return {}
-        try:
-            value = parse_toml(f"value = {self.arguments}".encode(errors="replace"))["value"]
-        except ParseError as error:
-            raise ConfigError(
-                "optim.arguments", self.arguments, f"is not TOML ({error})",
-                "write it as {name = value}",
-            ) from None  # fmt: skip
-        if not isinstance(value, dict):
-            raise ConfigError(
-                "optim.arguments", self.arguments, "is not a table", "write it as {name = value}"
-            )
-        return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
-
-    def _check_schedule(self) -> None:
-        factors = len(self.decay_factors)
-        if self.schedule == "piecewise" and factors != len(self.decay_epochs) + 1:
-            raise ConfigError(
-                "optim.decay_factors", list(self.decay_factors),
-                f"{factors} factors for {len(self.decay_epochs)} optim.decay_epochs",
-                f"give {len(self.decay_epochs) + 1}: one before the first epoch, one from each on",
-            )  # fmt: skip
-        if any(not 0 <= factor < float("inf") for factor in self.decay_factors):
-            raise ConfigError("optim.decay_factors", list(self.decay_factors), "must be 0 or more")
-        if not 0 <= self.cycle_floor <= 1:
-            raise ConfigError("optim.cycle_floor", self.cycle_floor, "must be in [0, 1]", "try 0.1")
-        if not 0 <= self.cycle_tail < 1:
-            raise ConfigError("optim.cycle_tail", self.cycle_tail, "must be in [0, 1)", "try 0.1")
-        if not 0 < self.cycle_decay <= 1:
-            raise ConfigError("optim.cycle_decay", self.cycle_decay, "must be in (0, 1]", "try 0.5")
-        if not 0 < self.cycle_epochs < float("inf"):
-            raise ConfigError("optim.cycle_epochs", self.cycle_epochs, "must be above 0", "try 8")
-        momenta = self.cycle_momentum
-        if momenta and not (len(momenta) == 2 and 0 <= momenta[0] <= momenta[1] < 1):
-            raise ConfigError(
-                "optim.cycle_momentum", list(momenta), "must be a lower and a higher value in [0, 1)",
-                "try [0.85, 0.95], or [] to keep optim.momentum",
-            )  # fmt: skip
-        if self.schedule in CYCLES and momenta and self.is_class:
-            raise ConfigError(
-                "optim.cycle_momentum", list(momenta), f"{self.name} keeps its own momentum",
-                "set it to []",
-            )  # fmt: skip
-        low, high = self.range_lr
-        if not 0 < low < high < float("inf"):
-            raise ConfigError(
-                "optim.range_lr", [low, high], "must be a lower and a higher rate above 0",
-                "try [1e-5, 10.0]",
-            )  # fmt: skip
-        if self.range_steps < 2:
-            raise ConfigError("optim.range_steps", self.range_steps, "must be at least 2")
-
-    def _check_svrg(self) -> None:
-        if self.bits not in (8, 16):
-            raise ConfigError("optim.bits", self.bits, "must be 8 or 16", "try 8")
-        for name in ("halp_mu", "center_epochs"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"optim.{name}", getattr(self, name), "must be above 0")
-        if self.name not in OPTIMIZERS_OF_SVRG:
-            return
-        for name, wanted in (
-            ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
-            ("schedule_free", 0.0), ("scaling", "off"),
-        ):  # fmt: skip
-            if getattr(self, name) != wanted:
-                raise ConfigError(
-                    f"optim.{name}", getattr(self, name), f"{self.name} is not defined with it",
-                    f"set optim.{name} = {wanted!r}",
-                )  # fmt: skip
-        if self.schedule in CYCLES and self.cycle_momentum:
-            raise ConfigError(
-                "optim.cycle_momentum", list(self.cycle_momentum),
-                f"{self.name} is not defined with momentum", "set it to []",
-            )  # fmt: skip
-
-    def _check_batches(self) -> None:
-        if self.batch_rate not in BATCH_RATES:
-            raise ConfigError(
-                "optim.batch_rate",
-                self.batch_rate,
-                "unknown",
-                nearest(self.batch_rate, BATCH_RATES),
-            )
-        growth = self.batch_growth
-        if growth and self.scaling == "auto":
-            raise ConfigError(
-                "optim.scaling", "auto", "derives settings for one batch, but optim.batch_schedule "
-                "has several", "use 'off'",
-            )  # fmt: skip
-        if self.batch_limit is not None and (growth.factor == 1 or self.batch_limit < 1):
-            raise ConfigError(
-                "optim.batch_limit", self.batch_limit, "is the limit of a rule such as 'x4'",
-                "leave it out, or set optim.batch_schedule = 'x4'",
-            )  # fmt: skip
-        if growth.factor > 1 and len(set(self.decay_epochs)) < len(self.decay_epochs):
-            raise ConfigError(
-                "optim.decay_epochs", list(self.decay_epochs),
-                f"has an epoch twice, but optim.batch_schedule = {self.batch_schedule!r} grows the batch "
-                "at each", "give each once",
-            )  # fmt: skip
-        if growth.factor > 1 and self.schedule != "step":
-            raise ConfigError(
-                "optim.batch_schedule", self.batch_schedule,
-                f"grows the batch at optim.decay_epochs, which {self.schedule!r} does not have",
-                "use optim.schedule = 'step', or a list as in '0:256,8:1024'",
-            )  # fmt: skip
+    @property
+    def has_default_base(self) -> bool:
+        """Whether `lr_base` is as it is where nobody sets it."""
+        return self.lr_base == OptimSettings.lr_base
 
     @property
     def batch_growth(self) -> BatchGrowth:
         """`batch_schedule`, read."""
         return BatchGrowth.parse(self.batch_schedule)
 
-    def _check_others(self) -> None:
-        if self.arguments_table() and not self.is_class:
-            raise ConfigError(
-                "optim.arguments", self.arguments, f"{self.name} takes none",
-                "it is for optim.name = 'module:Class'",
-            )  # fmt: skip
-        if self.name in WITHOUT_KERNELS and self.fused == "triton":
-            raise ConfigError(
-                "optim.fused", self.fused, f"there are no kernels for {self.name}", "use 'auto'"
-            )
-        if self.in_half and self.name in WITHOUT_KERNELS:
-            raise ConfigError(
-                "optim.in_half", True, f"{self.name} has no such form", "use optim.name = 'lars'"
-            )
-        if self.name in OPTIMIZERS_OF_SGD:
-            return
-        if self.in_half:
-            raise ConfigError(
-                "optim.in_half", True, f"{self.name} has no such form", "use optim.name = 'lars'"
-            )
-        if self.is_class and self.lr is None and self.lr_base == OptimSettings.lr_base:
-            check_module("optim.name", self.name)
-            raise ConfigError(
-                "optim.lr", None, f"no learning rate, and there is no default for {self.name}",
-                "give --lr, such as 0.001",
-            )  # fmt: skip
-        if self.is_class and self.fused == "triton":
-            raise ConfigError(
-                "optim.fused", self.fused, f"there are no kernels for {self.name}", "use 'auto'"
-            )
-
-    def _check_muon(self) -> None:
-        if self.orthogonal not in ORTHOGONALS:
-            raise ConfigError(
-                "optim.orthogonal", self.orthogonal, "unknown",
-                nearest(self.orthogonal, ORTHOGONALS),
-            )  # fmt: skip
-        if self.share_products not in SHARES:
-            raise ConfigError(
-                "optim.share_products", self.share_products, "unknown",
-                nearest(self.share_products, SHARES),
-            )  # fmt: skip
-        if self.soap_interval < 1:
-            raise ConfigError("optim.soap_interval", self.soap_interval, "must be at least 1")
-        if self.name not in ORTHOGONAL_OPTIMIZERS:
-            if self.share_products == "on":
-                raise ConfigError(
-                    "optim.share_products", "on", f"{self.name} has no products to share",
-                    "use optim.name = 'muon', or leave it out",
-                )  # fmt: skip
-            if self.orthogonal != "filters":
-                raise ConfigError(
-                    "optim.orthogonal", self.orthogonal, f"{self.name} makes nothing orthogonal",
-                    "use optim.name = 'muon', or leave it out",
-                )  # fmt: skip
-            return
-        for name, wanted in (("clip", False), ("lr_in_momentum", True), ("in_half", False)):
-            if getattr(self, name) != wanted:
-                raise ConfigError(
-                    f"optim.{name}", getattr(self, name), f"{self.name} has no such form",
-                    "leave it out, or use optim.name = 'lars'",
-                )  # fmt: skip
-
-    def _check_lars(self) -> None:
-        if self.trust_log_interval and self.name not in ("lamb", "lars", "muon", "soap"):
-            raise ConfigError(
-                "optim.trust_log_interval", self.trust_log_interval,
-                f"{self.name} has no trust ratios", "use optim.name = 'lars', or 0",
-            )  # fmt: skip
-        if not 0 < self.trust_coefficient < float("inf"):
-            raise ConfigError(
-                "optim.trust_coefficient", self.trust_coefficient, "must be above 0", "try 0.001"
-            )
-        if self.fused not in PATHS:
-            raise ConfigError("optim.fused", self.fused, "unknown", nearest(self.fused, PATHS))
-        if self.in_half and self.fused == "triton":
-            raise ConfigError(
-                "optim.fused", self.fused, "has no kernels for optim.in_half", "use foreach"
-            )
+    def arguments_table(self) -> dict[str, Any]:
+        """`arguments` as a dictionary."""
+        table = parse_arguments("optim.arguments", self.arguments)
+        return {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
 
     def peak_lr(self, global_batch: int) -> float:
         """Linear scaling (Goyal et al. 2017), unless the rate is given as it is."""
         if self.lr is not None:
             return self.lr
         base = self.lr_base
-        if base == OptimSettings.lr_base:
+        if self.has_default_base:
             base = ADAM_LR_BASES.get(self.name, base)
         return base * global_batch / self.lr_base_batch

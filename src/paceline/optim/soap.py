@@ -43,6 +43,7 @@ class SOAP(Muon):
     BUFFERS: ClassVar[tuple[str, ...]] = (MOMENTUM, SECOND)
     NUMBERS: ClassVar[tuple[str, ...]] = (COVARIANCE, BASIS, STEPS)
     capturable = False
+    loads_into_state = True  # counts of steps, integers on the host
 
     def __init__(
         self,
@@ -167,11 +168,6 @@ class SOAP(Muon):
                 torch.where(flags[row.index], value, state[name], out=state[name])
             if STEPS in state:
                 state[STEPS] += 1
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Counts of steps stay integers on the host: torch would move them to the parameters' device."""
-        self._ready()  # the memory that the values are copied into
-        super().load_state_dict(state_dict)
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -70,6 +70,14 @@ class Gates:
                     f"give it {wanted} contiguous value{'s' * (wanted != 1)}",
                 )
 
+    def allow(self, outcome: Outcome) -> Tensor:
+        """Whether a step may change anything, on the device."""
+        go = outcome.overflow == 0
+        for gate in (self.found_inf, self.hold):
+            if gate is not None:
+                go = go & (gate.reshape(()) == 0)
+        return go
+
 
 class Outcome:
     """Trust ratio last used and non-finite flag of each parameter; `overflow` is 1 if any flag is
@@ -114,6 +122,18 @@ def require_dense(parameter: Tensor) -> None:
         expected *= size
 
 
+def check_hyper(hyper: NamedTuple, finite: Sequence[str], below_one: Sequence[str] = ()) -> None:
+    """Raises ValueError for a hyper-parameter out of range."""
+    for name in finite:
+        value = getattr(hyper, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
+    for name in below_one:
+        value = getattr(hyper, name)
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} = {value}: must be in [0, 1)")
+
+
 class Hyper(NamedTuple):
     """Hyper-parameters of one group, in the order of the table's columns."""
 
@@ -134,10 +154,7 @@ class Hyper(NamedTuple):
         return cls(**values | {name: bool(group[name]) for name in _FLAGS})
 
     def check(self) -> None:
-        for name in ("lr", "weight_decay", "trust_coefficient", "eps"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
+        check_hyper(self, finite=("lr", "weight_decay", "trust_coefficient", "eps"))
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum = {self.momentum}: must be in [0, 1); try 0.9")
         if self.nesterov and self.momentum == 0:
@@ -170,14 +187,9 @@ class AdamHyper(NamedTuple):
         )  # fmt: skip
 
     def check(self) -> None:
-        for name in ("lr", "weight_decay", "eps", "adam_eps"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} = {value}: must be in [0, 1)")
+        check_hyper(
+            self, finite=("lr", "weight_decay", "eps", "adam_eps"), below_one=("beta1", "beta2")
+        )
 
 
 class HyperTable:

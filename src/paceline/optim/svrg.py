@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.fused import FusedStep
 from paceline.optim.lars_foreach import check_finite, unscaled
-from paceline.optim.state import Gates, Outcome, Row
+from paceline.optim.state import Gates, Outcome, Row, check_hyper
 
 # What each keeps: an anchor with its full gradient, and integers.
 FORMS = ("halp", "lp_sgd", "lp_svrg", "svrg")
@@ -47,10 +46,7 @@ class SvrgHyper(NamedTuple):
     mu: float
 
     def check(self) -> None:
-        for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
+        check_hyper(self, finite=("lr", "weight_decay"))
         if not 0 < self.mu < math.inf:
             raise ValueError(f"mu = {self.mu}: must be above 0, and finite")
 
@@ -83,6 +79,7 @@ class SVRG(MasterOptimizer):
     NUMBERS: ClassVar[tuple[str, ...]] = (ANCHOR, FULL, OFFSET, STEP_SIZE)
     FORMATS: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
     in_half = True  # state in the parameters' own format, without masters
+    loads_into_state = True  # integers
 
     def __init__(
         self,
@@ -121,7 +118,7 @@ class SVRG(MasterOptimizer):
         outcome = super()._ready()
         if not fresh:
             return outcome
-        for p in self._parameters():
+        for p in self.parameters():
             state = self.state[p]
             if self.anchored and ANCHOR not in state:
                 state[ANCHOR] = p.detach().clone(memory_format=torch.preserve_format)
@@ -148,7 +145,7 @@ class SVRG(MasterOptimizer):
     def reset_masters(self) -> None:
         """After weights were loaded into the model: anchors and integers begin with them."""
         self._ready()
-        for p in self._parameters():
+        for p in self.parameters():
             state = self.state[p]
             if self.anchored:
                 state[ANCHOR].copy_(p)
@@ -184,7 +181,7 @@ class SVRG(MasterOptimizer):
     def at_anchor(self) -> Iterator[None]:
         """Inside the context the parameters are w̃, in the same memory."""
         self._ready()
-        parameters = self._parameters()
+        parameters = self.parameters()
         with torch.no_grad():
             now = [p.detach().clone() for p in parameters]
             torch._foreach_copy_(parameters, [self.state[p][ANCHOR] for p in parameters])
@@ -199,17 +196,9 @@ class SVRG(MasterOptimizer):
         hyper.check()
         return hyper
 
-    def _create_engine(self) -> FusedStep:
-        raise NotImplementedError
-
-    def _rows(self) -> list[Row]:
-        rows, index = [], -1
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                index += 1
-                if p.grad is not None and p.numel() > 0:
-                    rows.append(Row(index, number, p, p.grad, p, p))
-        return rows
+    def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """As it is, in fp64 too: there are no kernels that would read it."""
+        return gradient
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         gradients = unscaled(rows, gates.grad_scale)
@@ -249,8 +238,3 @@ class SVRG(MasterOptimizer):
         base = state[ANCHOR] if self.form == "halp" else 0.0
         torch.where(go, base + new.to(p.dtype) * step, p, out=p)
         torch.where(go, new, old, out=old)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Integers stay integers: torch would cast them to the parameters' format."""
-        self._ready()  # the memory that the values are copied into
-        super().load_state_dict(state_dict)

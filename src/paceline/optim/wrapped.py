@@ -20,8 +20,7 @@ from torch.optim.optimizer import Optimizer
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.optim.base import MasterOptimizer, tensor_bytes
-from paceline.optim.fused import FusedStep
-from paceline.optim.lars_foreach import put
+from paceline.optim.lars_foreach import check_finite, unscaled
 from paceline.optim.state import MASTER, Gates, Outcome, Row
 
 Groups = Sequence[dict[str, Any]]
@@ -83,22 +82,19 @@ class WrappedOptimizer(MasterOptimizer):
             )
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        """One update, after a read of the switches on the host."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        outcome = self._ready()
-        gates = self._gates(outcome)
-        rows = self._rows()
-        if not rows:
-            outcome.clear()
-            return loss
-        allowed = self._unscale(rows, gates, outcome)
+    def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        """One update of the inner optimizer, after a read of the switches on the host."""
+        gradients = unscaled(rows, gates.grad_scale)
+        norms = list(torch._foreach_norm(gradients, 2))
+        allowed: list[bool] = check_finite(rows, norms, gates, outcome).tolist()
+        for row, gradient, go in zip(rows, gradients, allowed, strict=True):
+            alias = self._aliases[row.index]
+            if alias.data_ptr() != row.master.data_ptr():
+                raise RunError(
+                    f"a parameter of shape {tuple(row.parameter.shape)} has moved to other memory",
+                    "create the optimizer after the model is on its device",
+                )
+            alias.grad = gradient if go else None
         if any(allowed):
             for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
                 theirs["lr"] = ours["lr"]
@@ -108,45 +104,6 @@ class WrappedOptimizer(MasterOptimizer):
                     row.parameter.copy_(row.master)
         for alias in self._aliases:
             alias.grad = None
-        return loss
-
-    def _unscale(self, rows: list[Row], gates: Gates, outcome: Outcome) -> list[bool]:
-        """Gives the aliases their gradients, and returns which rows are updated."""
-        gradients = [row.gradient.float() for row in rows]
-        if gates.grad_scale is not None:
-            factor = gates.grad_scale.reshape(()).float().reciprocal()
-            gradients = list(torch._foreach_mul(gradients, factor))
-        bad = ~torch.isfinite(torch.stack(torch._foreach_norm(gradients, 2)).square())
-        active = torch.ones_like(outcome.bad) if gates.active is None else gates.active
-        used = torch.stack([active[row.index] for row in rows]) != 0
-        outcome.clear()
-        put(outcome.bad, rows, (bad & used).float())
-        outcome.overflow.copy_(outcome.bad.amax())
-        stops = [
-            gate.reshape(()) != 0 for gate in (gates.found_inf, gates.hold) if gate is not None
-        ]
-        flags = torch.stack([outcome.overflow != 0, *stops]).any()
-        allowed: list[bool] = (used & ~flags).tolist()
-        for row, gradient, go in zip(rows, gradients, allowed, strict=True):
-            alias = self._aliases[row.index]
-            if alias.data_ptr() != row.master.data_ptr():
-                raise RunError(
-                    f"a parameter of shape {tuple(row.parameter.shape)} has moved to other memory",
-                    "create the optimizer after the model is on its device",
-                )
-            alias.grad = gradient if go else None
-        return allowed
-
-    def _rows(self) -> list[Row]:
-        rows, index = [], -1
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                index += 1
-                if p.grad is not None and p.numel() > 0:
-                    gradient = self._staged.of(index, number, p, p.grad)
-                    master = self.state[p].get(MASTER, p)
-                    rows.append(Row(index, number, p, gradient, master, master))
-        return rows
 
     def _hyper_parameters(self) -> list[dict[str, Any]]:
         return [
@@ -163,7 +120,7 @@ class WrappedOptimizer(MasterOptimizer):
         have changed since the start are saved apart, because a resumed run has its own settings."""
         saved = plain_state(self.inner)
         state = {number: dict(entry) for number, entry in saved["state"].items()}
-        for number, (p, master) in enumerate(zip(self._parameters(), self.masters(), strict=True)):
+        for number, (p, master) in enumerate(zip(self.parameters(), self.masters(), strict=True)):
             if master is not p:
                 state.setdefault(number, {})[MASTER] = master
         changed = [
@@ -187,7 +144,7 @@ class WrappedOptimizer(MasterOptimizer):
         self.inner.load_state_dict({**own, "state": state})
         for group, changed in zip(self.inner.param_groups, inner["changed"], strict=False):
             group.update(changed)
-        for number, (p, master) in enumerate(zip(self._parameters(), self.masters(), strict=True)):
+        for number, (p, master) in enumerate(zip(self.parameters(), self.masters(), strict=True)):
             value = state_dict["state"].get(number, {}).get(MASTER)
             if value is not None and master is not p:
                 master.copy_(value)
@@ -207,12 +164,6 @@ class WrappedOptimizer(MasterOptimizer):
 
     def _hyper_of(self, group: dict[str, Any]) -> NamedTuple:
         return _Rate(float(group["lr"]))
-
-    def _create_engine(self) -> FusedStep:
-        raise NotImplementedError
-
-    def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         raise PacelineError("a wrapped optimizer cannot be copied", "save its state_dict()")

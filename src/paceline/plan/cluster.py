@@ -189,6 +189,11 @@ class Accelerator:
     like: str = ""
     measured: Measured | None = None
 
+    @property
+    def in_half(self) -> bool:
+        """Whether its steps are in half precision, as `precision.amp_dtype = "auto"` chooses."""
+        return self.name != "CPU"
+
 
 @cache
 def catalogue() -> dict[str, Accelerator]:

@@ -68,8 +68,9 @@ def usable_bytes(gpu: Accelerator) -> float:
     return _USABLE * gpu.memory_bytes - _CONTEXT_BYTES
 
 
-def largest_batch(net: Network, gpu: Accelerator, half: bool = True) -> int:
-    """0 where not even one image fits."""
+def largest_batch(net: Network, gpu: Accelerator, half: bool | None = None) -> int:
+    """0 where not even one image fits; `half` is as usual on the chip."""
+    half = gpu.in_half if half is None else half
     room = usable_bytes(gpu)
     low, high = 0, LARGEST_BATCH
     while low < high:
@@ -81,8 +82,11 @@ def largest_batch(net: Network, gpu: Accelerator, half: bool = True) -> int:
     return low
 
 
-def check_memory(net: Network, gpu: Accelerator, batch: int, half: bool = True) -> MemoryEstimate:
-    """ConfigError, with the largest batch that fits, for one that does not."""
+def check_memory(
+    net: Network, gpu: Accelerator, batch: int, half: bool | None = None
+) -> MemoryEstimate:
+    """ConfigError, with the largest batch that fits, for one that does not; `half` as above."""
+    half = gpu.in_half if half is None else half
     needed = step_memory(net, batch, half)
     if needed.total > usable_bytes(gpu):
         most = largest_batch(net, gpu, half)

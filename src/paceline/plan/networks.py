@@ -29,10 +29,10 @@ from paceline.plan.workload import Affine, Gradient, Workload
 
 __all__ = ["Layer", "NetTensor", "Network", "analytic_workload", "network"]
 
-_HALF_BYTES = 2
 # Outputs of one tile of a matrix product, the unit of work of a multiprocessor.
 _TILE = 128 * 128
-# Per weight: half gradient, fp32 master and momentum read and written, half weight written.
+# Per weight: half gradient, fp32 master and momentum read and written, half weight written; in fp32
+# the gradient has twice the bytes, and there is no half weight.
 _UPDATE_BYTES = 20
 # Per weight and step: read forward, read backward, its gradient written.
 _WEIGHT_PASSES = 3
@@ -60,10 +60,11 @@ def analytic_workload(
         done += seconds
         for tensor in reversed(layer.tensors):
             share = min(1.0, done / total)
-            gradients.append(Gradient(tensor.name, tensor.elements, tensor.half, share))
+            half = tensor.half and gpu.in_half
+            gradients.append(Gradient(tensor.name, tensor.elements, half, share))
     memory = gpu.memory_bytes_per_s * law.memory_share
     latency = law.layer_cycles / gpu.clock_hz * len(net.layers)
-    weights = _HALF_BYTES * net.elements / memory
+    weights = _width(gpu) * net.elements / memory
     fill_s, fill_batch = _filling(net.layers, gpu, law)
     # The sums behind a weight's gradient are as long as the batch, and can be cut: only the input's
     # gradient leaves part of the chip idle.
@@ -85,9 +86,14 @@ def _matrix_rate(gpu: Accelerator, law: StepConstants) -> float:
     return gpu.flops_per_s * law.matrix_share * clock
 
 
+def _width(gpu: Accelerator) -> int:
+    """Bytes of an activation and of a weight that is computed with."""
+    return 2 if gpu.in_half else 4
+
+
 def _forward(layer: Layer, gpu: Accelerator, law: StepConstants) -> float:
     """Seconds for one image, forward, in a batch that fills the chip."""
-    memory = layer.moved * _HALF_BYTES / (gpu.memory_bytes_per_s * law.memory_share)
+    memory = layer.moved * _width(gpu) / (gpu.memory_bytes_per_s * law.memory_share)
     return max(layer.flops / _matrix_rate(gpu, law) if layer.depth else 0.0, memory)
 
 

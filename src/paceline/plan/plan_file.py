@@ -56,6 +56,7 @@ _SECTIONS = (
 # link of 10 Gbit/s takes 2 to 3 ns for the same element.
 _CAST_S = {"cpu": 0.4e-9, "cuda": 12e-12}
 Facts = TypeVar("Facts", "ModelFacts", "ClusterFacts")
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -231,44 +232,42 @@ class PlanFile:
 
     @property
     def plan(self) -> FusionPlan:
-        if self.fusion is None:
-            raise ConfigError(
-                "comm.plan", self.path, "has no plan: no [[buffer]]",
-                "run paceline tune with --model or a recipe",
-            )  # fmt: skip
-        return self.fusion
+        return self._given(
+            self.fusion, "comm.plan", "has no plan: no [[buffer]]",
+            "run paceline tune with --model or a recipe",
+        )  # fmt: skip
 
     @property
     def table(self) -> SizeTable:
-        if self.sizes is None:
-            raise ConfigError(
-                "comm.sizes", self.path, "has no table of sizes: no [[sizes]]",
-                "write rows of up_to_bytes and algorithm, or run paceline tune",
-            )  # fmt: skip
-        return self.sizes
+        return self._given(
+            self.sizes, "comm.sizes", "has no table of sizes: no [[sizes]]",
+            "write rows of up_to_bytes and algorithm, or run paceline tune",
+        )  # fmt: skip
 
     @property
     def profile(self) -> Workload:
-        if self.workload is None:
-            raise ConfigError(
-                "--profile", self.path, "has no profiled step: no [workload]",
-                "make it with paceline profile, or paceline tune with --model",
-            )  # fmt: skip
-        return self.workload
+        return self._given(
+            self.workload, "--profile", "has no profiled step: no [workload]",
+            "make it with paceline profile, or paceline tune with --model",
+        )  # fmt: skip
+
+    def _given(self, part: Part | None, name: str, problem: str, remedy: str) -> Part:
+        if part is None:
+            raise ConfigError(name, self.path, problem, remedy)
+        return part
 
     def planned_cluster(self) -> Cluster:
         """With the measured times, which count before formulas."""
-        if self.probed is None:
-            raise ConfigError(
-                "--cluster", self.path, "has no [cluster] with probed links",
-                "make it with paceline tune",
-            )  # fmt: skip
         from paceline.plan.cost import ProbedTable
 
-        found, points = self.probed.to_cluster(), self._points()
+        probed = self._given(
+            self.probed, "--cluster", "has no [cluster] with probed links",
+            "make it with paceline tune",
+        )  # fmt: skip
+        found, points = probed.to_cluster(), self._points()
         if not points:
             return found
-        native = "ring" if self.probed.backend == "gloo" else NATIVE
+        native = "ring" if probed.backend == "gloo" else NATIVE
         return replace(found, probed=ProbedTable.of(found, points, native))
 
     def _points(self) -> dict[str, list[tuple[float, float]]]:
@@ -339,9 +338,12 @@ class PlanFile:
                 )
         return rows
 
+    def to_text(self) -> str:
+        return tomli_w.dumps(self.to_tables())
+
     def write(self, path: Path) -> None:
         try:
-            path.write_text(tomli_w.dumps(self.to_tables()), encoding="utf-8")
+            path.write_text(self.to_text(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 "plan file", str(path), f"cannot be written ({error.strerror})", "choose another"

@@ -7,12 +7,13 @@ into the cluster's time, cost and energy. Torch-free.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.settings import SettingChecks
 from paceline.core.units import format_duration
 from paceline.plan.cluster import RANKS_LIMIT, Cluster, accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan
@@ -71,23 +72,20 @@ class RehearseSettings:
     def __post_init__(self) -> None:
         if self.nodes and not 1 <= self.nodes <= RANKS_LIMIT:
             raise ConfigError("rehearse.nodes", self.nodes, f"must be 0 to {RANKS_LIMIT:,}")
+        check = SettingChecks("rehearse", self)
         for name in ("gpus_per_node", "links"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rehearse.{name}", getattr(self, name), "must be at least 1")
+            check.number(name, "at least 1")
         if self.ranks > MOST_RANKS:
             raise ConfigError(
                 "rehearse.nodes", self.nodes, f"{self.ranks:,} ranks are more than {MOST_RANKS:,}",
                 "rehearse a smaller cluster; paceline plan predicts the time of larger ones",
             )  # fmt: skip
         for name in ("node_gbps", "latency_us", "oversubscription"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"rehearse.{name}", getattr(self, name), "must be above 0")
+            check.number(name, "above 0")
         for name in (
             "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour", "watts_per_gpu",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"rehearse.{name}", value, "must be 0 or more")
+            check.number(name, "0 or more")
         if not self.nodes:
             self._refuse_without_nodes()
 
@@ -126,18 +124,54 @@ class RehearseSettings:
             _, _, problem = error.cause.partition(": ")
             raise ConfigError("run.batch_size", batch, problem, error.remedy) from None
 
-    def left_out(self, optimizer: str, *, half: bool) -> tuple[str, ...]:
-        """What the run does and the catalog's step has not; a measured step has what was measured."""
-        if self.profile or not self.gpu:
-            return ()
-        found = () if half else ("fp32 (the times are of half precision)",)
-        known = optimizer in _PRICED_OPTIMIZERS
-        return found if known else (*found, f"the update of {optimizer} (it is that of SGD)")
+    def left_out(self, work: Workload, optimizer: str, *, half: bool) -> tuple[str, ...]:
+        """What the run does and the step of `work` has not. `half` is that of the run here; the update
+        of a measured step is the one that was measured."""
+        formats = {True: "half precision", False: "fp32"}
+        found = []
+        if half != work.in_half:
+            found.append(f"{formats[half]} (the times are of {formats[work.in_half]})")
+        if self.is_measured:
+            if not work.image_size:
+                found.append("a known image size (the profile does not state it)")
+        elif optimizer not in _PRICED_OPTIMIZERS:
+            found.append(f"the update of {optimizer} (it is that of SGD)")
+        return tuple(found)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the step is that of a file, not of the catalog."""
+        return bool(self.profile) or not self.gpu
+
+    def _check_measured(
+        self, work: Workload, model: str, image_size: int, tensors: Mapping[str, Any]
+    ) -> None:
+        """ConfigError where the file has the step of another model, or of images of another size."""
+        field = "profile" if self.profile else "cluster"
+        again = (
+            f"paceline profile --model {model} --image-size {image_size}"
+            if self.profile
+            else f"paceline tune --model {model} --image-size {image_size}"
+        )
+        problem = ""
+        if {gradient.name for gradient in work.gradients} != set(tensors):
+            problem = f"has the step of {work.model}, whose tensors are not those of {model}"
+        elif work.image_size not in (0, image_size):
+            problem = (
+                f"has a step with images of {work.image_size} pixels, and the run has {image_size}"
+            )
+        if problem:
+            raise ConfigError(
+                f"rehearse.{field}", getattr(self, field), problem, f"measure it with {again}"
+            )
 
     def workload(
-        self, model: str, image_size: int, classes: int, stem: str = "auto"
-    ) -> Workload | None:
-        """The step of one rank; None where neither a GPU nor a measured step was given."""
+        self, model: str, image_size: int, classes: int, stem: str = "auto",
+        tensors: Mapping[str, tuple[int, bool]] | None = None,
+    ) -> Workload | None:  # fmt: skip
+        """The step of one rank; None where neither a GPU nor a measured step was given. `tensors` are
+        those that are trained, with their elements and whether in half precision: a measured step of
+        others is refused."""
         work: Workload | None = None
         if self.profile:
             work = PlanFile.read(Path(self.profile), "rehearse.profile").profile
@@ -159,6 +193,8 @@ class RehearseSettings:
                     "rehearse.cluster", self.cluster, "has links, but no step: no [workload]",
                     f"run paceline tune there with --model {model}, or give --profile or --gpu as well",
                 )  # fmt: skip
+        if work is not None and self.is_measured and tensors is not None:
+            self._check_measured(work, model, image_size, tensors)
         if work is not None and self.input_images_per_s:
             work = replace(work, input=Affine(0.0, 1 / self.input_images_per_s))
         return work

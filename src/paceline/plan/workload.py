@@ -121,6 +121,19 @@ class Workload:
                 )  # fmt: skip
             last = gradient.ready
 
+    def with_tensors(self, tensors: Mapping[str, tuple[int, bool]]) -> Workload:
+        """With the elements that are trained, and whether in half precision, by name: what travels is
+        what the run sends, whatever step was timed."""
+        gradients = tuple(
+            replace(g, elements=tensors[g.name][0], half=tensors[g.name][1]) for g in self.gradients
+        )
+        return replace(self, gradients=gradients)
+
+    @property
+    def in_half(self) -> bool:
+        """Whether the step was one in half precision."""
+        return any(gradient.half for gradient in self.gradients)
+
     def compute_s(self, batch: int) -> float:
         """Forward, backward and update."""
         return self.forward.at(batch) + self.backward.at(batch) + self.update_s

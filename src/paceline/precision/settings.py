@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.settings import SettingChecks
 
 AMP_DTYPES = ("auto", "fp16", "bf16", "fp32")
 
@@ -30,25 +30,14 @@ class PrecisionSettings:
     """Largest dynamic loss scale."""
 
     def __post_init__(self) -> None:
-        if self.amp_dtype not in AMP_DTYPES:
-            raise ConfigError(
-                "precision.amp_dtype",
-                self.amp_dtype,
-                "unknown",
-                nearest(self.amp_dtype, AMP_DTYPES),
-            )
+        check = SettingChecks("precision", self)
+        check.known("amp_dtype", AMP_DTYPES)
         for name in ("loss_scale", "loss_scale_init", "loss_scale_min", "loss_scale_max"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"precision.{name}", value, "must be above 0", "65536 is usual")
+            check.number(name, "above 0", "65536 is usual")
         if not self.loss_scale_min <= self.loss_scale_init <= self.loss_scale_max:
-            raise ConfigError(
-                "precision.loss_scale_init",
-                self.loss_scale_init,
+            raise check.error(
+                "loss_scale_init",
                 f"must lie between loss_scale_min = {self.loss_scale_min:g} and "
                 f"loss_scale_max = {self.loss_scale_max:g}",
             )
-        if self.loss_scale_interval < 1:
-            raise ConfigError(
-                "precision.loss_scale_interval", self.loss_scale_interval, "must be at least 1"
-            )
+        check.number("loss_scale_interval", "at least 1")

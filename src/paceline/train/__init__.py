@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
-    from paceline.train.build import Training
     from paceline.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
     from paceline.train.evaluate import EvalResult, evaluate_file
     from paceline.train.inputs import resolve_batch_sizes
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.train.run_state import Progress
     from paceline.train.step import TrainStep
     from paceline.train.stop_signals import StopSignals
+    from paceline.train.training import Training
     from paceline.train.weights import (
         checkpoint_weights,
         fingerprint,

@@ -35,8 +35,8 @@ from paceline.comm.parameter_server import (
 from paceline.comm.settings import CommSettings
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.schedule import set_rate
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.update import EXTRAS, parameter_names
-from paceline.train.weights import BatchNormState
 
 MakeOptimizer = Callable[[nn.Module], MasterOptimizer]
 

@@ -6,34 +6,36 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
-from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader, describe_channels
-from paceline.models.freeze import count_frozen
-from paceline.models.names import MODEL_NAMES
+from paceline.core.errors import ConfigError
+from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
-from paceline.optim.batch_growth import describe_stages
 from paceline.optim.schedule import LrSchedule
-from paceline.optim.settings import ANCHORED, OptimSettings
-from paceline.optim.svrg import SVRG
-from paceline.plan.plan_file import PlanFile
+from paceline.optim.setting_rules import ANCHORED
+from paceline.optim.settings import OptimSettings
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
+from paceline.train.anchors import create_anchors
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
+from paceline.train.chosen import (
+    data_notes,
+    describe_data,
+    describe_model,
+    describe_rehearsal,
+    given_objects,
+    optional_notes,
+)
 from paceline.train.components import Components
 from paceline.train.fast_path import describe_norms, eager_norms, share_norms
 from paceline.train.inputs import (
@@ -60,123 +62,11 @@ from paceline.train.model_checks import (
     share_weights,
 )
 from paceline.train.observers import RunTrace
-from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
-from paceline.train.run_state import PinnedPlan, Progress, RunState, changes
+from paceline.train.run_state import PinnedPlan, Progress, RunState
 from paceline.train.shares import with_shares
-from paceline.train.step import Anchors, TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-
-
-@dataclass(kw_only=True)
-class Training:
-    """Everything the loop needs. `chosen` lists automatic choices for display and record;
-    `saved_step` is the step of the newest checkpoint in the folder, equal on all ranks, or -1."""
-
-    config: RunConfig
-    group: Group
-    folder: RunFolder
-    lock: RunLock | None
-    sizes: BatchSizes
-    plan: BatchPlan
-    schedule: LrSchedule
-    model: nn.Module
-    state: RunState
-    step: TrainStep
-    source: Source
-    validation: Source
-    store: CheckpointStore
-    writer: CheckpointWriter
-    progress: Progress
-    stop: StopSignals
-    plan_file: PlanFile
-    trace: RunTrace
-    chosen: dict[str, str]
-    make_loader: Callable[[BatchPlan, int], TrainBatches]
-    # Of a rehearsal, where the planner knows the cluster's times.
-    clock: ClusterClock | None = None
-    observers: list[Observer] = field(default_factory=list)
-    callbacks: CallbackRunner | None = None
-    # For a module that the user gave: the state that is evaluated and exported, once the run has ended.
-    keeps_final_state: bool = False
-    final_state: dict[str, torch.Tensor] | None = None
-    saved_step: int = -1
-
-    @property
-    def is_main(self) -> bool:
-        return self.group.rank == 0
-
-    def emit(self, event: Event) -> None:
-        """Passes an event to all observers; a write error fails the run at the next step."""
-        for observer in self.observers:
-            try:
-                observer.on_event(event)
-            except OSError as error:
-                self.step.fault = PacelineError(
-                    f"cannot write the run's records in {self.folder.path}: {error.strerror}",
-                    "free space or choose another --output, then --resume auto",
-                )
-
-    def divide_again(self, plan: BatchPlan) -> None:
-        """Goes on with other shares of the global batch. Between steps, on all ranks."""
-        # They have the size of this rank's micro-batches until now.
-        self.step.micro.drop_graphs()
-        self.step.loader.close()
-        self.step.loader = self.group.agree_on(
-            "loader", lambda: self.make_loader(plan, self.progress.step)
-        )
-        self.plan = self.step.plan = plan
-        self.state = replace(self.state, batches=plan)
-
-    def check_folder(self) -> None:
-        """Before rank 0 writes: raises if the folder is gone or another process has taken it over."""
-        if self.lock is not None:
-            self.lock.check()
-
-    def finish_save(self, *, wait: bool = True) -> None:
-        """Reports a checkpoint that has been written since the last call; with `wait`, also the one that
-        is being written. A write error fails the run at the next step."""
-        written = self.writer.take_written(wait=wait)
-        if written is None:
-            return
-        if written.note:
-            self.emit(NoteEvent(written.note))
-        if written.error is not None:
-            self.step.fault = written.error
-            return
-        self.emit(
-            CheckpointEvent(
-                written.step, str(written.path), written.save_s, written.best, written.stall_s
-            )
-        )
-
-    def write_trace(self) -> None:
-        """All ranks send their spans, and rank 0 writes them. A write error fails the run at the next
-        step."""
-        try:
-            note = self.trace.write()
-        except PeerError:
-            raise  # the error of another rank, which has published it
-        except PacelineError as error:
-            self.step.fault = error
-            return
-        if note:
-            self.emit(NoteEvent(note))
-
-    def close(self) -> None:
-        # CUDA graphs hold references to NCCL communicators, so they go before the process groups.
-        self.step.release()
-        if not self.group.aborted:
-            self.step.exchange.close()
-        self.step.loader.close()
-        self.source.close()
-        self.validation.close()
-        for observer in self.observers:
-            # A full disk was already reported when the record was written.
-            with contextlib.suppress(OSError):
-                observer.close()
-        if self.lock is not None:
-            self.lock.release()
+from paceline.train.training import Training
 
 
 def build(
@@ -267,7 +157,7 @@ def _assemble(
             path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
             progress = state.restore(checkpoint, path, elsewhere=elsewhere)
         loader = make_loader(plan, progress.step)
-    anchors = _anchors(config, source, plan, parts, group, components)
+    anchors = create_anchors(config, source, plan, parts.optimizer, group, components)
     step = create_step(config, parts, loader, plan, group, stop, components, norm_group, anchors)
     buffers = parts.exchange.bucket_info()
     group.name_buckets(buffers)
@@ -278,22 +168,22 @@ def _assemble(
         "backend": group.backend,
         "launcher": group.topology.launcher,
         "threads": threads,
-        "data": _describe_data(inputs),
+        "data": describe_data(inputs),
         "input": loader.describe(),
-        "model": _describe_model(config, model, components),
+        "model": describe_model(config, model, components),
         **({"model notes": "; ".join(model_notes)} if model_notes else {}),
-        **_data_notes(config, inputs, components, loader.describe()),
+        **data_notes(config, inputs, components, loader.describe()),
         **parts.describe(),
         "batch": sizes.describe(plan.world_size),
         **({"shares": shares} if shares else {}),
         "peak_lr": f"{peak:g}",
         **({"scaling": scaling} if scaling else {}),
-        **_describe_anchors(anchors),
+        **({"full gradient": anchors.describe()} if anchors else {}),
         **describe_norms(config, group, norm_group),
-        **_optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
+        **optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
         **({"exchange state": "; ".join(state.notes)} if state.notes else {}),
-        **_describe_rehearsal(config, clock),
-        **_given_objects(components),
+        **describe_rehearsal(config, clock),
+        **given_objects(components),
     }
     training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
@@ -318,35 +208,6 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
     if not plan.growth:
         return LrSchedule(settings, peak, plan.total_steps, per_epoch)
     return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
-
-
-def _anchors(
-    config: RunConfig, source: Source, plan: BatchPlan, parts: StepParts, group: Group,
-    components: Components,
-) -> Anchors | None:  # fmt: skip
-    """The full-gradient passes of SVRG and its relatives; None for other optimizers."""
-    optimizer = parts.optimizer
-    if not isinstance(optimizer, SVRG) or not optimizer.anchored:
-        return None
-    # As many micro-batches to a step as there are ranks: only their sum counts.
-    whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
-
-    def loader() -> TrainBatches:
-        return create_train_loader(
-            source, whole, config.data, seed=config.run.seed, rank=group.rank, first_step=0,
-            device=group.device, augment=components.augment,
-        )  # fmt: skip
-
-    interval = max(1, round(config.optim.center_epochs * plan.steps_per_epoch))
-    return Anchors(optimizer, interval, whole, loader)
-
-
-def _describe_anchors(anchors: Anchors | None) -> dict[str, str]:
-    if anchors is None:
-        return {}
-    return {
-        "full gradient": f"every {anchors.interval:,} steps, over {anchors.plan.samples:,} images"
-    }
 
 
 def _ranks(config: RunConfig, group: Group) -> int:
@@ -378,28 +239,21 @@ def _cluster_clock(
         return None
     classes = config.model.num_classes or len(inputs.source.classes)
     model, size = config.model, config.data.image_size
-    stem, half = model.stem_for(size), config.precision.amp_dtype != "fp32"
+    # As it runs here: `auto` is fp32 on a CPU, whatever the cluster's GPUs would choose.
+    stem, half = model.stem_for(size), parts.policy.is_half
     settings.check_batch(model.name, size, classes, stem=stem, batch=plan.micro_batch, half=half)
-    work = settings.workload(model.name, size, classes, stem)
+    tensors = {
+        name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
+    }
+    work = settings.workload(model.name, size, classes, stem, tensors)
     if work is None:
         return None
     return cluster_clock(
-        settings, parts.exchange.plan, work, batch=plan.micro_batch,
+        settings, parts.exchange.plan, work.with_tensors(tensors), batch=plan.micro_batch,
         accumulation=plan.accumulation, validation=len(inputs.validation),
         eval_batch=eval_batch(plan.micro_batch),
-        left_out=settings.left_out(config.optim.name, half=half),
+        left_out=settings.left_out(work, config.optim.name, half=half),
     )  # fmt: skip
-
-
-def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[str, str]:
-    settings = config.rehearse
-    if not settings.ranks:
-        return {}
-    unknown = "none: give --gpu, --profile or --cluster for the cluster's time"
-    return {
-        "rehearsal": f"of {settings.ranks:,} ranks on {settings.nodes:,} node(s), in one process",
-        "clock": unknown if clock is None else clock.describe(),
-    }
 
 
 def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
@@ -463,92 +317,3 @@ def _check_model(
         ranks=_ranks(config, group),
         nhwc=config.run.channels_last,
     )  # fmt: skip
-
-
-def _given_objects(components: Components) -> dict[str, str]:
-    """Objects of the program that the command line cannot make again."""
-    names = [name for name in components.names() if name != "callbacks"]
-    if not names:
-        return {}
-    listed = ", ".join(name.replace("_", " ") for name in names)
-    return {
-        "given in Python": f"{listed}; paceline eval, predict, export and --resume cannot make these: "
-        "use this program, or name them as package.module:name"
-    }
-
-
-def _describe_data(inputs: RunInputs) -> str:
-    source = inputs.source
-    return (
-        f"{source.kind}, {len(source):,} training and {len(inputs.validation):,} "
-        f"validation images, {len(source.classes)} classes"
-    )
-
-
-def _data_notes(
-    config: RunConfig, inputs: RunInputs, components: Components, described: str
-) -> dict[str, str]:
-    """What the user should know about the data beyond what `described` says of the input."""
-    sources = (inputs.source, inputs.validation)
-    notes = [s.note for s in sources if s.note and s.note not in described]
-    own = {"augment": components.augment, "device_augment": components.device_augment}
-    found = {
-        "data notes": "; ".join(dict.fromkeys(notes)),
-        "channels": describe_channels(inputs.source, config.data.channels),
-        "augmentation": ", ".join(
-            f"own {name}" for name, value in own.items() if value is not None
-        ),
-    }
-    return {name: note for name, note in found.items() if note}
-
-
-def _describe_model(config: RunConfig, model: nn.Module, components: Components) -> str:
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    stem = config.model.stem_for(config.data.image_size)
-    is_resnet = config.model.name in MODEL_NAMES and config.model.name.startswith("resnet")
-    with_stem = f" with the {stem} stem" if is_resnet else ""
-    frozen = count_frozen(model)
-    with_frozen = f", {frozen:,} of them frozen" if frozen else ""
-    if components.model is not None:
-        return (
-            f"{given_name(components.model)} (given in Python), {weights:,} parameters{with_frozen}"
-        )
-    return f"{config.model.name}{with_stem}, {weights:,} parameters{with_frozen}"
-
-
-def _optional_notes(
-    config: RunConfig,
-    folder: RunFolder,
-    checkpoint: Checkpoint | None,
-    parts: StepParts,
-    pretrained: list[str],
-    schedule: LrSchedule,
-    plan: BatchPlan,
-) -> dict[str, str]:
-    salvaged = ""
-    if checkpoint is not None and checkpoint.salvaged_by is not None:
-        salvaged = (
-            f"not bit-exact: salvaged by rank {checkpoint.salvaged_by} after the loss of another rank; "
-            "weights and momenta are exact, batch-norm statistics are of that rank only"
-        )
-    notes = {
-        "warm-up": schedule.describe_cut(),
-        "noise scale": _describe_noise_scale(config, plan),
-        "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
-        "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
-        "pretrained": "; ".join(pretrained),
-        "resume": "; ".join(filter(None, (folder.note, salvaged))),
-        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
-    }
-    return {name: note for name, note in notes.items() if note}
-
-
-def _describe_noise_scale(config: RunConfig, plan: BatchPlan) -> str:
-    if not config.run.noise_scale:
-        return ""
-    parts = -(-plan.global_batch // plan.micro_batch)
-    if parts < 2:
-        return (
-            "not available: a step is one micro-batch; use several ranks or a smaller --batch-size"
-        )
-    return f"estimated from {parts} micro-batches of {plan.micro_batch} per step"

@@ -26,7 +26,7 @@ from paceline.core.events import (
 )
 
 if TYPE_CHECKING:
-    from paceline.train.build import Training
+    from paceline.train.training import Training
 
 
 class RunControl:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from paceline.core.errors import DivergedError
 from paceline.models.resnet import fuse_norms
 from paceline.precision.policy import Policy
-from paceline.train.build import Training
 from paceline.train.step import StepOutcome
+from paceline.train.training import Training
 
 # Allowed steps in a row with a non-finite loss, which no loss scale can fix.
 _BAD_LOSSES = 10

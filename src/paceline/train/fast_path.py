@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.models.factories import describe
+from paceline.core.imports import first_line
 from paceline.models.resnet import PADDED_CHANNELS, ResidualBlock, fuse_norms, use_torch_norms
 from paceline.models.synced_norm import NormGroup, keep_last_statistics, synchronize_norms
 from paceline.train.machine import out_of_memory
@@ -177,7 +177,7 @@ def _compile_problem(trial: TrialPass, forward: Forward, foreign: bool) -> str:
         if out_of_memory(cause, "", "") is not None or not (foreign or compiler):
             raise
         torch._dynamo.reset()
-        return compile_reason(cause) if compiler else describe(cause)
+        return compile_reason(cause) if compiler else first_line(cause)
     return ""
 
 

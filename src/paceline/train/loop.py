@@ -12,21 +12,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from paceline.config import changed_settings
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import (
     EvalEvent,
     NoteEvent,
     StartEvent,
-    StepEvent,
-    TrustEvent,
 )
-from paceline.core.host import HostLoad
 from paceline.data import allowed_corrupt, create_eval_loader
-from paceline.plan.noise import NoiseEstimate, NoiseScale
-from paceline.train.build import Training
+from paceline.train.average import applied
 from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.divergence import check_divergence
 from paceline.train.eval_details import EvalDetails, wants_details
@@ -34,12 +28,12 @@ from paceline.train.evaluate import evaluate
 from paceline.train.inputs import eval_batch
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
-from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
 from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
 from paceline.train.run_state import shared_weights
 from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
-from paceline.train.weights import applied
+from paceline.train.step_records import StepRecords
+from paceline.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -66,16 +60,9 @@ class TrainingLoop:
             training.group,
             training.emit,
         )
-        group, settings = training.group, training.config.run
-        self._rank_times: RankTimes | None = None
-        if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
-            self._rank_times = RankTimes(group, training.emit)
-        self._rebalance = Rebalance(group) if settings.rebalance else None
+        self._records = StepRecords(training)
+        self._rebalance = Rebalance(training.group) if training.config.run.rebalance else None
         self._save_owed = False
-        # Of many ranks, the first of a host notes that it is overloaded.
-        notes = self._rank_times is None or group.rank == group.host_leader
-        self._load, self._overload_noted = HostLoad(), not notes
-        self._noise = NoiseScale(*training.progress.noise)
 
     def run(self) -> RunResult:
         """Ends with a checkpoint of the last step, whatever the reason to stop."""
@@ -110,7 +97,7 @@ class TrainingLoop:
         finally:  # also after an error
             self._input.note(t.step.loader.note())
         progress.train_s = self._elapsed()
-        self._gather_times()
+        self._records.gather_times()
         if t.saved_step != progress.step:
             self._save(best=False)
         t.finish_save()
@@ -172,7 +159,9 @@ class TrainingLoop:
         for number in range(progress.step, t.plan.total_steps):
             t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
-            stop = self._collect(0 if pause or self._trust_is_due(number + 1) else t.step.lag)
+            stop = self._collect(
+                0 if pause or self._records.trust_is_due(number + 1) else t.step.lag
+            )
             if stop is None and self._save_owed and not pause:
                 # Requested by a signal; steps in flight complete first.
                 stop, pause = self._collect(0), True
@@ -182,7 +171,7 @@ class TrainingLoop:
                 t.write_trace()
             if not pause:
                 continue
-            self._gather_times()
+            self._records.gather_times()
             result = self._evaluate() if self._evaluation_is_due(number + 1) else None
             if result is not None:
                 return result
@@ -231,105 +220,13 @@ class TrainingLoop:
         return self._before_s + time.perf_counter() - self._started
 
     def _account(self, outcome: StepOutcome) -> None:
-        t, progress, number = self._t, self._t.progress, outcome.number
-        first, last = t.plan.step_range(number)
-        progress.step = number + 1
-        progress.images += last - first
-        progress.step_s += outcome.step_s
-        progress.train_s = self._elapsed()
-        progress.skipped_steps += outcome.skipped
         self._save_owed |= outcome.save
-        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
-        progress.loss_finite = math.isfinite(outcome.loss)
-        t.finish_save(wait=False)
-        if t.clock is not None:
-            progress.predicted_s += t.clock.step_s
-        self._note_fallback()
-        estimate = self._noise_estimate(outcome, last - first)
-        event = StepEvent(
-            step=progress.step,
-            epoch=t.plan.epoch_at(progress.step),
-            loss=outcome.loss,
-            lr=outcome.rate,
-            images_per_s=(last - first) / outcome.step_s,
-            step_s=outcome.step_s,
-            data_s=outcome.data_s,
-            skipped=outcome.skipped,
-            loss_scale=outcome.loss_scale,
-            exposed_comm_s=outcome.exposed_comm_s,
-            input_stall_s=sum(outcome.stall.values()),
-            input_stall_causes=outcome.stall,
-            core_wait_share=self._core_wait_share(),
-            grad_norm=outcome.grad_norm if t.config.optim.clip_norm else None,
-            grad_signal=None if estimate is None else estimate.signal,
-            grad_variance=None if estimate is None else estimate.variance,
-            noise_scale=None if estimate is None else self._noise.value,
-            batch_size=last - first if t.plan.growth else None,
-            momentum=t.schedule.others(number).get("momentum"),
-            staleness=outcome.staleness,
-            predicted_s=progress.predicted_s if t.clock else None,
-        )
-        t.emit(event)
+        self._records.add(outcome, self._elapsed())
         if self._rebalance is not None:
             self._rebalance.note(outcome.step_s, outcome.exposed_comm_s)
-        if self._rank_times is not None:
-            self._rank_times.note(event)
-        if outcome.save:
-            self._write_recent_events()
-        if t.is_main and self._trust_is_due(progress.step):
-            ratios = t.step.update.optimizer.trust_ratios()
-            names = t.step.update.names
-            t.emit(TrustEvent(progress.step, dict(zip(names, ratios, strict=True))))
         self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
-            check_divergence(t, outcome)
-
-    def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
-        """The estimate of one step, added to the running averages; None where there is none."""
-        if not self._t.config.run.noise_scale or outcome.skipped:
-            return None
-        micro_batches = -(-samples // self._t.plan.micro_batch)
-        estimate = NoiseEstimate.of(
-            outcome.whole_squared, outcome.parts_squared, samples, micro_batches
-        )
-        if estimate is not None:
-            self._noise.add(estimate)
-            self._t.progress.noise = [
-                self._noise.signal, self._noise.variance, self._noise.weight,
-            ]  # fmt: skip
-        return estimate
-
-    def _note_fallback(self) -> None:
-        """Once: micro-steps are not captured although they were meant to be."""
-        reason, chosen = self._t.step.micro.uncaptured, self._t.chosen
-        if reason and "not captured" not in chosen["speed"]:
-            chosen["speed"] += f"; not captured: {reason}"
-            self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
-
-    def _gather_times(self) -> None:
-        """In a pause, when no step is in flight: a collective between steps would cost time."""
-        if self._rank_times is not None:
-            self._rank_times.gather()
-
-    def _write_recent_events(self) -> None:
-        """A signal to save asks for the details of all ranks too."""
-        for observer in self._t.observers:
-            if isinstance(observer, RecentEvents):
-                observer.write()
-
-    def _core_wait_share(self) -> float | None:
-        """The latest reading; the first one of an overloaded host also emits a note."""
-        if (reading := self._load.read()) is not None:
-            text = reading.describe(torch.get_num_threads())
-            if text and not self._overload_noted:
-                self._overload_noted = True
-                self._t.emit(NoteEvent(text))
-        return self._load.latest.waited if self._load.latest else None
-
-    def _trust_is_due(self, step: int) -> bool:
-        """Reading the ratios synchronizes with the device, so it happens at intervals only."""
-        interval = self._t.config.optim.trust_log_interval
-        return interval > 0 and step % interval == 0
+            check_divergence(self._t, outcome)
 
     def _evaluation_is_due(self, step: int) -> bool:
         t = self._t

@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError, RunError
-from paceline.models.factories import call_factory, checked_module, describe
+from paceline.core.imports import first_line
+from paceline.models.factories import call_factory, checked_module
 from paceline.models.freeze import freeze_parameters
 from paceline.models.registry import create_model, is_own
 from paceline.train.components import Components
@@ -137,7 +138,7 @@ def forward_error(
     if lost or out_of_memory(error, "", "") is not None:
         return None
     return RunError(
-        f"{what} failed on {_shape(images)} images: {describe(error)}",
+        f"{what} failed on {_shape(images)} images: {first_line(error)}",
         "check data.image_size, data.channels and the model's code",
     )
 

@@ -23,18 +23,18 @@ from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError, RunError
-from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
-from paceline.models.factories import describe
+from paceline.core.imports import first_line
+from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.models.synced_norm import NormGroup
-from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale, Policy
+from paceline.train.anchors import Anchors
 from paceline.train.asynchronous import AsynchronousUpdate, Outcome
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
-from paceline.train.weights import BatchNormState
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,6 @@ class _Launched:
     data_s: float
     exposed: Callable[[], float]
     stall: Callable[[], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Anchors:
-    """What SVRG and its relatives need beside a batch: every `interval` steps a pass over all samples,
-    in the micro-batches of `plan`, which `loader` makes."""
-
-    optimizer: SVRG
-    interval: int
-    plan: BatchPlan
-    loader: Callable[[], TrainBatches]
 
 
 class _Share(NamedTuple):
@@ -204,7 +193,7 @@ class TrainStep:
                     mix = self._mix(step, share.number, len(batch.labels))
                     computing = True
                     if self.anchors is not None:
-                        self._subtract_anchor(self.anchors, batch, usual=share.usual)
+                        self.anchors.subtract(self.micro, self.batch_norm, batch, usual=share.usual)
                         seed_micro_batch(self.seed, step, share.number)
                     self.micro.run(
                         batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
@@ -251,38 +240,32 @@ class TrainStep:
             )
         )
 
-    def _subtract_anchor(self, anchors: Anchors, batch: Batch, *, usual: bool) -> None:
-        """Subtracts the gradients of a micro-batch at the anchor, without a trace in batch norm."""
-        flat, tracked = self.batch_norm.flat.clone(), self.batch_norm.tracked.clone()
-        with anchors.optimizer.at_anchor():
-            self.micro.run(batch.images, batch.labels, usual=usual, subtract=True)
-        self.batch_norm.flat.copy_(flat)
-        self.batch_norm.tracked.copy_(tracked)
-
     def _center(self, step: int, anchors: Anchors) -> None:
         """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
-        on one rank is raised again in the step that follows, and reported there."""
+        on one rank is raised again in the step that follows, and reported there. A rank that is asked to
+        stop leaves the pass between two batches; a resumed run does it again from its beginning."""
         self.exchange.begin(step)
         self.batch_norm.remember()
         self.micro.begin(anchors.plan.samples, anchors.plan.samples)
-        failed = self.fault is not None
+        failed, abandoned = self.fault is not None, False
         try:
             if not failed:
-                with anchors.loader() as batches:
-                    for number, batch in enumerate(batches):
-                        seed_micro_batch(self.seed, step, number)
-                        usual = len(batch.labels) == self.plan.micro_batch
-                        self.micro.run(batch.images, batch.labels, usual=usual)
+                abandoned = not anchors.add_all_samples(
+                    self.micro, self.seed, step, lambda: self._given_up or self._asked_to_stop()
+                )
         except Exception as error:  # a defect of the program is raised again
             fault = step_error(error, step, self.plan.micro_batch, foreign=self.foreign)
             if fault is None:
                 raise
             self.fault, failed = fault, True
         self.batch_norm.roll_back()
-        self._reduce(Signals(fault=float(failed)))
+        self._reduce(Signals(fault=float(failed), abandon=float(abandoned)))
         # Read on the host: a full pass is rare, and long.
-        flag = self.exchange.tail[SIGNALS.index("fault")]
-        if not self.group.watched("the full gradient", lambda: float(flag)):
+        tail = self.exchange.tail[: len(SIGNALS)]
+        sums = dict(zip(SIGNALS, self.group.watched("the full gradient", tail.tolist), strict=True))
+        # The sum of a pass that one rank has left is of no use to the others: none does the step.
+        self._given_up |= sums["abandon"] > 0
+        if not sums["fault"] and not sums["abandon"]:
             anchors.optimizer.center()
 
     def _synchronize_norms(self, step: int, *, full: bool) -> bool:
@@ -337,7 +320,7 @@ class TrainStep:
             )
 
     def _agree_on_graphs(self) -> None:
-        """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all
+        """When all graphs of a micro-step have been captured: where that failed on one rank, all
         go on without. All ranks launch the same steps, so that each comes here at the same one."""
         self._launches += 1
         if not self.micro.may_fall_back or self._launches != WARM_CALLS + 2:
@@ -346,6 +329,12 @@ class TrainStep:
         self.group.all_reduce_sum(failed)
         if failed > 0:
             self.micro.fall_back("another rank could not capture the step as a CUDA graph")
+
+    def drop_graphs(self) -> None:
+        """On all ranks, between steps: later micro-batches may have another size. Ranks agree again once
+        the new graphs have been captured, because NCCL wants all of them to replay or none."""
+        self.micro.drop_graphs()
+        self._launches = 0
 
     def _mix(self, step: int, number: int, samples: int) -> Tensor | None:
         if self.mixing is None:
@@ -369,7 +358,7 @@ class TrainStep:
                 if own or self.update.optimizer.path != "torch" or out_of_memory(error, "", ""):
                     raise
                 raise RunError(
-                    f"the optimizer failed in step {step + 1}: {describe(error)}",
+                    f"the optimizer failed in step {step + 1}: {first_line(error)}",
                     "fix it, or choose another --opt; continue with --resume auto",
                 ) from error
 
@@ -427,7 +416,7 @@ class TrainStep:
     def state_bytes_per_parameter(self) -> float:
         """Bytes of optimizer state, masters included, for each trained parameter."""
         optimizer = self.update.optimizer
-        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        trained = sum(p.numel() for p in optimizer.parameters())
         return float(optimizer.state_bytes() / max(trained, 1))
 
     def exchange_bytes(self) -> float:

@@ -17,8 +17,9 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.lars_foreach import accurate_norms
 from paceline.optim.schedule import set_rate
 from paceline.precision.policy import LossScale
+from paceline.train.average import WeightAverage
+from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import Captured
-from paceline.train.weights import BatchNormState, WeightAverage
 
 # What follows the sums of the signals in the row.
 EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_squared")
@@ -131,10 +132,7 @@ class Update:
 
     def _measure(self) -> None:
         """The norm of all gradients, for clipping and for the noise scale."""
-        gradients = [
-            p.grad for group in self.optimizer.param_groups for p in group["params"]
-            if p.grad is not None
-        ]  # fmt: skip
+        gradients = [p.grad for p in self.optimizer.parameters() if p.grad is not None]
         norms = torch.stack([norm.double() for norm in gradient_norms(gradients)])
         scale = self._scale.step_value.double()
         norm = torch.linalg.vector_norm(norms) / scale
@@ -166,7 +164,7 @@ def parameter_names(exchange: GradientExchange, optimizer: MasterOptimizer) -> l
     """The parameters' names in the optimizer's order. The model itself may have others by now, which
     the first step reports."""
     names: dict[int, str] = {id(p): name for name, p in exchange.parameters.items()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return [names[id(p)] for p in optimizer.parameters()]
 
 
 def row_values(row: Tensor) -> tuple[dict[str, float], list[int]]:

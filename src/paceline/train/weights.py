@@ -1,5 +1,4 @@
-"""The weights of a run in full precision: masters, their average over the last steps, running
-statistics of batch norm, export files.
+"""The weights of a run in full precision: masters, those of a checkpoint, export files, fingerprints.
 
 The model computes in half precision while the optimizer holds fp32 masters; checkpoints, export and
 comparisons use the masters.
@@ -9,26 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.errors import CheckpointError
 from paceline.optim.base import MasterOptimizer
+from paceline.train.batch_norm import pool
 from paceline.train.checkpoint import Checkpoint, write_atomically
-from paceline.train.machine import explain_out_of_memory
-
-_REMEDY = "use run.average_epochs=0, or free the device"
 
 
 def master_weights(
@@ -36,7 +28,7 @@ def master_weights(
 ) -> dict[str, Tensor]:
     """Masters by parameter name, or `weights` in their place; frozen parameters as they are."""
     chosen = optimizer.masters() if weights is None else weights
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
+    masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
     return {name: masters.get(id(p), p).detach() for name, p in model.named_parameters()}
 
 
@@ -46,7 +38,7 @@ def full_state(
     """The model's state dict with masters, or `weights` in their order, instead of parameters."""
     chosen = optimizer.masters() if weights is None else weights
     # A parameter shared by two modules has two keys and one master.
-    masters = {id(p): m for p, m in zip(_parameters(optimizer), chosen, strict=True)}
+    masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
     state = model.state_dict(keep_vars=True)
     return {name: _widened(masters.get(id(value), value).detach()) for name, value in state.items()}
 
@@ -57,210 +49,12 @@ def restore_masters(
     """Fills the masters from a state dict of `full_state`; the model's own weights are loaded
     separately."""
     names = {id(p): name for name, p in model.named_parameters()}
-    for parameter, master in zip(_parameters(optimizer), optimizer.masters(), strict=True):
+    for parameter, master in zip(optimizer.parameters(), optimizer.masters(), strict=True):
         master.detach().copy_(state[names[id(parameter)]])
-
-
-def _parameters(optimizer: MasterOptimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _widened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-
-class WeightAverage:
-    """Running average in fp32 of masters and batch-norm statistics over the last steps.
-
-    Evaluation and export use it in place of the last step's weights; training never does. It is the
-    plain mean, without the initial weights, until `steps` steps are done; after that the weight of a
-    step decays exponentially with its age. `weights` are in the optimizer's order, `statistics` are
-    this rank's own.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: MasterOptimizer, batch_norm: BatchNormState, steps: float
-    ) -> None:
-        self.steps = steps
-        self._model = model
-        self._optimizer = optimizer
-        self._batch_norm = batch_norm
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.weights = [m.detach().float().clone() for m in optimizer.masters()]
-        self.statistics = batch_norm.kept.clone()
-        # Number of steps in the average. On the device, because a flag there decides whether a step
-        # counts.
-        self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
-
-    def set_rate(self, rate: float) -> None:
-        """The rate of the next step, which `ScheduleFree` needs."""
-
-    def add(self, discard: Tensor) -> None:
-        """Adds the current step unless the flag on the device is set."""
-        counts = 1 - discard.double()
-        share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
-        now = [m.detach().float() for m in self._optimizer.masters()]
-        places = [*self.weights, self.statistics]
-        apart = torch._foreach_sub([*now, self._batch_norm.kept], places)
-        torch._foreach_mul_(apart, share)
-        torch._foreach_add_(places, apart)
-        self._count.add_(counts)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside the context the model computes with the average."""
-        with torch.no_grad():
-            with explain_out_of_memory(
-                "while loading the averaged weights into the model", _REMEDY
-            ):
-                own = [p.clone() for p in self._parameters]
-                statistics = self._batch_norm.kept.clone()
-            torch._foreach_copy_(self._parameters, self.weights)
-            self._batch_norm.kept.copy_(self.statistics)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self._parameters, own)
-                self._batch_norm.kept.copy_(statistics)
-
-    def full_state(self) -> dict[str, Tensor]:
-        """The model's state dict with the average in place of its weights."""
-        return full_state(self._model, self._optimizer, self.weights)
-
-    def named(self) -> dict[str, Tensor]:
-        """The average of each parameter by name, as in `master_weights`."""
-        return master_weights(self._model, self._optimizer, self.weights)
-
-    def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
-        """State for the checkpoint, on rank 0. A collective; `average` as in `gather_rows`."""
-        rows = self._batch_norm.gather(self.statistics, group, average=average)
-        return {} if rows is None else self._captured(rows)
-
-    def capture_alone(self) -> dict[str, Any]:
-        """State for a checkpoint of this rank alone."""
-        return self._captured(self.statistics.detach().cpu()[None].clone())
-
-    def _captured(self, rows: Tensor) -> dict[str, Any]:
-        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        state = self.full_state()
-        return {
-            "count": float(self._count),
-            "weights": {name: state[name] for name in state if name in names},
-            "rows": rows,
-        }
-
-    def restore(self, saved: dict[str, Any], group: Group) -> None:
-        """Restores captured state. Without any, the average starts with the current weights."""
-        if not saved:
-            self._count.zero_()
-            for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
-                place.copy_(master)
-            self.statistics.copy_(self._batch_norm.kept)
-            return
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        for place, parameter in zip(self.weights, self._parameters, strict=True):
-            place.copy_(saved["weights"][names[id(parameter)]])
-        self.statistics.copy_(self._batch_norm.own_rows(saved["rows"], group))
-        self._count.fill_(saved["count"])
-
-    def describe(self, steps_per_epoch: float) -> str:
-        epochs = self.steps / steps_per_epoch
-        return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
-
-
-class ScheduleFree(WeightAverage):
-    """Schedule-free training (Defazio et al. 2024) around any optimizer's step Δ.
-
-    Gradients are taken at y = z + β·(x − z); z ← z + Δ(y); x ← x + c·(z − x) with c = r² / Σ r², r being
-    the rates so far. x takes the place of the average: evaluation and export use it, and no rate has to
-    fall. Masters hold y, `weights` x and `base` z. A skipped step leaves all three as they are.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: MasterOptimizer, batch_norm: BatchNormState, beta: float
-    ) -> None:
-        super().__init__(model, optimizer, batch_norm, math.inf)
-        self._beta = beta
-        self.base = [weight.clone() for weight in self.weights]
-        self._rate = torch.zeros((), dtype=torch.float64, device=self._count.device)
-
-    def set_rate(self, rate: float) -> None:
-        self._rate.fill_(rate)
-
-    def add(self, discard: Tensor) -> None:
-        """Turns the optimizer's step from y into the three updates. `_count` is the sum of r²."""
-        masters = [m.detach() for m in self._optimizer.masters()]
-        squared = (1 - discard.double()) * self._rate.square()
-        share = (squared / (self._count + squared).clamp(min=1e-300)).float()
-        moves = torch._foreach_sub([m.float() for m in masters], self._evaluated())
-        torch._foreach_add_(self.base, moves)
-        places = [*self.weights, self.statistics]
-        apart = torch._foreach_sub([*self.base, self._batch_norm.kept], places)
-        torch._foreach_mul_(apart, share)
-        torch._foreach_add_(places, apart)
-        self._count.add_(squared)
-        torch._foreach_copy_(masters, self._evaluated())
-        halves = [
-            (p.detach(), m)
-            for p, m in zip(self._parameters, masters, strict=True)
-            if p.data_ptr() != m.data_ptr()
-        ]
-        if halves:
-            torch._foreach_copy_([p for p, _ in halves], [m for _, m in halves])
-
-    def _evaluated(self) -> list[Tensor]:
-        """y; a function of x and z alone, so that a skipped step finds the masters' own bits."""
-        return list(torch._foreach_lerp(self.base, self.weights, self._beta))
-
-    def _captured(self, rows: Tensor) -> dict[str, Any]:
-        return super()._captured(rows) | {"base": list(self.base)}
-
-    def restore(self, saved: dict[str, Any], group: Group) -> None:
-        super().restore(saved, group)
-        base = saved.get("base")
-        if not saved:
-            base = self.weights
-        elif base is None:
-            raise CheckpointError(
-                "the checkpoint was written without optim.schedule_free",
-                "resume with the checkpoint's settings, or start a new run with --pretrained",
-            )
-        torch._foreach_copy_(self.base, [weight.to(self._count.device) for weight in base])
-
-    def describe(self, steps_per_epoch: float) -> str:
-        return f"schedule-free, gradients {self._beta:g} of the way to the average"
-
-
-def create_average(
-    epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: MasterOptimizer,
-    batch_norm: BatchNormState, schedule_free: float = 0.0,
-) -> WeightAverage | None:  # fmt: skip
-    """None if `run.average_epochs` and `optim.schedule_free` are 0."""
-    if schedule_free:
-        if epochs:
-            raise ConfigError(
-                "run.average_epochs", epochs, "schedule-free training has an average of its own",
-                "use 0 with optim.schedule_free",
-            )  # fmt: skip
-        with explain_out_of_memory("while copying the weights for their average", _REMEDY):
-            return ScheduleFree(model, optimizer, batch_norm, schedule_free)
-    if epochs == 0:
-        return None
-    steps = epochs * steps_per_epoch
-    if steps < 2:
-        raise ConfigError(
-            "run.average_epochs", epochs,
-            f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
-            f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
-        )  # fmt: skip
-    with explain_out_of_memory("while copying the weights for their average", _REMEDY):
-        return WeightAverage(model, optimizer, batch_norm, steps)
-
-
-def applied(average: WeightAverage | None) -> Context[None]:
-    """`average.applied()`, or a context that does nothing."""
-    return nullcontext() if average is None else average.applied()
 
 
 def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -344,157 +138,3 @@ def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
         flat = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(flat.numpy().tobytes())
     return digest.hexdigest()
-
-
-class BatchNormState:
-    """Running statistics of batch norm, each rank's own, in one flat buffer: row 0 of `flat` holds all
-    running means, row 1 all variances.
-
-    The average over N ranks treats their statistics as those of N equal parts of one population: the
-    mean of the means, and the mean of the variances plus the variance of the means.
-
-    In a rehearsal, one process has the statistics of all virtual ranks: `kept` is a row for each of them,
-    and the layers use `flat`, which `load` fills for one rank and `store` saves. Otherwise both are one.
-    """
-
-    def __init__(self, model: nn.Module, virtual_ranks: int = 0) -> None:
-        layers = [
-            (name, layer)
-            for name, layer in model.named_modules()
-            if isinstance(layer, _BatchNorm) and layer.running_mean is not None
-        ]
-        self.names = [name for name, _ in layers]
-        self.widths = [layer.num_features for _, layer in layers]
-        # Also without any such layer: a step combines these with flags on the model's device.
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.flat = torch.zeros(2, sum(self.widths), device=device)
-        self.tracked = torch.zeros(len(layers), dtype=torch.int64, device=device)
-        start = 0
-        for number, (_, layer) in enumerate(layers):
-            stop = start + layer.num_features
-            assert layer.running_mean is not None
-            assert layer.running_var is not None
-            self.flat[0, start:stop] = layer.running_mean
-            self.flat[1, start:stop] = layer.running_var
-            # `.data` gives each view its own version counter. Otherwise autograd would take the
-            # update of one layer, which torch.compile makes visible, for a change of what another
-            # layer saved.
-            layer.running_mean, layer.running_var = (
-                self.flat[0, start:stop].data,
-                self.flat[1, start:stop].data,
-            )
-            if layer.num_batches_tracked is not None:  # of pretrained weights
-                self.tracked[number] = layer.num_batches_tracked
-            layer.num_batches_tracked = self.tracked[number]
-            start = stop
-        self.virtual_ranks = virtual_ranks
-        self.kept, self._kept_tracked = self.flat, self.tracked
-        if virtual_ranks:
-            self.kept = self.flat.expand(virtual_ranks, *self.flat.shape).clone()
-            self._kept_tracked = self.tracked.expand(virtual_ranks, -1).clone()
-        self._flat_before, self._tracked_before = self.kept.clone(), self._kept_tracked.clone()
-
-    @property
-    def saved_tracked(self) -> Tensor:
-        """Batches that each layer has seen, on rank 0."""
-        return self._kept_tracked[0] if self.virtual_ranks else self.tracked
-
-    def load(self, rank: int) -> None:
-        """The layers get the statistics of a virtual rank."""
-        self.flat.copy_(self.kept[rank])
-        self.tracked.copy_(self._kept_tracked[rank])
-
-    def store(self, rank: int) -> None:
-        """The statistics of the layers become those of a virtual rank."""
-        self.kept[rank].copy_(self.flat)
-        self._kept_tracked[rank].copy_(self.tracked)
-
-    def keys(self) -> frozenset[str]:
-        """The keys of the statistics in the model's state dict."""
-        parts = ("running_mean", "running_var", "num_batches_tracked")
-        return frozenset(
-            f"{name}.{part}" if name else part for name in self.names for part in parts
-        )
-
-    def remember(self) -> None:
-        """Keeps the statistics before a step that may be skipped or stopped."""
-        self._flat_before.copy_(self.kept)
-        self._tracked_before.copy_(self._kept_tracked)
-
-    def roll_back(self) -> None:
-        """Restores what `remember` kept."""
-        self.kept.copy_(self._flat_before)
-        self._kept_tracked.copy_(self._tracked_before)
-
-    def discard_if(self, flag: Tensor) -> None:
-        """Restores what `remember` kept if the flag on the device is set, so that a NaN in one batch
-        does not stay in the statistics. Does not synchronize with the device."""
-        self.kept.copy_(torch.where(flag > 0, self._flat_before, self.kept))
-        self._kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self._kept_tracked))
-
-    def average(self, group: Group) -> Tensor:
-        """The average over ranks, bit-identical on all of them."""
-        return pool(self.kept) if self.virtual_ranks else average_over_ranks(self.flat, group)
-
-    @contextmanager
-    def averaged(self, group: Group) -> Iterator[None]:
-        """Inside the context the model holds the average over ranks."""
-        own = self.flat.clone()
-        self.flat.copy_(self.average(group))
-        try:
-            yield
-        finally:
-            self.flat.copy_(own)
-
-    def rows(self, group: Group, *, average: bool = False) -> Tensor | None:
-        """The statistics of all ranks, [ranks, 2, width], on rank 0; see `gather_rows`."""
-        return self.gather(self.kept, group, average=average)
-
-    def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
-        """What every rank holds in the form of `kept`, on rank 0; see `gather_rows`."""
-        if not self.virtual_ranks:
-            return gather_rows(kept, group, average=average)
-        if average:
-            kept.copy_(pool(kept))
-            return kept[:1].detach().cpu().clone()
-        return kept.detach().cpu().clone()
-
-    def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
-        self.kept.copy_(self.own_rows(rows, group))
-        self._kept_tracked.copy_(tracked.to(self.tracked.device))
-
-    def own_rows(self, rows: Tensor, group: Group) -> Tensor:
-        """Of `[ranks, 2, width]`, this rank's row, or those of all virtual ranks; the average if the
-        number of ranks has changed."""
-        if rows.shape[0] != (self.virtual_ranks or group.world_size):
-            return pool(rows)
-        return rows if self.virtual_ranks else rows[group.rank]
-
-
-def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
-    """Each rank's statistics on rank 0, None elsewhere. With `average` a single row of their average,
-    which every rank goes on with, as a run does that is resumed from it."""
-    if not average:
-        return group.gather(flat)
-    flat.copy_(average_over_ranks(flat, group))
-    return flat.detach().cpu()[None].clone() if group.rank == 0 else None
-
-
-def average_over_ranks(flat: Tensor, group: Group) -> Tensor:
-    """Of [2, width], in float64."""
-    mean, variance = flat.double()
-    sums = torch.stack([mean, variance, mean * mean])
-    group.all_reduce_sum(sums)
-    return _pooled(sums / group.world_size).to(flat.dtype)
-
-
-def pool(rows: Tensor) -> Tensor:
-    """The average of `[ranks, 2, width]` as `[2, width]`."""
-    mean, variance = rows.double().unbind(1)
-    sums = torch.stack([mean.mean(0), variance.mean(0), (mean * mean).mean(0)])
-    return _pooled(sums).to(rows.dtype)
-
-
-def _pooled(averages: Tensor) -> Tensor:
-    mean, variance, square = averages
-    return torch.stack([mean, variance + (square - mean * mean).clamp_(min=0)])

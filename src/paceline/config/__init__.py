@@ -1,0 +1,47 @@
+"""`RunConfig`: everything that defines a run, composed of the settings of the packages.
+
+Values come from defaults, then a recipe (shipped, by name, or a TOML file), then flags. Unknown keys
+fail.
+"""
+
+from paceline.config.recipes import (
+    RECIPES,
+    load_config,
+    parse_assignment,
+    parse_value,
+    read_recipe,
+    recipe_names,
+)
+from paceline.config.run_config import (
+    SECTIONS,
+    RunConfig,
+    changed_settings,
+    merge,
+    unflatten,
+    with_defaults,
+)
+from paceline.config.settings import (
+    EQUAL_SHARES,
+    PROBED_SHARES,
+    CheckpointSettings,
+    RunSettings,
+)
+
+__all__ = [
+    "EQUAL_SHARES",
+    "PROBED_SHARES",
+    "RECIPES",
+    "SECTIONS",
+    "CheckpointSettings",
+    "RunConfig",
+    "RunSettings",
+    "changed_settings",
+    "load_config",
+    "merge",
+    "parse_assignment",
+    "parse_value",
+    "read_recipe",
+    "recipe_names",
+    "unflatten",
+    "with_defaults",
+]

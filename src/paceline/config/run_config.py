@@ -1,0 +1,217 @@
+"""`RunConfig`: the settings of all packages, in sections, and which of them exclude one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import tomli_w
+
+from paceline.comm.settings import CommSettings
+from paceline.config.settings import EQUAL_SHARES, CheckpointSettings, RunSettings
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.settings import flatten, from_table, to_table
+from paceline.data import DataSettings
+from paceline.models.settings import ModelSettings
+from paceline.optim.setting_rules import CYCLES, OPTIMIZERS_OF_SVRG
+from paceline.optim.settings import OptimSettings
+from paceline.plan.fusion_plan import EIGHT_BIT
+from paceline.plan.rehearsal import RehearseSettings
+from paceline.precision.settings import PrecisionSettings
+
+Tables = dict[str, dict[str, Any]]
+# Settings that need the update of all ranks' mean gradient on every rank, and the value that is off.
+_OF_WHOLE_UPDATES = (
+    ("run.average_epochs", 0.0), ("run.noise_scale", False), ("optim.schedule_free", 0.0),
+    ("model.norm_group", 1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One section for each package that has settings."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
+    comm: CommSettings = field(default_factory=CommSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    rehearse: RehearseSettings = field(default_factory=RehearseSettings)
+
+    def __post_init__(self) -> None:
+        """Settings of two sections that exclude one another."""
+        if self.comm.mode == "asynchronous":
+            self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
+                *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
+                ("optim.trust_log_interval", 0), ("optim.batch_schedule", ""),
+                ("run.shares", EQUAL_SHARES), ("precision.loss_scale", None),
+            ))  # fmt: skip
+            if self.optim.schedule in CYCLES and self.optim.cycle_momentum:
+                raise ConfigError(
+                    "optim.cycle_momentum", list(self.optim.cycle_momentum),
+                    "but with comm.mode = 'asynchronous' the servers' momentum is constant", "use []",
+                )  # fmt: skip
+            if self.optim.is_class or self.optim.name == "rmsprop_warmup":
+                why = (
+                    "servers cannot send the state of a class of another module"
+                    if self.optim.is_class
+                    else "servers do not know the epoch, by which its shares of SGD and RMSprop change"
+                )
+                raise ConfigError(
+                    "optim.name", self.optim.name, f"but with comm.mode = 'asynchronous' {why}",
+                    "use another optimizer, such as 'sgd'",
+                )  # fmt: skip
+        if self.comm.hook == "post_local_sgd":
+            self._exclude("comm.hook = 'post_local_sgd' gives each rank weights of its own", (
+                *_OF_WHOLE_UPDATES, ("run.shares", EQUAL_SHARES),
+            ))  # fmt: skip
+        if self.comm.hook != "none":
+            self._exclude(f"comm.hook = {self.comm.hook!r} does not sum gradients exactly", (
+                ("run.noise_scale", False),
+            ))  # fmt: skip
+        if self.comm.wire in EIGHT_BIT:
+            self._exclude(f"comm.wire = {self.comm.wire!r} adds noise of its own", (
+                ("run.noise_scale", False),
+            ))  # fmt: skip
+        if self.run.shares != EQUAL_SHARES:
+            self._exclude("run.shares divides a constant batch among ranks of their own", (
+                ("optim.batch_schedule", ""), ("model.norm_group", 1), ("run.noise_scale", False),
+            ))  # fmt: skip
+        if self.rehearse.ranks:
+            self._exclude("a rehearsal adds up the gradients of equal ranks, step by step", (
+                ("comm.mode", CommSettings.mode), ("comm.hook", CommSettings.hook),
+                ("run.shares", EQUAL_SHARES), ("model.norm_group", 1), ("optim.batch_schedule", ""),
+                ("run.trace", False),
+            ))  # fmt: skip
+            if self.comm.wire in EIGHT_BIT:
+                raise ConfigError(
+                    "comm.wire", self.comm.wire, "cannot be rehearsed: ranks keep errors of their own",
+                    "use 'auto'",
+                )  # fmt: skip
+            if self.optim.name in OPTIMIZERS_OF_SVRG:
+                raise ConfigError(
+                    "optim.name", self.optim.name, "cannot be rehearsed: it passes over all samples",
+                    "use another optimizer",
+                )  # fmt: skip
+        alone = self.comm.mode == "asynchronous" or self.comm.hook == "post_local_sgd"
+        if alone and self.optim.share_products == "on":
+            raise ConfigError(
+                "optim.share_products", "on", "but ranks have gradients of their own", "use 'auto'"
+            )
+        anchored = self.optim.name in OPTIMIZERS_OF_SVRG
+        if anchored and (self.comm.mode == "asynchronous" or self.comm.hook != "none"):
+            field = "comm.hook" if self.comm.hook != "none" else "comm.mode"
+            raise ConfigError(
+                field, getattr(self.comm, field.partition(".")[2]),
+                f"but {self.optim.name} needs exact gradients of all ranks", "leave one of the two out",
+            )  # fmt: skip
+
+    def _exclude(self, reason: str, settings: Iterable[tuple[str, Any]]) -> None:
+        """Raises ConfigError for a setting that has not the value beside it."""
+        for name, off in settings:
+            section, _, key = name.partition(".")
+            value = getattr(getattr(self, section), key)
+            if value != off:
+                remedy = f"use {off!r}" if off else "leave it out"
+                raise ConfigError(name, value, f"but {reason}", remedy)
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
+        """Builds the configuration; a section or key that does not exist fails by name."""
+        values: dict[str, Any] = {}
+        for section, table in tables.items():
+            if not isinstance(table, dict):
+                raise ConfigError(section, table, "stands outside a section", _nearest_key(section))
+            if section not in SECTIONS:
+                raise ConfigError(section, None, "unknown section", nearest(section, SECTIONS))
+            values[section] = from_table(SECTIONS[section], section, table)
+        return cls(**values)
+
+    def to_tables(self) -> Tables:
+        return {f.name: to_table(getattr(self, f.name)) for f in fields(self)}
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.to_tables())
+
+    def flat(self) -> dict[str, Any]:
+        """`{"run.seed": 0, …}`."""
+        return flatten(self.to_tables())
+
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """A copy with `{"section.key": value}` laid over it."""
+        return RunConfig.from_tables(merge(self.to_tables(), unflatten(values)))
+
+
+SECTIONS: dict[str, type] = {
+    "run": RunSettings,
+    "data": DataSettings,
+    "model": ModelSettings,
+    "optim": OptimSettings,
+    "precision": PrecisionSettings,
+    "comm": CommSettings,
+    "checkpoint": CheckpointSettings,
+    "rehearse": RehearseSettings,
+}
+
+
+def _nearest_key(name: str) -> str:
+    """The nearest `section.key`, found by the key alone where no section is given."""
+    known = {f.name: f"{s}.{f.name}" for s, kind in SECTIONS.items() for f in fields(kind)}
+    hint = nearest(name.rpartition(".")[2], known)
+    for key, full in known.items():
+        hint = hint.replace(f"{key!r}", f"{full!r}")
+    return hint if hint.startswith("did you mean") else "give it as section.key"
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
+    """Lays the sections of `above` over those of `below`, key by key. Settings of `below` that belong to
+    another one that `above` changes follow it, unless `above` sets them too."""
+    merged = {section: dict(table) for section, table in below.items()}
+    for section, table in above.items():
+        merged.setdefault(section, {}).update(table)
+    lower, upper = below.get("data"), above.get("data")
+    if isinstance(lower, Mapping) and isinstance(upper, Mapping):
+        _follow_image(lower, upper, merged["data"])
+    return merged
+
+
+def _follow_image(
+    below: Mapping[str, Any], above: Mapping[str, Any], merged: dict[str, Any]
+) -> None:
+    """The validation resize keeps its ratio to the image size; statistics that are not those of the
+    number of channels give way to its defaults."""
+    was = below.get("image_size", DataSettings.image_size)
+    size, resize = above.get("image_size", was), below.get("eval_resize", 0)
+    numbers = all(type(value) is int and value > 0 for value in (was, size, resize))
+    if numbers and size != was and "eval_resize" not in above:
+        merged["eval_resize"] = round(size * resize / was)
+    if above.get("channels") not in (None, below.get("channels", DataSettings.channels)):
+        for name in ("mean", "std"):
+            values = below.get(name)
+            if name not in above and isinstance(values, list | tuple) and len(values) > 1:
+                del merged[name]
+
+
+def changed_settings(config: RunConfig) -> list[str]:
+    """Names of the settings that differ from their defaults; those that are unset do not count."""
+    usual = RunConfig().flat()
+    return sorted(name for name, value in config.flat().items() if usual.get(name) != value)
+
+
+def with_defaults(tables: Mapping[str, Any]) -> Tables:
+    """A configuration as it was written, and the defaults of settings that came later."""
+    return merge(RunConfig().to_tables(), tables)
+
+
+def unflatten(values: Mapping[str, Any]) -> Tables:
+    """`{"run.seed": 1}` → `{"run": {"seed": 1}}`; a key without a section fails by name."""
+    tables: Tables = {}
+    for name, value in values.items():
+        section, dot, key = name.partition(".")
+        if not dot or not key:
+            raise ConfigError(name, None, "is not of the form section.key", _nearest_key(name))
+        tables.setdefault(section, {})[key] = value
+    return tables

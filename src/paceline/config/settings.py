@@ -1,0 +1,222 @@
+"""Settings of the run itself: the sections `[run]` and `[checkpoint]` of a recipe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.imports import split_name
+from paceline.core.settings import SettingChecks
+
+DEVICES = ("auto", "cpu", "cuda")
+SWITCHES = ("auto", "on", "off")
+LOSSES = ("cross_entropy", "bce")
+TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
+# Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
+MIXES = (0.01, 100.0)
+EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
+BATCH_NORM_ROWS = ("ranks", "average")
+SIGNAL_ACTIONS = ("save", "stop")
+COMPILE_MODES = ("auto", "off", "blocks", "model")
+# More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
+MOST_THREADS = 4096
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The length, size and place of a run, and what it writes."""
+
+    name: str = "run"
+    """Name of the run; a recipe sets it to its own name, and run folders are named after it."""
+    epochs: int = 90
+    """Number of passes over the training data."""
+    global_batch_size: int | None = None
+    """Samples of one update over all ranks; unset, `batch_size` times the ranks, or 256 where that
+    is unset too, less for small data sets."""
+    batch_size: int | None = None
+    """Samples of one forward and backward pass of one process; unset, the largest equal share of at
+    most 256."""
+    shares: str = "equal"
+    """Parts of the global batch for ranks of different speed: `equal`, `probe` (measured before the
+    first step), or a number for each rank, as in `3:3:1`."""
+    rebalance: bool = False
+    """Decide the shares again at every checkpoint, from the times of the steps."""
+    loss: str = "cross_entropy"
+    """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
+    targets, as in `my_package.losses:focal`."""
+    smoothing: float = 0.1
+    """Label smoothing; functions of `run.loss` do their own."""
+    mixup: float = 0.0
+    """Parameter of mixup's Beta distribution; 0 disables it; with `cutmix` also set, each image
+    uses one of the two."""
+    cutmix: float = 0.0
+    """Parameter of CutMix's Beta distribution; 0 disables it."""
+    average_epochs: float = 0.0
+    """Evaluate and export weights averaged over about this many epochs; 0 disables averaging."""
+    seed: int = 0
+    """Seed of the initial weights, the sample order, augmentation and dropout."""
+    device: str = "auto"
+    """Where to compute: `auto` (a GPU if there is one), `cpu` or `cuda`."""
+    threads: int = 0
+    """CPU threads of each rank; 0 divides the cores of a node among its ranks."""
+    channels_last: bool = True
+    """Keep weights and activations in NHWC memory format."""
+    fused_norm: str = "auto"
+    """Fused kernels for batch norm with ReLU, residual sum and pooling: `on`, `off`, or `auto` (on
+    a GPU, for models that have them)."""
+    compile: str = "auto"
+    """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
+    for models without fused kernels)."""
+    cuda_graphs: str = "auto"
+    """Capture micro-step and update as CUDA graphs: `on`, `off`, or `auto` (on a GPU)."""
+    output: str = ""
+    """Run folder; empty, `runs/NAME-NNN`."""
+    resume: str = ""
+    """`auto`, a run folder or a checkpoint to continue from; empty starts a new run."""
+    pretrained: str = ""
+    """Weights to start from, with torchvision's or timm's keys (`.pth`, `.pt` or `.safetensors`)."""
+    log_interval: int = 10
+    """Steps between two log lines where there is no terminal."""
+    eval_interval_epochs: int = 1
+    """Epochs between two evaluations."""
+    target_top1: float | None = None
+    """Stop at the first evaluation that reaches this top-1 accuracy, in percent."""
+    max_skipped_steps: int = 50
+    """End the run as diverged after this many skipped steps in a row."""
+    tensorboard: bool = False
+    """Also write TensorBoard files (needs `paceline[tensorboard]`)."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers that also receive all metrics: `csv` (`metrics.csv`), `tensorboard`, `wandb`,
+    `mlflow`; each but `csv` needs the extra of its name."""
+    watch: bool = False
+    """Serve the live report of this run on the loopback interface while it runs."""
+    watch_port: int = 0
+    """Port of the live report; 0 finds a free one."""
+    eval_details: str = "auto"
+    """Keep the accuracy of each class, confusions and the most confident mistakes of the latest
+    evaluation: `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes)."""
+    rank_records: str = "auto"
+    """Which ranks record their steps: `on`, every rank in a file of its own (`metrics.rank1.jsonl` …);
+    `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
+    `run.trace`, else `off`, but every rank writes its latest 1,000 events after an error or a signal to
+    save. Notes and corrupt samples are always written."""
+    noise_scale: bool = False
+    """Estimate the gradient noise scale from the gradients of ranks and micro-batches; needs at least two
+    micro-batches per step."""
+    trace: bool = False
+    """Write `trace.json` into the run folder, for Perfetto."""
+    trace_steps: tuple[int, int] = (10, 30)
+    """First and last step of the trace."""
+
+    def __post_init__(self) -> None:
+        check = SettingChecks("run", self)
+        for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
+            check.number(name, "at least 1")
+        if self.rank_records not in SWITCHES:
+            raise check.error("rank_records", "must be 'auto', 'on' or 'off'")
+        for name in ("global_batch_size", "batch_size"):
+            check.number(name, "at least 1")
+        self._check_shares()
+        if ":" in self.loss:
+            split_name("run.loss", self.loss)
+        elif self.loss not in LOSSES:
+            remedy = f"{nearest(self.loss, LOSSES)} (a function is written my_module:my_loss)"
+            raise check.error("loss", "unknown", remedy)
+        check.number("smoothing", "in [0, 1)", "try 0.1")
+        for name in ("mixup", "cutmix"):
+            value = getattr(self, name)
+            if value != 0 and not MIXES[0] <= value <= MIXES[1]:
+                raise check.error(
+                    name, f"must be 0 (off), or from {MIXES[0]} to {MIXES[1]}",
+                    "try 0.2" if name == "mixup" else "try 1.0",
+                )  # fmt: skip
+        if not 0 <= self.average_epochs < math.inf:
+            raise check.error("average_epochs", "must be 0 (off) or more", "try 5.0")
+        if not 0 <= self.seed < 2**63:
+            raise check.error("seed", "must be 0 or more, and below 2^63")
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise check.error(
+                "threads", f"must be from 0 (automatic) to {MOST_THREADS}",
+                "leave it out: each rank then takes its share of the cores",
+            )  # fmt: skip
+        if self.target_top1 is not None and not 0 < self.target_top1 <= 100:
+            raise check.error("target_top1", "must be a percentage in (0, 100]")
+        first, last = self.trace_steps
+        if not 1 <= first <= last < first + 1000:
+            raise ConfigError(
+                "run.trace_steps", list(self.trace_steps), "must be first and last of at most 1000 steps",
+                "try [10, 30]",
+            )  # fmt: skip
+        for tracker in self.trackers:
+            if tracker not in TRACKERS:
+                raise ConfigError("run.trackers", tracker, "unknown", nearest(tracker, TRACKERS))
+        if not 0 <= self.watch_port < 65536:
+            raise check.error("watch_port", "must be 0 to 65535")
+        check.known("device", DEVICES)
+        check.known("eval_details", SWITCHES)
+        check.known("fused_norm", SWITCHES)
+        check.known("compile", COMPILE_MODES)
+        check.known("cuda_graphs", SWITCHES)
+        if self.fused_norm == "on" and self.compile not in ("auto", "off"):
+            raise check.error(
+                "fused_norm", f"cannot be compiled by run.compile = {self.compile!r}",
+                "choose one of the two",
+            )  # fmt: skip
+
+    def _check_shares(self) -> None:
+        if self.shares in (EQUAL_SHARES, PROBED_SHARES):
+            if self.rebalance and self.shares == EQUAL_SHARES:
+                raise ConfigError(
+                    "run.rebalance",
+                    True,
+                    "but run.shares = 'equal' fixes them",
+                    "use run.shares='probe'",
+                )
+            return
+        try:
+            parts = [float(part) for part in self.shares.split(":")]
+        except ValueError:
+            parts = []
+        if len(parts) < 2 or not all(0 < part < 1e9 for part in parts):
+            raise ConfigError(
+                "run.shares", self.shares, "must be 'equal', 'probe', or a number for each rank",
+                "try 'probe', or 3:3:1 for three ranks",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When to save and what to keep; a signal and the end of a run always save."""
+
+    interval_epochs: int = 1
+    """Epochs between two checkpoints; 0 disables this interval."""
+    interval_steps: int = 0
+    """Steps between two checkpoints; 0 disables this interval."""
+    keep: int = 2
+    """Number of recent checkpoints to keep."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best top-1 accuracy, as `best.pt`."""
+    batch_norm: str = "ranks"
+    """Batch-norm statistics in a checkpoint: of all `ranks`, one row each, or their `average`. With
+    `average` every rank also goes on with the average after a save, so that resuming stays
+    bit-identical; evaluations then depend on when the run saves."""
+    background: bool = True
+    """Write checkpoints on a thread: steps wait only for the copy to host memory."""
+    on_sigusr1: str = "save"
+    """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
+    on_sigusr2: str = "stop"
+    """Action on SIGUSR2: `save` and continue, or `stop` after saving."""
+    salvage: bool = True
+    """After the loss of a rank, let the lowest surviving rank save its last completed step."""
+    accept_salvaged: bool = True
+    """Allow `--resume auto` to use such a salvaged checkpoint."""
+
+    def __post_init__(self) -> None:
+        check = SettingChecks("checkpoint", self)
+        for name in ("interval_epochs", "interval_steps"):
+            check.number(name, "0 or more")
+        check.number("keep", "at least 1")
+        check.known("batch_norm", BATCH_NORM_ROWS)
+        for name in ("on_sigusr1", "on_sigusr2"):
+            check.known(name, SIGNAL_ACTIONS)

@@ -1,0 +1,238 @@
+"""The plan of the gradient exchange: chosen, agreed among all ranks, and made into an exchange.
+
+A checkpoint's plan has precedence over the plan file, that over the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.comm.exchange import GradientExchange, tensor_spec
+from paceline.comm.group import Group
+from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
+from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
+from paceline.comm.settings import CommSettings
+from paceline.comm.transport import create_transport
+from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.units import format_bytes
+from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
+from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
+from paceline.plan.rehearsal import RehearseSettings
+from paceline.train.fast_path import FastPath
+from paceline.train.machine import explain_out_of_memory
+from paceline.train.run_state import PinnedPlan
+
+
+@dataclass(frozen=True)
+class ExchangeParts:
+    """The plan of the exchange, as agreed by all ranks, before memory is allocated."""
+
+    settings: CommSettings
+    file: PlanFile
+    trained: dict[str, nn.Parameter]
+    origin: str
+    rehearse: RehearseSettings
+
+    @property
+    def plan(self) -> FusionPlan:
+        return self.file.plan
+
+    @property
+    def fp16_travels(self) -> bool:
+        """Whether gradients are rounded to fp16 for the wire, with its small range."""
+        return any(bucket.wire == "float16" for bucket in self.plan.buckets)
+
+    def create(
+        self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False
+    ) -> GradientExchange:
+        """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs;
+        `squares`: for the noise scale."""
+        if self.rehearse.ranks:
+            return group.agree_on("exchange", lambda: self._rehearsed(group, accumulate, squares))
+        transport = create_transport(group, self.settings, self.plan)
+        wanted = self.settings.overlap
+        overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
+
+        where = f"with the gradients' buffers on {group.device}"
+        with group.phase("exchange") as same:
+            same.compare({"the fusion plan": self.plan.fingerprint})
+            with explain_out_of_memory(where, "free memory, or choose a smaller model"):
+                return GradientExchange(
+                    self.trained.items(), group, self.plan, accumulate=accumulate,
+                    transport=transport, overlap=overlap, squares=squares,
+                )  # fmt: skip
+
+    def _rehearsed(self, group: Group, accumulate: bool, squares: bool) -> GradientExchange:
+        cluster = self.rehearse
+        for bucket in self.plan.buckets:
+            if bucket.wire in EIGHT_BIT:
+                raise ConfigError(
+                    "comm.plan", self.settings.plan or None,
+                    f"has buckets in {bucket.wire}, which cannot be rehearsed",
+                    "make a plan without 8-bit formats, or leave comm.plan out",
+                )  # fmt: skip
+        groups = cluster_groups(cluster.nodes, cluster.gpus_per_node, self.settings.group_size)
+        where = f"with the partial sums of {cluster.ranks:,} virtual ranks on {group.device}"
+        remedy = (
+            "use comm.algorithm=hierarchical, torus2d or tree, which keep fewer, or fewer ranks"
+        )
+        with explain_out_of_memory(where, remedy):
+            return RehearsedExchange(
+                self.trained.items(), group, self.plan, groups, accumulate=accumulate,
+                squares=squares,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The fusion plan of the checkpoint, of the plan file or by the settings; `plan` is None where it
+    depends on the order of the gradients, which is not known yet."""
+
+    settings: CommSettings
+    trained: dict[str, nn.Parameter]
+    model: ModelFacts
+    cluster: ClusterFacts
+    choice: PlanChoice | None
+    plan: FusionPlan | None
+    origin: str
+
+    @classmethod
+    def of(
+        cls, settings: CommSettings, model: nn.Module, cluster: ClusterFacts,
+        pinned: PinnedPlan | None = None,
+    ) -> ChosenPlan:  # fmt: skip
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        tensors = tuple(tensor_spec(name, p) for name, p in trained.items())
+        facts = ModelFacts.of((spec.name, spec.length) for spec in tensors)
+        if pinned is not None:
+            _check_pinned(pinned, trained)
+        choice, plan, origin = None, None, "as in the checkpoint"
+        if pinned is not None and pinned.whole:
+            plan = pinned.plan
+        else:
+            choice = PlanChoice.read(settings, tensors, cluster)
+            plan, origin = choice.fixed, f"plan {settings.plan}" if settings.plan else ""
+            if plan is None and pinned is not None:
+                plan, origin = choice.plan(pinned.plan.tensors), "order as in the checkpoint"
+        if plan is not None:
+            plan.check(tuple(trained))
+        return cls(settings, trained, facts, cluster, choice, plan, origin)
+
+    def facts(self) -> dict[str, str]:
+        """Which all ranks must have in common, before they make process groups by the plan."""
+        if self.plan is not None:
+            decides = {"the fusion plan": self.plan.fingerprint}
+        else:
+            assert self.choice is not None
+            decides = {"the table of sizes": str(self.choice.table.to_table()["sizes"])}
+        return {"the trained parameters": self.model.describe(), **decides}
+
+
+def plan_exchange(
+    chosen: ChosenPlan, group: Group, backward: Callable[[], None],
+    rehearse: RehearseSettings | None = None,
+) -> ExchangeParts:  # fmt: skip
+    """All ranks have agreed on `chosen`. `backward` runs one pass, to record the order of the gradients
+    where it matters."""
+    plan = chosen.plan
+    if plan is None:
+        assert chosen.choice is not None
+        with group.phase("gradient order"):
+            order = record_order(chosen.trained, backward)
+        plan = chosen.choice.plan(agree_order(group, order))
+        plan.check(tuple(chosen.trained))
+    file = PlanFile(plan, chosen.model, chosen.cluster, _expected(chosen.settings, plan))
+    rehearse = rehearse or RehearseSettings()
+    return ExchangeParts(chosen.settings, file, chosen.trained, chosen.origin, rehearse)
+
+
+def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
+    """The planner's expectation of this plan, for the report only."""
+    if not settings.plan:
+        return None
+    try:
+        file = PlanFile.read(Path(settings.plan))
+    except ConfigError:
+        return None
+    # A file of `tune` without a model has a table of sizes, and no plan.
+    return file.expected if file.fusion == plan else None
+
+
+def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
+    other = sorted(set(pinned.plan.tensors) ^ set(trained))
+    if other:
+        raise CheckpointError(
+            f"the checkpoint trains other tensors: {', '.join(other[:3])} ({len(other)} in all)",
+            "resume with the settings of [model] that the run was started with",
+        )
+
+
+def cluster_facts(rehearse: RehearseSettings, group: Group) -> ClusterFacts:
+    """The ranks and nodes that exchange gradients: of this job, or of the cluster that it rehearses."""
+    return ClusterFacts(rehearse.ranks or group.world_size, rehearse.nodes or _count_nodes(group))
+
+
+def _count_nodes(group: Group) -> int:
+    seen = torch.zeros(group.world_size, device=group.device)
+    seen[min(group.topology.node_rank, group.world_size - 1)] = 1
+    group.all_reduce_sum(seen)
+    return int((seen > 0).sum())
+
+
+def describe_exchange(
+    exchange: GradientExchange, parts: ExchangeParts, fast: FastPath, ranks: int
+) -> str:
+    """`7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire, overlapped`."""
+    if option := _describe_option(parts.settings, ranks):
+        return option
+    sizes = [bucket.bytes for bucket in exchange.bucket_info()]
+    span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+    count = span if len(sizes) > 1 else f"1 bucket of {format_bytes(sizes[0])}"
+    names = [bucket.algorithm for bucket in parts.plan.buckets]
+    many = len(set(names)) > 1
+    ways = [f"{n} ({names.count(n)})" if many else n for n in dict.fromkeys(names)]
+    wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buckets) if w != "auto"]
+    origin = [f"({parts.origin})"] if parts.origin else []
+    return " ".join([", ".join([count, *ways, *wires, _when(exchange, fast)]), *origin])
+
+
+def _describe_option(settings: CommSettings, ranks: int) -> str:
+    """Of an exchange that is no all-reduce of buckets; empty for others."""
+    if ranks == 1:
+        return ""
+    if settings.mode == "asynchronous":
+        servers = min(settings.servers or ranks, ranks)
+        return (
+            f"asynchronous, {servers} parameter server(s), staleness of {settings.staleness} steps"
+        )
+    if settings.hook == "powersgd":
+        return (
+            f"torch's PowerSGD of rank {settings.powersgd_rank}, from step "
+            f"{settings.powersgd_start_step} on, after backward"
+        )
+    if settings.hook == "post_local_sgd":
+        return (
+            f"torch's post-local SGD, weights averaged every {settings.local_steps} steps, from step "
+            f"{settings.local_start_step} on"
+        )
+    return ""
+
+
+def _when(exchange: GradientExchange, fast: FastPath) -> str:
+    """When buckets are sent."""
+    if isinstance(exchange, RehearsedExchange):
+        return exchange.describe()
+    if not exchange.overlaps:
+        return "after backward"
+    if fast.compile == "model":
+        return "overlapped (of little use: compiled as a whole, backward yields all gradients at its end)"
+    if not fast.graphs:
+        return "overlapped"
+    if exchange.transport.capturable:
+        return "overlapped, in the CUDA graph"
+    return "overlapped, last micro-step not captured"
