@@ -57,7 +57,8 @@ def test_measured_peaks_are_met(
 def test_the_largest_batch_is_the_largest(name: str) -> None:
     gpu = accelerator(name)
     most = largest_batch(NET, gpu)
-    assert step_memory(NET, most).total <= usable_bytes(gpu) < step_memory(NET, most + 1).total
+    fits, exceeds = (step_memory(NET, batch, gpu.in_half).total for batch in (most, most + 1))
+    assert fits <= usable_bytes(gpu) < exceeds
     assert check_memory(NET, gpu, most).total <= gpu.memory_bytes
     with pytest.raises(ConfigError, match=f"at most {most:,} fit"):
         check_memory(NET, gpu, most + 1)

@@ -14,6 +14,7 @@ from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.prediction import predict
 from paceline.report import RunFiles, bound_by, summary_rows
 from paceline.report.bottleneck import ExposedWaits, InputStall, traced_buckets
+from paceline.report.records import Records
 from paceline.report.tables import expectation_table
 from plan.made import made_cluster, made_workload
 from report.html_reader import run_page
@@ -23,7 +24,7 @@ from report.made_up_runs import start, step, write_events
 def run_of(waits: list[list[float]], world_size: int | None = None) -> RunFiles:
     """`waits`: for each rank the seconds of each step; steps take 0.084 s."""
     ranks = {
-        rank: tuple(
+        rank: Records.of(
             event.to_dict()
             for event in [
                 start(world_size=world_size or len(waits)),
@@ -65,7 +66,8 @@ def test_no_straggler(waits: list[list[float]]) -> None:
 
 def test_steps_that_not_all_ranks_recorded_name_nobody() -> None:
     waits = ExposedWaits.of(run_of([[0.1] * 7, [0.2] * 6]))
-    assert waits.last_ranks() == dict.fromkeys(range(1, 7), 0)
+    assert waits.step[waits.complete].tolist() == list(range(1, 7))
+    assert set(waits.last[waits.complete].tolist()) == {0}
     alone = ExposedWaits.of(run_of([[0.021] * 9], world_size=4))
     assert alone.exposed_s == 0.021
     assert alone.straggler() is None

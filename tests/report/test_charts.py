@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ from paceline.report.chart import (
 )
 from paceline.report.curves import moving_median, run_charts, thin
 from paceline.report.plan_page import step_bars
-from paceline.report.run_files import Point
+from paceline.report.run_files import Curve
 from report.conftest import MakeRun
 from report.made_up_runs import evaluation, start, step
 
@@ -195,19 +196,24 @@ def test_very_many_steps_and_skips_are_thinned(make_run: MakeRun) -> None:
     assert len(charts["Loss"].markers) <= 200
 
 
-def points(values: list[float]) -> list[Point]:
-    return [Point(n, n / 100, value) for n, value in enumerate(values)]
+def curve_of(values: list[float]) -> Curve:
+    steps = np.arange(len(values))
+    return Curve(steps, steps / 100, np.array(values, float))
+
+
+def points(curve: Curve) -> list[tuple[int, float, float]]:
+    return list(zip(curve.step.tolist(), curve.epoch.tolist(), curve.value.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("length", [3, 600, 601, 999, 50_000])
 def test_a_thinned_curve_keeps_its_ends_and_its_course(length: int) -> None:
-    curve = points([float(n) for n in range(length)])
-    thinned = thin(curve)
+    curve = curve_of([float(n) for n in range(length)])
+    thinned, given = points(thin(curve)), points(curve)
     assert len(thinned) == min(length, 600)
-    assert (thinned[0], thinned[-1]) == (curve[0], curve[-1])
-    assert all(abs(p.value - p.step) <= length / 600 for p in thinned)
-    spiked = points([0.0, 1.0, 100.0, 3.0, 9.0])
-    assert thin(spiked, 3) == [spiked[0], Point(2, 0.02, 3.0), spiked[4]]
+    assert (thinned[0], thinned[-1]) == (given[0], given[-1])
+    assert all(abs(value - step) <= length / 600 for step, _, value in thinned)
+    spiked = curve_of([0.0, 1.0, 100.0, 3.0, 9.0])
+    assert points(thin(spiked, 3)) == [(0, 0.0, 0.0), (2, 0.02, 3.0), (4, 0.04, 9.0)]
 
 
 def test_moving_median_equals_its_definition() -> None:
@@ -217,9 +223,9 @@ def test_moving_median_equals_its_definition() -> None:
         statistics.median(values[max(0, i - half) : i + min(i, half) + 1]) for i in range(60)
     ]
     # While the window grows, it reaches as far to the left as to the right.
-    assert [p.value for p in moving_median(points(values), 9)] == expected
-    assert [p.value for p in moving_median(points([1, 1, 1, 99, 1, 1, 1]), 3)] == [1] * 7
-    assert moving_median([]) == []
+    assert moving_median(np.array(values), 9).tolist() == expected
+    assert moving_median(np.array([1.0, 1, 1, 99, 1, 1, 1]), 3).tolist() == [1] * 7
+    assert len(moving_median(np.zeros(0))) == 0
 
 
 def test_a_gantt_chart_has_a_row_for_each_name() -> None:

@@ -25,7 +25,8 @@ def append(folder: Path, text: str, name: str = "metrics.jsonl") -> None:
 
 def recorded(run: LiveRun, rank: int = 0) -> list[int]:
     assert run.files is not None, run.problem
-    return [record["step"] for record in run.files.of_kind("step", rank)]
+    found: list[int] = run.files.steps(rank).number.tolist()
+    return found
 
 
 def test_a_folder_that_grows(make_run: MakeRun) -> None:
@@ -58,6 +59,28 @@ def test_a_folder_that_grows(make_run: MakeRun) -> None:
     assert run.version > version
 
 
+def test_a_look_reads_only_what_was_appended(make_run: MakeRun) -> None:
+    folder = make_run([start(), *(step(n) for n in range(1, 9))])
+    run = LiveRun(folder)
+    run.refresh()
+    file = folder / "metrics.jsonl"
+    with file.open("rb+") as known:  # what has been read is not looked at again
+        known.write(b"?" * file.stat().st_size)
+    append(folder, "\n" + line(step(9))[:30])
+    run.refresh()
+    assert "line 10" in run.problem, (
+        "an empty line is no record; those before it are not read again"
+    )
+    shutil.rmtree(folder)
+    folder = make_run([start(), *(step(n) for n in range(1, 9))])
+    run.refresh()
+    with file.open("rb+") as known:
+        known.write(b"?" * file.stat().st_size)
+    append(folder, line(step(9)))
+    run.refresh()
+    assert recorded(run) == list(range(1, 10))
+
+
 def test_a_file_that_is_cut_short_or_replaced_is_read_again(make_run: MakeRun) -> None:
     folder = make_run([start(), *(step(n) for n in range(1, 9))])
     run = LiveRun(folder)
@@ -70,7 +93,7 @@ def test_a_file_that_is_cut_short_or_replaced_is_read_again(make_run: MakeRun) -
     other.write_text("".join([content[0], content[-1], *content[2:8]]))
     other.replace(folder / "metrics.jsonl")
     run.refresh()
-    assert recorded(run)[0] == 8
+    assert recorded(run) == list(range(2, 9))
 
 
 def test_a_folder_that_appears_vanishes_and_returns(make_run: MakeRun, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A run folder is read as it is, superseded steps are left out, and damaged files are named."""
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import pytest
 from paceline.core.errors import DataError
 from paceline.core.events import CheckpointEvent, CorruptEvent, NoteEvent, StopEvent
 from paceline.report import RunFiles
+from paceline.report.records import CAUSES, Record, RecordLog
 from report.conftest import MakeRun
 from report.made_up_runs import CONFIG, SUMMARY, evaluation, start, step
 
 
 def steps(run: RunFiles, rank: int = 0) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in run.of_kind("step", rank)]
+    found = run.steps(rank)
+    return list(zip(found.number.tolist(), found["loss"].tolist(), strict=True))
 
 
 def append(folder: Path, *lines: str) -> None:
@@ -33,7 +36,7 @@ def test_a_finished_run(finished_run: Path) -> None:
     run = RunFiles.read(finished_run)
     assert (run.path, run.summary, run.config) == (finished_run, SUMMARY, CONFIG)
     assert list(run.ranks) == [0]
-    assert len(run.of_kind("step")) == 800
+    assert len(run.steps()) == 800
     assert [record["step"] for record in run.of_kind("eval")] == list(range(100, 801, 100))
     assert run.resumes == []
 
@@ -65,8 +68,73 @@ def test_repeated_steps_after_a_resume_supersede_the_old_ones(make_run: MakeRun)
     assert steps(run) == steps(run, 1) == [*((n, 1.0) for n in range(1, 6)), (6, 2.0)]
     assert [record["top1"] for record in run.of_kind("eval")] == [50.0]
     assert [record["step"] for record in run.resumes] == [5]
-    others = [record["event"] for record in run.events if record["event"] not in ("step", "eval")]
+    others = [record["event"] for record in run.events if record["event"] != "eval"]
     assert others == ["start", "note", "start"]
+
+
+def current_by_definition(records: list[Record]) -> list[Record]:
+    """Record by record: a start at step s drops the earlier records of steps after s, but starts; of one
+    step the last record counts."""
+    kept: list[Record] = []
+    for record in records:
+        if record["event"] == "start":
+            kept = [old for old in kept if old["event"] == "start" or old["step"] <= record["step"]]
+        kept.append(record)
+    last = {(record["event"], record["step"]): n for n, record in enumerate(kept)}
+    once = ("step", "eval")
+    return [
+        r for n, r in enumerate(kept) if r["event"] not in once or last[r["event"], r["step"]] == n
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_superseded_and_how_long_it_took_is_as_defined(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = draw.choices(["step", "start", "eval", "corrupt"], [20, 2, 2, 1], k=draw.randint(0, 80))
+    records: list[Record] = [
+        {"event": kind, "step": draw.randint(0, 12), "time": float(n), "loss": float(n)}
+        for n, kind in enumerate(kinds)
+    ]
+    log = RecordLog()
+    for number, record in enumerate(records):
+        log.append(record)
+        if number % 7 == 0:
+            log.current()  # a look at a file that grows
+    found, expected = log.current(), current_by_definition(records)
+    others = [record for record in expected if record["event"] != "step"]
+    steps = sorted((r["step"], r["loss"]) for r in expected if r["event"] == "step")
+    assert list(found.others) == others
+    assert list(zip(found.steps.number, found.steps["loss"], strict=True)) == steps
+    total, began, latest = 0.0, None, 0.0
+    for record in expected:
+        if record["event"] == "start":
+            total += latest - began if began is not None else 0.0
+            began = record["time"]
+        latest = record["time"]
+    assert found.elapsed_s() == (None if began is None else total + latest - began)
+    assert found.last_time == (latest if expected else None)
+
+
+def test_a_view_stays_as_it_was_when_more_is_appended() -> None:
+    log = RecordLog()
+    causes = {"decode": 0.5, "<read>": 0.25}
+    for number in (1, 2):
+        log.append({"event": "step", "step": number, "loss": 1.0, "input_stall_causes": causes})
+    before = log.current()
+    log.append({"event": "step", "step": 3, "skipped": True, "input_stall_causes": {"copy": 9.0}})
+    assert before.steps.number.tolist() == [1, 2]
+    assert before.steps["loss"].tolist() == [1.0, 1.0]
+    assert before.steps.sums(CAUSES) == {"decode": 1.0, "<read>": 0.5}
+    after = log.current().steps
+    assert after.skipped.tolist() == [False, False, True]
+    assert after.sums(CAUSES, after.number > 1) == {"decode": 0.5, "<read>": 0.25, "copy": 9.0}
+
+
+@pytest.mark.parametrize("number", ["-1", "1.5", "true", "9223372036854775808", "null"])
+def test_a_step_that_is_no_count_is_named(make_run: MakeRun, number: str) -> None:
+    folder = make_run([start()])
+    append(folder, f'{{"event": "step", "step": {number}}}')
+    assert "line 2" in fails(folder).cause
 
 
 def test_of_one_step_the_last_record_counts_but_all_corrupt_samples_do(make_run: MakeRun) -> None:
@@ -75,8 +143,8 @@ def test_of_one_step_the_last_record_counts_but_all_corrupt_samples_do(make_run:
         evaluation(1, 10.0), step(1, 2.0), evaluation(1, 20.0),
     ]  # fmt: skip
     run = RunFiles.read(make_run(events))
-    assert run.values("step", "loss") == [2.0]
-    assert run.values("eval", "top1") == [20.0]
+    assert run.step_curve("loss").value.tolist() == [2.0]
+    assert run.eval_curve("top1").value.tolist() == [20.0]
     assert [record["name"] for record in run.of_kind("corrupt")] == ["a", "b"]
 
 
@@ -99,7 +167,7 @@ def test_a_cut_last_line_and_kinds_of_a_later_version_do_no_harm(make_run: MakeR
     assert steps(RunFiles.read(folder)) == [(1, 1.0)]
     other = make_run([start(), step(1)], name="later")
     append(other, '{"event": "from the future"}')
-    assert len(RunFiles.read(other).events) == 3
+    assert len(RunFiles.read(other).events) == 2
 
 
 def test_values_that_are_no_numbers_are_left_out(make_run: MakeRun) -> None:
@@ -108,9 +176,10 @@ def test_values_that_are_no_numbers_are_left_out(make_run: MakeRun) -> None:
     for number, value in enumerate(values, start=2):
         append(folder, f'{{"event": "step", "step": {number}, "loss": {value}, "epoch": 0.5}}')
     run = RunFiles.read(folder)
-    assert run.values("step", "loss") == [2.5, 0.0]
-    assert [tuple(point) for point in run.points("step", "loss")] == [(1, 0.01, 2.5), (6, 0.5, 0.0)]
-    assert run.points("eval", "no such field") == []
+    curve = run.step_curve("loss")
+    assert curve.value.tolist() == run.steps().known("loss").tolist() == [2.5, 0.0]
+    assert (curve.step.tolist(), curve.epoch.tolist()) == ([1, 6], [0.01, 0.5])
+    assert len(run.eval_curve("no such field")) == 0
 
 
 def test_what_is_no_run_folder_is_named(make_run: MakeRun, tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ MY_NET = (
 # Without a run of the page itself.
 NEEDS = {"RUN": "run1", "runs/quickstart-001": "run1"}
 CLUSTER = ("--hosts",)  # network namespaces, for root alone
+# Stands for `torchrun … tune`: two ranks of this machine, few sizes, a small model.
+TUNE = (
+    "tune --ranks 2 --model resnet_tiny --image-size 32 --classes 10 -b 4 --algorithms ring "
+    "--max-bytes 16KiB --iterations 3 --limit-s 5 --accept-noise -o"
+)
 
 
 @pytest.fixture
@@ -61,6 +66,9 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
         return None if line[0] != "models" else words
     if words[0] in ("report", "predict") and "run1" in words and not (home / "run1").exists():
         run(home, [sys.executable, "-m", "paceline", "train", "--epochs", "1", "--output", "run1"])
+    if "--cluster" in words and not (home / words[words.index("--cluster") + 1]).exists():
+        measured = words[words.index("--cluster") + 1]
+        run(home, [sys.executable, "-m", "paceline", *TUNE.split(), measured])
     if words[0] == "rehearse" and ("DIR" in words or "--profile" in words):
         return None  # tests/train/test_rehearsal.py
     if "DIR" in words or "imagenet" in text:

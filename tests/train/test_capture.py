@@ -232,3 +232,26 @@ def test_all_ranks_go_on_without_graphs_where_one_does() -> None:
     assert "another rank" in first
     assert second == "a capture failed here"
     assert steps == 5
+
+
+def _agree_again(rank: int) -> list[str]:
+    """The second rank's capture fails after the shares of the batch have changed."""
+    with joined() as group:
+        step = make_step(group, 6, made=Made(6, epochs=4))
+        step.micro.may_fall_back = True
+        found = []
+        for number in range(step.plan.total_steps):
+            if number == 5:
+                step.drop_graphs()
+                step.micro.uncaptured = "a later capture failed here" if rank == 1 else ""
+            step.run(number, 0.1)
+            found.append(step.micro.uncaptured)
+        return found
+
+
+def test_ranks_agree_on_graphs_again_where_all_have_dropped_theirs() -> None:
+    first, second = run_ranks(2, _agree_again)
+    assert len(first) >= 9
+    assert not any(first[:8])
+    assert "another rank" in first[8]
+    assert second[8] == "a later capture failed here"

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from paceline.core.errors import CheckpointError
-from paceline.core.events import CheckpointEvent, StepEvent, read_events
-from paceline.train import Checkpoint, run_training
+from paceline.core.events import CheckpointEvent, NoteEvent, StepEvent, read_events
+from paceline.train import Checkpoint, checkpoint_writer, run_training
 from paceline.train.checkpoint import content_hash
 from paceline.train.checkpoint_writer import CheckpointWriter, HostCopy
 from paceline.train.run_state import RunState
@@ -63,6 +63,22 @@ def test_tensors_of_a_gpu_are_copied_to_pinned_memory() -> None:
     weight.zero_()
     assert copy.model["weight"].is_pinned()
     assert torch.equal(copy.model["weight"], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_pinned_copy_is_complete_before_a_graph_changes_the_weights() -> None:
+    """Replays before and after the copy, without a wait of the test's own between them."""
+    weight, graph = torch.zeros(64, 1 << 20, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weight.add_(1)
+    copies, found = HostCopy(), []
+    for number in range(1, 6):
+        graph.replay()
+        copy = copies.take(checkpoint(model={"weight": weight}))
+        graph.replay()
+        found.append((copy.model["weight"].unique().tolist(), [2.0 * number - 1]))
+    assert all(have == want for have, want in found), found
 
 
 def test_steps_go_on_while_a_checkpoint_is_written() -> None:
@@ -169,6 +185,84 @@ def test_an_error_of_the_writer_ends_all_ranks_with_its_line(tmp_path: Path) -> 
     assert not any(name.endswith(".tmp") for name in names)
     steps = [e["step"] for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
     assert steps[-1] >= 5, "training went on while the checkpoint was being written"
+
+
+def test_where_no_memory_can_be_pinned_the_copy_is_pageable_and_one_note_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = torch.empty_like
+
+    def refuse(source: torch.Tensor, *, device: str, pin_memory: bool = False) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: OS call failed\nmore advice")
+        return real(source, device=device)
+
+    class OnGpu(torch.Tensor):
+        """A tensor that says that it is on a GPU until it is copied."""
+
+        is_cuda = True
+
+    def on_cpu(copies: Any) -> None:
+        for place, source in copies:
+            place.copy_(source.as_subclass(torch.Tensor))
+
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    monkeypatch.setattr(checkpoint_writer, "_copy_all", on_cpu)
+    writer, notes = CheckpointWriter(background=True), []
+    weight = torch.arange(6.0).as_subclass(OnGpu)
+    for step in (1, 2):
+        saved = checkpoint(step, model={"weight": weight})
+        writer.save(saved, lambda s: Path(f"{s.step}.pt"), best=False, started=time.perf_counter())
+        written = writer.take_written(wait=True)
+        assert written is not None
+        assert written.path == Path(f"{step}.pt")
+        notes.append(written.note)
+    assert "OS call failed" in notes[0]
+    assert "\n" not in notes[0]
+    assert notes[1] == ""
+
+
+def test_the_place_of_a_tensor_with_gaps_is_used_again() -> None:
+    copy, weight = HostCopy(), torch.zeros(4, 6)[:, :3]
+    places = [copy.take(checkpoint(model={"weight": weight})).model["weight"] for _ in range(2)]
+    assert places[0].data_ptr() == places[1].data_ptr()
+
+
+def _fails_twice(rank: int, folder: str) -> list[str]:
+    """The last save fails after Ctrl-C has ended the steps."""
+    real, begun = os.fsync, threading.Event()
+
+    def fsync(descriptor: int) -> None:
+        if "step-00000002" in Path(f"/proc/self/fd/{descriptor}").readlink().name:
+            begun.wait(30)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    class Display(Silent):
+        def on_event(self, event: Any) -> None:
+            super().on_event(event)
+            if isinstance(event, StepEvent) and event.step == 3:
+                begun.set()
+                raise KeyboardInterrupt
+
+    os.fsync = fsync
+    display = Display()
+    config = small_config(
+        folder, checkpoint__interval_steps=2, checkpoint__interval_epochs=0,
+        checkpoint__keep_best=False, run__batch_size=8,
+    )  # fmt: skip
+    try:
+        run_training(config, lambda: display)
+    except KeyboardInterrupt:
+        return [event.text for event in display.events if isinstance(event, NoteEvent)]
+    finally:
+        os.fsync = real
+    return ["not interrupted"]
+
+
+def test_a_save_that_fails_while_the_run_fails_anyway_is_a_note(tmp_path: Path) -> None:
+    (notes,) = run_ranks(1, _fails_twice, str(tmp_path / "run"))
+    assert any("step-00000002.pt" in note for note in notes), notes
 
 
 def test_without_memory_for_the_copy_the_steps_wait_for_the_file(

@@ -401,3 +401,10 @@ def test_a_run_has_as_many_phases_as_the_planner_counts(tmp_path: Path) -> None:
     first, second = run_ranks(2, _phases, str(tmp_path / "run"))
     assert first == second
     assert len(first) == PHASES, first
+
+
+def test_a_plan_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "run/plan.toml").mkdir(parents=True)
+    with pytest.raises(PacelineError, match=r"cannot write the run's records.*--output") as caught:
+        run_small(tmp_path / "run")
+    assert caught.value.exit_code == 1

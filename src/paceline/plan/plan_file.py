@@ -338,9 +338,12 @@ class PlanFile:
                 )
         return rows
 
+    def to_text(self) -> str:
+        return tomli_w.dumps(self.to_tables())
+
     def write(self, path: Path) -> None:
         try:
-            path.write_text(tomli_w.dumps(self.to_tables()), encoding="utf-8")
+            path.write_text(self.to_text(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 "plan file", str(path), f"cannot be written ({error.strerror})", "choose another"

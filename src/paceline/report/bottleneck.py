@@ -4,10 +4,11 @@ the measured step compares with the planner's prediction."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.host import NOTABLE_WAIT
@@ -15,7 +16,8 @@ from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.plan.plan_file import Expected, PlanFile
 from paceline.report.quantities import text_of
-from paceline.report.run_files import Record, RunFiles, finite, finite_values
+from paceline.report.records import CAUSES, Bools, Floats, Ints, Record, finite, middle
+from paceline.report.run_files import RunFiles, finite_values
 
 # A part of a step below this share is no bottleneck.
 _NOTABLE = 0.05
@@ -41,43 +43,20 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class StepWaits:
-    """The exchange of one step: the `last` rank to arrive and its wait, and the median wait of the
-    others. `complete`: all ranks are known."""
-
-    last: int
-    least_s: float
-    others_s: float
-    complete: bool
-
-    @classmethod
-    def of_ranks(cls, waits: Mapping[int, float], ranks: int) -> StepWaits:
-        last = min(waits, key=lambda rank: waits[rank])
-        others = [wait_s for rank, wait_s in waits.items() if rank != last]
-        complete = len(waits) == ranks > 1
-        return cls(last, waits[last], median(others or [waits[last]]), complete)
-
-    @classmethod
-    def of_record(cls, record: Record) -> StepWaits | None:
-        """Of what rank 0 has recorded about all ranks; None where that is damaged."""
-        exposed = record.get("exposed_comm_s")
-        if not isinstance(exposed, dict) or not is_count(exposed.get("rank")):
-            return None
-        least_s, others_s = finite(exposed, "min"), finite(exposed, "others")
-        if least_s is None or others_s is None:
-            return None
-        return cls(int(exposed["rank"]), least_s, others_s, complete=True)
-
-
-@dataclass(frozen=True)
 class ExposedWaits:
-    """Seconds that ranks waited for the exchange after their own backward pass, by step.
+    """Seconds that ranks waited for the exchange after their own backward pass, by step: the `last` rank
+    to arrive and its wait (`least_s`), and the median wait of the others. `complete`: all ranks are
+    known.
 
     The rank that arrives last waits only for the exchange itself; whatever the others wait longer, they
     wait for that rank.
     """
 
-    by_step: dict[int, StepWaits]
+    step: Ints
+    last: Ints
+    least_s: Floats
+    others_s: Floats
+    complete: Bools
     step_s: float
 
     @classmethod
@@ -87,27 +66,23 @@ class ExposedWaits:
 
     @classmethod
     def _of(cls, run: RunFiles) -> ExposedWaits:
-        step_s = median(run.values("step", "step_s") or [0.0])
+        step_s = middle(run.steps()["step_s"]) or 0.0
+        none = np.zeros(0)
         if (finite(run.start, "world_size") or 1) <= 1:
-            return cls({}, step_s)
-        waits: dict[int, dict[int, float]] = {}
-        for rank in run.ranks:
-            for record in run.of_kind("step", rank):
-                wait_s = finite(record, "exposed_comm_s")
-                if wait_s is not None:
-                    waits.setdefault(record["step"], {})[rank] = wait_s
-        ranks = max(map(len, waits.values()), default=0)
-        by_step = {step: StepWaits.of_ranks(by_rank, ranks) for step, by_rank in waits.items()}
-        for record in run.of_kind("ranks"):
-            if (known := StepWaits.of_record(record)) is not None:
-                by_step[record["step"]] = known
-        return cls(by_step, step_s)
+            return cls(none.astype(int), none.astype(int), none, none, none.astype(bool), step_s)
+        parts = [_waits_of_ranks(run), _waits_of_records(run.of_kind("ranks"))]
+        step, last, least_s, others_s, complete = map(np.concatenate, zip(*parts, strict=True))
+        # What rank 0 has recorded about all ranks comes last, and counts.
+        order = np.argsort(step, kind="stable")
+        order = order[np.append(np.diff(step[order]) > 0, [True] * bool(len(order)))]
+        return cls(
+            step[order], last[order], least_s[order], others_s[order], complete[order], step_s
+        )
 
     @property
     def exposed_s(self) -> float | None:
         """The median over steps of the wait of the rank that arrived last; None where none waited."""
-        least = [waits.least_s for waits in self.by_step.values()]
-        return median(least) if any(least) else None
+        return middle(self.least_s) if self.least_s.any() else None
 
     def describe(self) -> str:
         """`12.3 ms a step (8 %)`."""
@@ -116,25 +91,67 @@ class ExposedWaits:
         share = 100 * self.exposed_s / self.step_s if self.step_s > 0 else None
         return f"{format_duration(self.exposed_s)} a step ({format_percent(share, 0)})"
 
-    def last_ranks(self) -> dict[int, int]:
-        """The rank that arrived last, by step, where all ranks have a record of the step."""
-        return {step: waits.last for step, waits in self.by_step.items() if waits.complete}
-
     def straggler(self) -> Straggler | None:
         """The rank that is nearly always last, and late enough to matter."""
-        last = self.last_ranks()
+        last = self.last[self.complete]
         if len(last) < _STRAGGLER_MIN_STEPS:
             return None
-        rank, times = Counter(last.values()).most_common(1)[0]
-        lost_s = median(
-            waits.others_s - waits.least_s if waits.last == rank else 0.0
-            for waits in self.by_step.values()
-            if waits.complete
-        )
-        share = times / len(last)
+        ranks, times = np.unique(last, return_counts=True)
+        rank, share = int(ranks[times.argmax()]), float(times.max() / len(last))
+        late_s = (self.others_s - self.least_s)[self.complete]
+        lost_s = float(np.median(np.where(last == rank, late_s, 0.0)))
         if share < _STRAGGLER_SHARE or lost_s < _NOTABLE * self.step_s:
             return None
         return Straggler(rank, share, lost_s)
+
+
+_Waits = tuple[Ints, Ints, Floats, Floats, Bools]
+
+
+def _waits_of_ranks(run: RunFiles) -> _Waits:
+    """From the records of each rank."""
+    step = np.unique(np.concatenate([run.steps(rank).number for rank in run.ranks]))
+    waits = np.full((len(run.ranks), len(step)), np.nan)
+    for row, rank in enumerate(run.ranks):
+        steps = run.steps(rank)
+        waits[row, np.searchsorted(step, steps.number)] = steps["exposed_comm_s"]
+    present = ~np.isnan(waits)
+    any_rank = present.any(axis=0)
+    step, waits, present = step[any_rank], waits[:, any_rank], present[:, any_rank]
+    if not len(step):
+        return step, step, np.zeros(0), np.zeros(0), np.zeros(0, np.bool_)
+    columns, ranks = np.arange(len(step)), np.array(list(run.ranks))
+    row = np.nanargmin(waits, axis=0)
+    least_s = waits[row, columns]
+    # The median of the others: those that are absent, and the last rank, are sorted to the end.
+    waits[row, columns] = np.nan
+    waits.sort(axis=0)
+    counts = present.sum(axis=0)
+    others = np.maximum(counts - 1, 1)
+    middle_s = (waits[(others - 1) // 2, columns] + waits[others // 2, columns]) / 2
+    others_s = np.where(counts > 1, middle_s, least_s)
+    complete = (counts == counts.max()) & (counts > 1)
+    return step, ranks[row], least_s, others_s, complete
+
+
+def _waits_of_records(records: list[Record]) -> _Waits:
+    """From what rank 0 has recorded about all ranks; damaged records are left out."""
+    found = []
+    for record in records:
+        exposed = record.get("exposed_comm_s")
+        if isinstance(exposed, dict) and is_count(exposed.get("rank")):
+            least_s, others_s = finite(exposed, "min"), finite(exposed, "others")
+            if least_s is not None and others_s is not None:
+                found.append((record["step"], exposed["rank"], least_s, others_s))
+    step, rank, least, others = zip(*found, strict=True) if found else ((), (), (), ())
+    ints = np.array(step, np.int64), np.array(rank, np.int64)
+    return (*ints, np.array(least, float), np.array(others, float), np.ones(len(found), np.bool_))
+
+
+def first_after_start(run: RunFiles, rank: int = 0) -> Bools:
+    """The first step after each start: it fills the pipeline, compiles and captures graphs."""
+    first = [record["step"] + 1 for record in run.of_kind("start", rank)]
+    return np.isin(run.steps(rank).number, first)
 
 
 @dataclass(frozen=True)
@@ -153,24 +170,15 @@ class InputStall:
 
     @classmethod
     def _of(cls, run: RunFiles, rank: int) -> InputStall:
-        first = {record["step"] + 1 for record in run.of_kind("start", rank)}
-        steps, step_s, causes = 0, 0.0, dict[str, float]()
-        for record in run.of_kind("step", rank):
-            length_s = finite(record, "step_s")
-            if (
-                finite(record, "input_stall_s") is None
-                or length_s is None
-                or record["step"] in first
-            ):
-                continue
-            steps, step_s = steps + 1, step_s + length_s
-            by_cause = record.get("input_stall_causes")
-            by_cause = by_cause if isinstance(by_cause, dict) else {}
-            for name in by_cause:
-                if (seconds := finite(by_cause, name) or 0.0) > 0:
-                    causes[text_of(name)] = causes.get(text_of(name), 0.0) + seconds
+        steps = run.steps(rank)
+        measured = ~np.isnan(steps["input_stall_s"]) & ~np.isnan(steps["step_s"])
+        measured &= ~first_after_start(run, rank)
+        causes: dict[str, float] = {}
+        for name, seconds in steps.sums(CAUSES, measured).items():
+            causes[text_of(name)] = causes.get(text_of(name), 0.0) + seconds
         largest_first = sorted(causes.items(), key=lambda cause: -cause[1])
-        return cls(steps, step_s, dict(largest_first))
+        step_s = float(steps["step_s"][measured].sum())
+        return cls(int(measured.sum()), step_s, dict(largest_first))
 
     @property
     def stall_s(self) -> float:
@@ -212,12 +220,15 @@ class MeasuredStep:
     @classmethod
     def of(cls, run: RunFiles) -> MeasuredStep | None:
         """None before the first step."""
-        lengths = run.values("step", "step_s")
-        if not lengths:
+        step_s, stall, waits = (
+            middle(run.steps()["step_s"]),
+            InputStall.of(run),
+            ExposedWaits.of(run),
+        )
+        if step_s is None:
             return None
-        step_s, stall, waits = median(lengths), InputStall.of(run), ExposedWaits.of(run)
         # Where the device's own stall was not measured, the wait of the host stands in for it.
-        host_wait_s = median(run.values("step", "data_s") or [0.0])
+        host_wait_s = middle(run.steps()["data_s"]) or 0.0
         input_s = stall.share * step_s if stall.steps else host_wait_s
         return cls(step_s, input_s, waits.exposed_s or 0.0, waits.straggler())
 
@@ -246,7 +257,7 @@ def bound_by(run: RunFiles) -> str | None:
 def overloaded_host(run: RunFiles) -> str | None:
     """Names the rank whose threads waited longest for cores, where that slows its steps."""
     waits = {
-        rank: median(run.values("step", "core_wait_share", rank) or [0.0])
+        rank: middle(run.steps(rank)["core_wait_share"]) or 0.0
         for rank in run.ranks
         # The steps of a GPU depend on the host's threads only where it waits for its input.
         if _on_cpu(run, rank) or InputStall.of(run, rank).main_cause

@@ -310,11 +310,13 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
 
     def top1(run: ComparedRun) -> dict[float, float]:
         # Rounded: the curves of seeds are matched by epoch, which may differ in the last digit.
-        return {round(point.epoch, 4): point.value for point in run.files.points("eval", "top1")}
+        found = run.files.eval_curve("top1")
+        epochs = (round(epoch, 4) for epoch in found.epoch.tolist())
+        return dict(zip(epochs, found.value.tolist(), strict=True))
 
     def losses(run: ComparedRun) -> dict[float, float]:
-        points = ((point.epoch, point.value) for point in run.files.points("step", "loss"))
-        return _medians(points, width)
+        found = run.files.step_curve("loss")
+        return _medians(zip(found.epoch.tolist(), found.value.tolist(), strict=True), width)
 
     accuracy, training = _lines(comparison.rows, top1), _lines(comparison.rows, losses)
     several = any(len(row.runs) > 1 for row in comparison.rows)

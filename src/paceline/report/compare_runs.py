@@ -13,7 +13,8 @@ from typing import Any
 
 from paceline.core.errors import DataError
 from paceline.report.outcome import Outcome
-from paceline.report.run_files import EVENTS_NAME, RunFiles, finite, integer
+from paceline.report.records import finite, integer
+from paceline.report.run_files import EVENTS_NAME, RunFiles
 from paceline.report.tables import flat
 
 # Settings in which the runs of one row may differ.
@@ -60,7 +61,7 @@ class ComparedRun:
             raise CompareError(error.cause, error.remedy) from error
         outcome = Outcome.of(files)
         # A run writes its first records before its configuration.
-        if outcome.top1 is None and (files.config or not files.events):
+        if outcome.top1 is None and (files.config or not (files.events or len(files.steps()))):
             raise NoEvaluationError(
                 f"{path} has no evaluation yet", "wait for its first one, or leave that run out"
             )

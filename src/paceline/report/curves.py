@@ -3,16 +3,20 @@ thinned and smoothed."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from statistics import median
+
+import numpy as np
 
 from paceline.core.units import format_percent
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.chart import XY, Chart, Line, Marker
 from paceline.report.quantities import count, loss, number, rate
-from paceline.report.run_files import Point, RunFiles, finite
+from paceline.report.records import Floats, finite
+from paceline.report.run_files import Curve, RunFiles
 
 # More points than this are closer than a pixel in a chart of one column.
 MAX_POINTS = 600
@@ -26,17 +30,17 @@ _MAX_SKIP_MARKERS = 200
 def run_charts(run: RunFiles) -> list[Chart]:
     """The last one, exposed communication, only for runs of several ranks."""
     axis = _XAxis(run)
-    losses, speeds = run.points("step", "loss"), run.points("step", "images_per_s")
+    losses, speeds = run.step_curve("loss"), run.step_curve("images_per_s")
     loss_lines = [
         *axis.smoothed("training", losses),
-        axis.line("validation", run.points("eval", "loss"), 2),
+        axis.line("validation", run.eval_curve("loss"), 2),
     ]
     charts = [
         axis.chart(
             "Accuracy (%)",
             [
-                axis.line("top-1", run.points("eval", "top1"), 1),
-                axis.line("top-5", run.points("eval", "top5"), 2),
+                axis.line("top-1", run.eval_curve("top1"), 1),
+                axis.line("top-5", run.eval_curve("top5"), 2),
             ],
             show_value=format_percent,
         ),
@@ -49,9 +53,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
             show_value=loss,
             note=_smoothing(losses),
         ),
-        axis.chart(
-            "Learning rate", [axis.line("rate", run.points("step", "lr"), 1)], from_zero=True
-        ),
+        axis.chart("Learning rate", [axis.line("rate", run.step_curve("lr"), 1)], from_zero=True),
         *_scheduled(run, axis),
         axis.chart(
             "Throughput (images/s)",
@@ -62,11 +64,12 @@ def run_charts(run: RunFiles) -> list[Chart]:
         ),
     ]
     if ExposedWaits.of(run).exposed_s is not None:
-        waits = [p._replace(value=1e3 * p.value) for p in run.points("step", "exposed_comm_s")]
+        waits = run.step_curve("exposed_comm_s")
+        waits = replace(waits, value=1e3 * waits.value)
         lines = axis.smoothed("rank 0 waits", waits)
         note = _smoothing(waits)
         charts.append(axis.chart("Exposed communication (ms)", lines, from_zero=True, note=note))
-    if noise := run.points("step", "noise_scale"):
+    if len(noise := run.step_curve("noise_scale")):
         lines = axis.smoothed("noise scale", noise)
         charts.append(
             axis.chart(
@@ -99,10 +102,10 @@ def over_cluster_time(run: RunFiles, field: str) -> list[XY]:
 def _scheduled(run: RunFiles, axis: _XAxis) -> list[Chart]:
     """Charts of batch and momentum, where a schedule changes them."""
     found = []
-    if batches := run.points("step", "batch_size"):
+    if len(batches := run.step_curve("batch_size")):
         line = axis.line("samples a step", batches, 1)
         found.append(axis.chart("Global batch", [line], from_zero=True, show_value=rate))
-    if momenta := run.points("step", "momentum"):
+    if len(momenta := run.step_curve("momentum")):
         found.append(axis.chart("Momentum", [axis.line("momentum", momenta, 1)]))
     return found
 
@@ -112,24 +115,29 @@ class _XAxis:
 
     def __init__(self, run: RunFiles) -> None:
         self._run = run
-        records = [*run.of_kind("step"), *run.of_kind("eval")]
-        self._epochs = sorted((r["step"], finite(r, "epoch") or 0.0) for r in records)
-        self._last_step = max((step for step, _ in self._epochs), default=0)
-        last_epoch = max((epoch for _, epoch in self._epochs), default=0.0)
+        evaluations = run.of_kind("eval")
+        step = np.append(run.steps().number, [r["step"] for r in evaluations])
+        evaluated = [finite(r, "epoch") or 0.0 for r in evaluations]
+        epoch = np.append(run.steps().or_zero("epoch"), evaluated)
+        order = np.lexsort((epoch, step))
+        self._steps, self._epochs = step[order], epoch[order]
+        self._last_step = int(step.max(initial=0))
+        last_epoch = float(epoch.max(initial=0.0))
         self._by_epoch = last_epoch >= 1
         self._label = "epoch" if self._by_epoch else "step"
         self._range: XY = (0.0, (last_epoch if self._by_epoch else float(self._last_step)) or 1.0)
 
-    def line(self, name: str, points: Sequence[Point], colour: int, faint: bool = False) -> Line:
-        xy = [(p.epoch if self._by_epoch else p.step, p.value) for p in thin(points)]
-        return Line(name, xy, colour, faint)
+    def line(self, name: str, points: Curve, colour: int, faint: bool = False) -> Line:
+        shown = thin(points)
+        x = shown.epoch if self._by_epoch else shown.step
+        return Line(name, list(zip(x.tolist(), shown.value.tolist(), strict=True)), colour, faint)
 
-    def smoothed(self, name: str, points: Sequence[Point]) -> list[Line]:
+    def smoothed(self, name: str, points: Curve) -> list[Line]:
         """The smoothed curve, with the measured values behind it."""
         if len(points) < _MIN_SMOOTHED:
             return [self.line(name, points, 1)]
         return [
-            self.line(name, moving_median(points), 1),
+            self.line(name, replace(points, value=moving_median(points.value)), 1),
             self.line("single steps", points, 1, faint=True),
         ]
 
@@ -157,19 +165,19 @@ class _XAxis:
         ]
 
     def skips(self) -> list[Marker]:
-        skipped = [record for record in self._run.of_kind("step") if record.get("skipped") is True]
+        skipped = self._run.steps().number[self._run.steps().skipped].tolist()
         every = max(1, -(-len(skipped) // _MAX_SKIP_MARKERS))
         return [
-            Marker(self._x(record["step"]), f"step {count(record['step'])} skipped", "skip")
-            for record in skipped[::every]
+            Marker(self._x(step), f"step {count(step)} skipped", "skip")
+            for step in skipped[::every]
         ]
 
     def _x(self, step: int) -> float:
         """A step on the axis; its epoch is that of the last record up to it."""
         if not self._by_epoch:
             return float(step)
-        before = bisect_right(self._epochs, (step, math.inf))
-        return self._epochs[before - 1][1] if before else 0.0
+        before = np.searchsorted(self._steps, step, side="right")
+        return float(self._epochs[before - 1]) if before else 0.0
 
 
 def spans_decades(lines: Sequence[Line]) -> bool:
@@ -178,24 +186,26 @@ def spans_decades(lines: Sequence[Line]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_SPAN
 
 
-def _smoothing(points: Sequence[Point]) -> str:
+def _smoothing(points: Curve) -> str:
     if len(points) < _MIN_SMOOTHED:
         return ""
     return f"median of {smoothing_window(len(points))} steps"
 
 
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+def thin(points: Curve, limit: int = MAX_POINTS) -> Curve:
     """At most `limit` points: the first, the last, and between them the median of each group."""
     assert limit >= 3
-    if len(points) <= limit:
-        return list(points)
-    inner, groups = len(points) - 2, limit - 2
-    thinned = [points[0]]
-    for n in range(groups):
-        group = points[1 + n * inner // groups : 1 + (n + 1) * inner // groups]
-        middle = group[len(group) // 2]
-        thinned.append(middle._replace(value=median(point.value for point in group)))
-    return [*thinned, points[-1]]
+    length = len(points)
+    if length <= limit:
+        return points
+    inner, groups = length - 2, limit - 2
+    bounds = [1 + n * inner // groups for n in range(groups + 1)]
+    values = points.value.tolist()
+    medians = [median(values[a:b]) for a, b in pairwise(bounds)]
+    middles = [(a + b) // 2 for a, b in pairwise(bounds)]
+    kept = [0, *middles, length - 1]
+    value = np.array([values[0], *medians, values[-1]])
+    return Curve(points.step[kept], points.epoch[kept], value)
 
 
 def smoothing_window(length: int) -> int:
@@ -203,25 +213,21 @@ def smoothing_window(length: int) -> int:
     return max(9, min(501, length // 25)) | 1
 
 
-def moving_median(points: Sequence[Point], window: int | None = None) -> list[Point]:
+def moving_median(values: Floats, window: int | None = None) -> Floats:
     """Each value replaced by the median of those around it: a spike in the loss does not bend the curve.
 
     At the start the window grows with the curve, which keeps a steep start; at the end it shrinks on one
     side, so that the last value is not a single measurement.
     """
-    half = (window or smoothing_window(len(points))) // 2
-    ordered: list[float] = []
-    smooth = []
-    entered = 0
-    for i, point in enumerate(points):
-        while entered <= min(len(points) - 1, i + min(i, half)):
-            insort(ordered, points[entered].value)
-            entered += 1
+    length, half = len(values), (window or smoothing_window(len(values))) // 2
+    given, ordered, smooth, entered = values.tolist(), list[float](), list[float](), 0
+    for i in range(length):
+        for value in given[entered : i + min(i, half) + 1]:
+            insort(ordered, value)
+        entered = min(length, i + min(i, half) + 1)
         if i > half:
-            del ordered[bisect_left(ordered, points[i - half - 1].value)]
-        middle = len(ordered) // 2
-        value = ordered[middle]
-        if len(ordered) % 2 == 0:
-            value = (ordered[middle - 1] + value) / 2
-        smooth.append(point._replace(value=value))
-    return smooth
+            del ordered[bisect_left(ordered, given[i - half - 1])]
+        centre = len(ordered) // 2
+        odd = len(ordered) % 2
+        smooth.append(ordered[centre] if odd else (ordered[centre - 1] + ordered[centre]) / 2)
+    return np.array(smooth, float)

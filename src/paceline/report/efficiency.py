@@ -8,13 +8,16 @@ shares of the causes add up to one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
+
+import numpy as np
 
 from paceline.core.units import format_percent
-from paceline.report.bottleneck import ExposedWaits
+from paceline.report.bottleneck import ExposedWaits, first_after_start
 from paceline.report.outcome import Outcome
 from paceline.report.quantities import rate
-from paceline.report.run_files import Record, RunFiles, finite, finite_values
+from paceline.report.records import Record, finite, known
+from paceline.report.run_files import RunFiles, finite_values
 
 # The causes of lost time, in the order of the bar.
 COMMUNICATION, INPUT, STRAGGLER = "exposed communication", "input", "waiting for the slowest rank"
@@ -47,32 +50,35 @@ class Efficiency:
 
     @classmethod
     def _of(cls, run: RunFiles) -> Efficiency | None:
-        steps = [r for r in run.of_kind("step") if (finite(r, "step_s") or 0.0) > 0]
-        images = [(finite(r, "images_per_s") or 0.0) * (finite(r, "step_s") or 0.0) for r in steps]
-        if not steps or sum(images) <= 0:
+        steps = run.steps()
+        timed = steps.or_zero("step_s") > 0
+        lengths, first = steps["step_s"][timed], first_after_start(run)[timed]
+        images = steps.or_zero("images_per_s")[timed] * lengths
+        all_images = float(images.sum())
+        if all_images <= 0:
             return None
         outcome = Outcome.of(run)
         if outcome.rehearsed is not None:
             return None
         ranks = outcome.world_size or 1
-        lengths = [finite(r, "step_s") or 0.0 for r in steps]
-        startup_s = _startup_s(run, steps)
-        stepping_s = sum(lengths) - startup_s
+        # What the first step after each start took longer than the others.
+        startup_s = float(np.maximum(lengths[first] - np.median(lengths), 0.0).sum())
+        steps_s = float(lengths.sum())
+        stepping_s = steps_s - startup_s
         shares = _shares_of_a_step(run, ranks)
         # All skipped steps together, of which the parts of a step are not told apart.
-        skipped = [r.get("skipped") is True for r in steps]
-        of_skipped = sum(n for n, lost in zip(images, skipped, strict=True) if lost) / sum(images)
+        of_skipped = float(images[steps.skipped[timed]].sum()) / all_images
         seconds = {cause: share * stepping_s for cause, share in shares.items()}
         computing_s = max(stepping_s - sum(seconds.values()), 1e-9)
         seconds[SKIPPED] = of_skipped * computing_s
-        seconds[EVALUATION] = sum(run.values("eval", "eval_s"))
+        seconds[EVALUATION] = sum(finite_values(run.of_kind("eval"), "eval_s"))
         seconds[SAVING] = sum(_stall_s(record) for record in run.of_kind("checkpoint"))
-        known_s = sum(lengths) + seconds[EVALUATION] + seconds[SAVING]
+        known_s = steps_s + seconds[EVALUATION] + seconds[SAVING]
         whole_s = max(known_s, outcome.train_s or 0.0)
         seconds[OTHER] = whole_s - known_s + startup_s
         lost = {cause: max(0.0, seconds.get(cause, 0.0)) / whole_s for cause in CAUSES}
-        alone = sum(images) / computing_s / ranks
-        return cls((1 - of_skipped) * sum(images) / whole_s, alone, ranks, lost)
+        alone = all_images / computing_s / ranks
+        return cls((1 - of_skipped) * all_images / whole_s, alone, ranks, lost)
 
     @property
     def largest_loss(self) -> str:
@@ -98,31 +104,20 @@ def _stall_s(record: Record) -> float:
     return (finite(record, "save_s") or 0.0) if stall_s is None else stall_s
 
 
-def _startup_s(run: RunFiles, steps: list[Record]) -> float:
-    """What the first step after each start took longer than the others: filling the pipeline, compiling,
-    capturing graphs."""
-    usual_s = median(finite_values(steps, "step_s"))
-    first = {record["step"] + 1 for record in run.of_kind("start")}
-    return sum(
-        max(0.0, (finite(r, "step_s") or 0.0) - usual_s) for r in steps if r["step"] in first
-    )
-
-
 def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
     """What a mean rank waits for in a step: the exchange itself, the slowest rank, and its input. Without
     the first step after each start."""
-    waits, first = ExposedWaits.of(run), {r["step"] + 1 for r in run.of_kind("start")}
-    lengths = {r["step"]: finite(r, "step_s") or 0.0 for r in run.of_kind("step")}
-    known = {
-        step: wait
-        for step, wait in waits.by_step.items()
-        if step not in first and lengths.get(step, 0.0) > 0
-    }
+    waits, steps = ExposedWaits.of(run), run.steps()
     shares = {COMMUNICATION: 0.0, STRAGGLER: 0.0, INPUT: _input_share(run)}
-    if total := sum(lengths[step] for step in known):
+    usable = (steps.or_zero("step_s") > 0) & ~first_after_start(run)
+    _, waited, stepped = np.intersect1d(
+        waits.step, steps.number[usable], assume_unique=True, return_indices=True
+    )
+    if total := float(steps["step_s"][usable][stepped].sum()):
         # The last rank waits for the exchange alone, the others for that rank as well.
-        late_s = sum(max(0.0, w.others_s - w.least_s) for w in known.values() if w.complete)
-        shares[COMMUNICATION] = sum(w.least_s for w in known.values()) / total
+        late = np.maximum(waits.others_s - waits.least_s, 0.0)[waited]
+        late_s = float(late[waits.complete[waited]].sum())
+        shares[COMMUNICATION] = float(waits.least_s[waited].sum()) / total
         shares[STRAGGLER] = late_s * (ranks - 1) / ranks / total
     # Measured on different ranks, they may add up to more than a step.
     scale = max(1.0, sum(shares.values()) / 0.98)
@@ -133,19 +128,19 @@ def _input_share(run: RunFiles) -> float:
     """Of the mean rank; of many ranks rank 0 has recorded the median."""
     shares = []
     for rank in run.ranks:
-        first = {record["step"] + 1 for record in run.of_kind("start", rank)}
-        records = [r for r in run.of_kind("step", rank) if r["step"] not in first]
-        total = sum(finite_values(records, "step_s"))
+        steps, later = run.steps(rank), ~first_after_start(run, rank)
+        total = float(known(steps["step_s"][later]).sum())
         if total > 0:
             # Before stalls were measured, the wait of the host stands in for them.
-            field = "input_stall_s" if any("input_stall_s" in r for r in records) else "data_s"
-            shares.append(sum(finite_values(records, field)) / total)
+            stalls = known(steps["input_stall_s"][later])
+            stalls = stalls if len(stalls) else known(steps["data_s"][later])
+            shares.append(float(stalls.sum()) / total)
     of_all = [
         (finite(record["input_stall_s"], "median"), finite(record["step_s"], "median"))
         for record in run.of_kind("ranks")
         if isinstance(record.get("input_stall_s"), dict) and isinstance(record.get("step_s"), dict)
     ]
-    known = [(stall, length) for stall, length in of_all if stall is not None and length]
-    if known:
-        return sum(stall for stall, _ in known) / sum(length for _, length in known)
+    measured = [(stall, length) for stall, length in of_all if stall is not None and length]
+    if measured:
+        return sum(stall for stall, _ in measured) / sum(length for _, length in measured)
     return fmean(shares) if shares else 0.0

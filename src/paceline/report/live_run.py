@@ -15,14 +15,8 @@ from pathlib import Path
 
 from paceline.core.errors import DataError, PacelineError
 from paceline.core.untrusted import one_line
-from paceline.report.run_files import (
-    EVENTS_NAME,
-    Record,
-    RunFiles,
-    assemble,
-    parse_line,
-    rank_files,
-)
+from paceline.report.records import RecordLog
+from paceline.report.run_files import EVENTS_NAME, RunFiles, assemble, parse_line, rank_files
 
 # What one look reads of a file at most: the page of a huge run appears after several looks.
 _MOST_BYTES = 64 << 20
@@ -36,7 +30,7 @@ class _Tail:
     identity: tuple[int, int] = (0, 0)
     offset: int = 0
     lines: int = 0
-    records: list[Record] = field(default_factory=list)
+    log: RecordLog = field(default_factory=RecordLog)
 
     def read_on(self) -> bool:
         """Whether there is anything new."""
@@ -44,8 +38,8 @@ class _Tail:
             status = os.fstat(file.fileno())
             identity, restarted = (status.st_dev, status.st_ino), False
             if identity != self.identity or status.st_size < self.offset:
-                restarted = bool(self.records)
-                self.identity, self.offset, self.lines, self.records = identity, 0, 0, []
+                restarted = self.lines > 0
+                self.identity, self.offset, self.lines, self.log = identity, 0, 0, RecordLog()
             if status.st_size == self.offset:
                 return restarted
             file.seek(self.offset)
@@ -53,7 +47,7 @@ class _Tail:
         whole = content.rfind(b"\n") + 1
         for line in content[:whole].split(b"\n")[:-1]:
             self.lines += 1
-            self.records.append(parse_line(line, self.path, self.lines))
+            self.log.append(parse_line(line, self.path, self.lines))
             self.offset += len(line) + 1
         return restarted or whole > 0
 
@@ -112,8 +106,8 @@ class LiveRun:
         # Files appear and vanish in it without a record: checkpoints are removed.
         others += (_status(self.path / "checkpoints"),)
         if changed or others != self._others or self.files is None:
-            records = {rank: tail.records for rank, tail in self._tails.items()}
-            self.files, self._others, changed = assemble(self.path, records), others, True
+            ranks = {rank: tail.log.current() for rank, tail in self._tails.items()}
+            self.files, self._others, changed = assemble(self.path, ranks), others, True
         return changed
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from statistics import median
 from typing import NamedTuple
 
 from paceline.report.efficiency import Efficiency
 from paceline.report.outcome import Outcome
-from paceline.report.run_files import RunFiles, finite
+from paceline.report.records import finite, middle
+from paceline.report.run_files import RunFiles
 
 # Steps whose median is the current value of a time or a speed.
 _RECENT = 20
@@ -79,13 +79,11 @@ def samples(files: RunFiles | None) -> list[Sample]:
     if files is None:
         return [Sample("paceline_up", 0.0)]
     outcome, efficiency = Outcome.of(files), Efficiency.of(files)
-    steps, evaluations = files.of_kind("step"), files.of_kind("eval")
-    last, evaluated = (steps or [{}])[-1], (evaluations or [{}])[-1]
-    saved, latest = (files.of_kind("checkpoint") or [{}])[-1], (files.events or ({},))[-1]
+    steps, evaluated = files.steps(), (files.of_kind("eval") or [{}])[-1]
+    saved = (files.of_kind("checkpoint") or [{}])[-1]
 
     def recent(field: str) -> float | None:
-        values = [v for record in steps[-_RECENT:] if (v := finite(record, field)) is not None]
-        return median(values) if values else None
+        return middle(steps[field][-_RECENT:])
 
     found = [
         Sample("paceline_up", 1.0),
@@ -94,9 +92,9 @@ def samples(files: RunFiles | None) -> list[Sample]:
         Sample("paceline_epoch", outcome.epochs),
         Sample("paceline_ranks", _number(outcome.world_size)),
         Sample("paceline_finished", float(outcome.state == "finished")),
-        Sample("paceline_loss", finite(last, "loss")),
-        Sample("paceline_learning_rate", finite(last, "lr")),
-        Sample("paceline_loss_scale", finite(last, "loss_scale")),
+        Sample("paceline_loss", steps.last("loss")),
+        Sample("paceline_learning_rate", steps.last("lr")),
+        Sample("paceline_loss_scale", steps.last("loss_scale")),
         Sample("paceline_images_per_second", recent("images_per_s")),
         Sample("paceline_step_seconds", recent("step_s")),
         Sample("paceline_exposed_communication_seconds", recent("exposed_comm_s")),
@@ -110,7 +108,7 @@ def samples(files: RunFiles | None) -> list[Sample]:
         Sample("paceline_checkpoint_step", finite(saved, "step")),
         Sample("paceline_checkpoint_save_seconds", finite(saved, "save_s")),
         Sample("paceline_checkpoint_stall_seconds", finite(saved, "stall_s")),
-        Sample("paceline_last_event_timestamp_seconds", finite(latest, "time")),
+        Sample("paceline_last_event_timestamp_seconds", files.ranks[0].last_time),
     ]
     if efficiency is not None:
         found.append(Sample("paceline_efficiency", efficiency.e))

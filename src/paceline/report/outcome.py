@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from paceline.core.units import format_duration, format_percent
 from paceline.report.quantities import count, number, plural, rate, text_of
-from paceline.report.run_files import RunFiles, finite, integer
+from paceline.report.records import finite, integer, middle
+from paceline.report.run_files import RunFiles, finite_values
 
 # Reasons to leave the training loop that mean success.
 _DONE = frozenset({"finished", "target"})
@@ -39,7 +39,8 @@ class Rehearsed:
         if not isinstance(found, dict):
             if not nodes or not each:
                 return None
-            times = [*run.values("step", "predicted_s"), *run.values("eval", "predicted_s")]
+            times = finite_values(run.of_kind("eval"), "predicted_s")
+            times += run.steps().known("predicted_s").tolist()
             return cls(nodes * each, max(times, default=None), None, None, None, None, None)
         return cls(
             integer(found, "ranks") or 0,
@@ -101,13 +102,15 @@ class Outcome:
 
     @classmethod
     def _of(cls, run: RunFiles) -> Outcome:
-        summary, start, steps = run.summary or {}, run.start, run.of_kind("step")
-        top1, top5 = run.points("eval", "top1"), run.points("eval", "top5")
-        speeds, noise = run.values("step", "images_per_s"), run.values("step", "noise_scale")
+        summary, start, steps = run.summary or {}, run.start, run.steps()
+        top1, top5 = run.eval_curve("top1").value, run.eval_curve("top5").value
+        noise = steps.known("noise_scale")
         stopped_by = _stopped_by(run)
         counters = summary.get("input_counters")
         counters = counters if isinstance(counters, dict) else {}
-        last = max([*steps, *run.of_kind("eval")], key=lambda r: int(r["step"]), default={})
+        last = max(run.of_kind("eval"), key=lambda r: int(r["step"]), default={})
+        if len(steps) and int(steps.number[-1]) >= last.get("step", 0):
+            last = {"step": int(steps.number[-1]), "epoch": steps.last("epoch")}
 
         def first(name: str, otherwise: float | None) -> float | None:
             known = finite(summary, name)
@@ -117,11 +120,11 @@ class Outcome:
             name=_name(run),
             state=_state(run, stopped_by),
             stopped_by=stopped_by,
-            top1=first("top1", top1[-1].value if top1 else None),
-            top5=first("top5", top5[-1].value if top5 else None),
-            best_top1=max((point.value for point in top1), default=None),
-            images_per_s=first("images_per_s", median(speeds) if speeds else None),
-            train_s=first("train_s", _elapsed_s(run)),
+            top1=first("top1", float(top1[-1]) if len(top1) else None),
+            top5=first("top5", float(top5[-1]) if len(top5) else None),
+            best_top1=float(top1.max()) if len(top1) else None,
+            images_per_s=first("images_per_s", middle(steps["images_per_s"])),
+            train_s=first("train_s", run.ranks[0].elapsed_s()),
             time_to_target_s=finite(summary, "time_to_target_s"),
             epochs=first("epochs", finite(last, "epoch")),
             steps=integer(summary, "steps") or int(last.get("step", 0)),
@@ -131,12 +134,12 @@ class Outcome:
             or integer(start, "global_batch_size"),
             corrupt_samples=_corrupt_count(run, "corrupt_samples", "train"),
             corrupt_val_samples=_corrupt_count(run, "corrupt_val_samples", "val"),
-            skipped_steps=sum(record.get("skipped") is True for record in steps),
-            steps_without_loss=len(steps) - len(run.values("step", "loss")),
+            skipped_steps=int(steps.skipped.sum()),
+            steps_without_loss=len(steps) - len(steps.known("loss")),
             resumes=len(run.resumes),
             read_retries=integer(counters, "read_retries") or 0,
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
-            noise_scale=first("noise_scale", noise[-1] if noise else None),
+            noise_scale=first("noise_scale", float(noise[-1]) if len(noise) else None),
             state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
             exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
             rehearsed=Rehearsed.of(run),
@@ -166,12 +169,10 @@ def verdict(run: RunFiles) -> str:
 
 def ends_without_loss(run: RunFiles) -> bool:
     """Whether the loss of the last step, or of the last evaluation, is not finite."""
-    for kind in ("step", "eval"):
-        records = run.of_kind(kind)
-        last = max(records, key=lambda record: int(record["step"]), default=None)
-        if last is not None and "loss" in last and finite(last, "loss") is None:
-            return True
-    return False
+    if len(run.steps()) and run.steps().last("loss") is None:
+        return True
+    last = max(run.of_kind("eval"), key=lambda record: int(record["step"]), default=None)
+    return last is not None and "loss" in last and finite(last, "loss") is None
 
 
 def _result(outcome: Outcome) -> str:
@@ -239,17 +240,3 @@ def _name(run: RunFiles) -> str:
         if isinstance(recipe, str) and recipe.strip():
             return text_of(recipe.removesuffix(".toml").replace("\\", "/").rpartition("/")[2])
     return text_of(Path(run.path).resolve().name)
-
-
-def _elapsed_s(run: RunFiles) -> float | None:
-    """The sum over processes from their start to their last record, without the pauses between them."""
-    total, began, latest = 0.0, None, 0.0
-    for record in run.events:
-        now = finite(record, "time")
-        if now is None:
-            continue
-        if record["event"] == "start":
-            total += latest - began if began is not None else 0.0
-            began = now
-        latest = now
-    return None if began is None else total + latest - began

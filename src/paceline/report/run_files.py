@@ -2,7 +2,7 @@
 
 A run folder holds `metrics.jsonl` (rank 0), `metrics.rank1.jsonl` … (the other ranks; few or none where
 ranks are many), `config.toml` and, once the run has ended, `summary.json`. A resumed run repeats some
-steps: the records after the step that it returned to are superseded and left out.
+steps: the records after the step that it returned to are superseded and left out (`records`).
 """
 
 from __future__ import annotations
@@ -13,41 +13,43 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.events import parse_event, read_events
-from paceline.core.untrusted import ParseError, is_finite, parse_json, parse_toml
+from paceline.core.untrusted import ParseError, is_count, parse_json, parse_toml
 from paceline.report.quantities import text_of
+from paceline.report.records import Floats, Ints, Record, Records, Steps, finite
 
-Record = dict[str, Any]
 Derived = TypeVar("Derived")
 
 EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 _CHECKPOINT_NAME = re.compile(r"(best|step-\d{1,12})(\.salvaged)?\.pt(\.[a-z]+(-\d+)?)?")
 _STEP_NAME = re.compile(r"step-(\d{1,12})\.")
-# A step has at most one record of these kinds; of the others it may have several.
-_ONE_PER_STEP = frozenset({"step", "eval", "checkpoint", "ranks"})
-_WITH_STEP = _ONE_PER_STEP | {"start", "corrupt", "stop"}
-# Larger values measure nothing, and would overflow the arithmetic of an axis.
-_MAX_VALUE = 1e100
+_WITH_STEP = frozenset({"step", "eval", "checkpoint", "ranks", "start", "corrupt", "stop"})
 
 
-class Point(NamedTuple):
-    """One value of a curve."""
+@dataclass(frozen=True)
+class Curve:
+    """Values by step, all of them finite."""
 
-    step: int
-    epoch: float
-    value: float
+    step: Ints
+    epoch: Floats
+    value: Floats
+
+    def __len__(self) -> int:
+        return len(self.step)
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """`ranks` has the records of each rank, in the order in which they were written."""
+    """`ranks` has the records of each rank."""
 
     path: Path
-    ranks: dict[int, tuple[Record, ...]]
+    ranks: dict[int, Records]
     summary: Record | None
     config: Record
     # What has been derived from the records, which do not change.
@@ -71,7 +73,8 @@ class RunFiles:
         try:
             _check_folder(path)
             files = {0: path / EVENTS_NAME} if first_rank_only else rank_files(path)
-            return assemble(path, {rank: _checked(file) for rank, file in files.items()})
+            ranks = {rank: Records.of(_checked(file)) for rank, file in files.items()}
+            return assemble(path, ranks)
         except OSError as error:
             raise DataError(
                 f"{error.filename or path} cannot be read: {error.strerror}",
@@ -80,21 +83,16 @@ class RunFiles:
 
     @property
     def events(self) -> tuple[Record, ...]:
-        """The records of rank 0, which describe the whole run."""
-        return self.ranks[0]
+        """The records of rank 0, which describe the whole run, without those of steps."""
+        return self.ranks[0].others
+
+    def steps(self, rank: int = 0) -> Steps:
+        return self.ranks[rank].steps
 
     def of_kind(self, kind: str, rank: int = 0) -> list[Record]:
-        """Not to be changed by the caller."""
-        return self._by_kind(rank).get(kind, [])
-
-    def _by_kind(self, rank: int) -> dict[str, list[Record]]:
-        def sort() -> dict[str, list[Record]]:
-            found: dict[str, list[Record]] = {}
-            for record in self.ranks[rank]:
-                found.setdefault(record["event"], []).append(record)
-            return found
-
-        return self.derived(("kinds", rank), sort)
+        """Records of another kind than steps. Not to be changed by the caller."""
+        assert kind != "step"
+        return self.ranks[rank].by_kind.get(kind, [])
 
     @property
     def start(self) -> Record:
@@ -111,38 +109,25 @@ class RunFiles:
             if i > 0 or start.get("resumed_from") is not None
         ]
 
-    def points(self, kind: str, field: str) -> list[Point]:
-        """A field of the `step` or `eval` records; those in which it is not finite have no point."""
-        return sorted(
-            Point(record["step"], finite(record, "epoch") or 0.0, value)
-            for record in self.of_kind(kind)
+    def step_curve(self, field: str) -> Curve:
+        """A field of the steps of rank 0; those in which it is not finite have no point."""
+        steps = self.steps()
+        found = ~np.isnan(steps[field])
+        return Curve(steps.number[found], steps.or_zero("epoch")[found], steps[field][found])
+
+    def eval_curve(self, field: str) -> Curve:
+        """Likewise of the evaluations."""
+        points = sorted(
+            (record["step"], finite(record, "epoch") or 0.0, value)
+            for record in self.of_kind("eval")
             if (value := finite(record, field)) is not None
         )
-
-    def values(self, kind: str, field: str, rank: int = 0) -> list[float]:
-        """Not to be changed by the caller."""
-        return self.derived(
-            ("values", kind, field, rank), lambda: finite_values(self.of_kind(kind, rank), field)
-        )
-
-
-def finite(record: Record, name: str) -> float | None:
-    """A field as a number; None where it is absent, null (JSON's NaN), huge or of another type."""
-    value = record.get(name)
-    if type(value) is float and 1 / _MAX_VALUE < abs(value) <= _MAX_VALUE:
-        return value  # nearly always
-    if not is_finite(value) or abs(value) > _MAX_VALUE:
-        return None
-    return float(value) if abs(value) > 1 / _MAX_VALUE else 0.0
+        steps, epochs, values = zip(*points, strict=True) if points else ((), (), ())
+        return Curve(np.array(steps, np.int64), np.array(epochs, float), np.array(values, float))
 
 
 def finite_values(records: Iterable[Record], name: str) -> list[float]:
     return [value for record in records if (value := finite(record, name)) is not None]
-
-
-def integer(record: Record, name: str) -> int | None:
-    value = finite(record, name)
-    return None if value is None else round(value)
 
 
 @dataclass(frozen=True)
@@ -183,26 +168,6 @@ def checkpoint_files(path: Path) -> list[CheckpointFile]:
     return sorted(files, key=lambda f: (f.name != "best.pt", -(f.step or 0), f.name))
 
 
-def current_records(records: Iterable[Record]) -> list[Record]:
-    """Without superseded ones: a start at step s drops the earlier records of steps after s."""
-    kept: list[Record] = []
-    for record in records:
-        if record["event"] == "start":
-            # Earlier starts are the history of the run.
-            kept = [
-                old
-                for old in kept
-                if old["event"] == "start" or old.get("step", 0) <= record["step"]
-            ]
-        kept.append(record)
-    last = {(record["event"], record.get("step")): i for i, record in enumerate(kept)}
-    return [
-        record
-        for i, record in enumerate(kept)
-        if record["event"] not in _ONE_PER_STEP or last[record["event"], record["step"]] == i
-    ]
-
-
 def rank_files(path: Path) -> dict[int, Path]:
     """The files of events of a run folder, by rank."""
     files = {0: path / EVENTS_NAME}
@@ -212,14 +177,13 @@ def rank_files(path: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def assemble(path: Path, ranks: Mapping[int, Iterable[Record]]) -> RunFiles:
+def assemble(path: Path, ranks: Mapping[int, Records]) -> RunFiles:
     """The records of each rank, with the other files of the folder. Raises `DataError` and `OSError`."""
-    current = {rank: tuple(current_records(records)) for rank, records in ranks.items()}
     summary = _read_summary(path / "summary.json")
     config = _read_config(path / "config.toml")
-    if _continues(current[0]):
+    if _continues(ranks[0].others):
         summary = None
-    return RunFiles(path, current, summary, config)
+    return RunFiles(path, dict(ranks), summary, config)
 
 
 def parse_line(line: bytes, file: Path, number: int) -> Record:
@@ -233,7 +197,7 @@ def _checked(file: Path) -> Iterable[Record]:
 
 
 def _with_step(record: Record, file: Path, number: int) -> Record:
-    if type(record.get("step", None if record["event"] in _WITH_STEP else 0)) is not int:
+    if not is_count(record.get("step", None if record["event"] in _WITH_STEP else 0)):
         raise DataError(
             f"{file}: line {number} has no whole number as its step",
             "restore the file, or delete that line",

@@ -9,7 +9,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from paceline.core.errors import DataError
@@ -32,7 +31,8 @@ from paceline.report.html import (
 )
 from paceline.report.outcome import Outcome, verdict
 from paceline.report.quantities import count, date, markup, rate, text_of
-from paceline.report.run_files import EVENTS_NAME, RunFiles, finite, finite_values
+from paceline.report.records import finite, middle
+from paceline.report.run_files import EVENTS_NAME, RunFiles
 
 REPORT_NAME = "report.html"
 # The figures in large type.
@@ -133,13 +133,13 @@ def _loss_note(run: RunFiles) -> str:
 
 def why_training_loss_is_higher(run: RunFiles) -> list[str]:
     """What raises the training loss and not the validation loss; empty where it is not higher."""
-    validation = run.points("eval", "loss")
-    if not validation:
+    validation = run.eval_curve("loss")
+    if not len(validation):
         return []
-    last, before = validation[-1].step, validation[-2].step if len(validation) > 1 else 0
-    training = [r for r in run.of_kind("step") if before < r["step"] <= last]
-    losses = finite_values(training, "loss")
-    if not losses or median(losses) <= validation[-1].value:
+    last, before = validation.step[-1], validation.step[-2] if len(validation) > 1 else 0
+    steps = run.steps()
+    training = middle(steps["loss"][(before < steps.number) & (steps.number <= last)])
+    if training is None or training <= validation.value[-1]:
         return []
     settings = dict(tables.flat(run.config))
     reasons = []

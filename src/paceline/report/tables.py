@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
+import numpy as np
+
 from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
-from paceline.core.untrusted import is_count
 from paceline.plan.noise import describe_noise
 from paceline.report.bottleneck import (
     ExposedWaits,
@@ -23,7 +23,8 @@ from paceline.report.bottleneck import (
 )
 from paceline.report.outcome import Outcome
 from paceline.report.quantities import count, date, loss, number, plural, rate, text_of
-from paceline.report.run_files import Record, RunFiles, checkpoint_files, finite, finite_values
+from paceline.report.records import STALENESS, Record, finite, middle
+from paceline.report.run_files import RunFiles, checkpoint_files
 
 Row = tuple[str, ...]
 MAX_ROWS = 200
@@ -50,8 +51,10 @@ class Table:
         rows: Sequence[Row],
         text_columns: set[int],
         max_rows: int = MAX_ROWS,
+        total: int = 0,
     ) -> Table:
-        left_out = len(rows) - max_rows
+        """`total`: the number of rows, where `rows` has only the first of them."""
+        left_out = max(total, len(rows)) - max_rows
         note = f"{count(left_out)} more not shown" if left_out > 0 else ""
         return cls(title, columns, tuple(rows[:max_rows]), frozenset(text_columns), note)
 
@@ -150,11 +153,8 @@ def stall_table(run: RunFiles) -> Table:
 def staleness_table(run: RunFiles) -> Table:
     """Of an asynchronous run: how many pushes, of all ranks, had each staleness."""
     counts: dict[int, int] = {}
-    for record in run.of_kind("step"):
-        found = record.get("staleness")
-        for stale, pushes in found.items() if isinstance(found, dict) else ():
-            if stale.isdecimal() and is_count(pushes):
-                counts[int(stale)] = counts.get(int(stale), 0) + pushes
+    for stale, pushes in run.steps().sums(STALENESS).items():
+        counts[int(stale)] = counts.get(int(stale), 0) + round(pushes)
     total = sum(counts.values())
     rows = [
         (count(stale), count(pushes), format_percent(100 * pushes / total, 1))
@@ -165,13 +165,10 @@ def staleness_table(run: RunFiles) -> Table:
 
 def epoch_table(run: RunFiles) -> Table:
     """A row per evaluation, latest first, with the training since the previous one."""
-    rows, done = [], 0
-    steps = sorted(run.of_kind("step"), key=lambda record: record["step"])
+    rows, done, steps = [], 0, run.steps()
     for record in sorted(run.of_kind("eval"), key=lambda record: record["step"]):
-        first = done
-        while done < len(steps) and steps[done]["step"] <= record["step"]:
-            done += 1
-        since = steps[first:done]
+        first, done = done, int(np.searchsorted(steps.number, record["step"], side="right"))
+        rates = steps["lr"][first:done]
         rows.append(
             (
                 number(finite(record, "epoch")),
@@ -179,9 +176,9 @@ def epoch_table(run: RunFiles) -> Table:
                 format_percent(finite(record, "top1")),
                 format_percent(finite(record, "top5")),
                 loss(finite(record, "loss")),
-                loss(_median(since, "loss")),
-                number(finite(since[-1], "lr") if since else None),
-                rate(_median(since, "images_per_s")),
+                loss(middle(steps["loss"][first:done])),
+                number(middle(rates[-1:])),
+                rate(middle(steps["images_per_s"][first:done])),
                 format_duration(finite(record, "eval_s")),
             )
         )
@@ -237,12 +234,15 @@ def save_table(run: RunFiles) -> Table:
 
 def skipped_table(run: RunFiles) -> Table:
     """Steps that all ranks skipped, because a gradient was not finite on one of them."""
+    steps = run.steps()
+    skipped = np.flatnonzero(steps.skipped)
     rows = [
-        (count(record["step"]), number(finite(record, "epoch")), loss(finite(record, "loss")))
-        for record in run.of_kind("step")
-        if record.get("skipped") is True
+        (count(steps.number[i]), number(middle(epoch)), loss(middle(value)))
+        for i in skipped[:MAX_ROWS]
+        for epoch, value in [(steps["epoch"][i : i + 1], steps["loss"][i : i + 1])]
     ]
-    return Table.of("Skipped steps", ("step", "epoch", "loss"), rows, set())
+    columns = ("step", "epoch", "loss")
+    return Table.of("Skipped steps", columns, rows, set(), total=len(skipped))
 
 
 def resume_table(run: RunFiles) -> Table:
@@ -263,12 +263,12 @@ def rank_table(run: RunFiles) -> Table:
     rows = [
         (
             str(rank),
-            count(len(records)),
-            format_duration(_median(records, "step_s")),
-            format_duration(_median(records, "data_s")),
+            count(len(steps)),
+            format_duration(middle(steps["step_s"])),
+            format_duration(middle(steps["data_s"])),
         )
         for rank in run.ranks
-        if (records := run.of_kind("step", rank))
+        if len(steps := run.steps(rank))
     ]
     columns = ("rank", "records", "median step", "of it waiting for data")
     return Table.of("Ranks", columns, rows if len(rows) > 1 else [], set())
@@ -312,8 +312,3 @@ def flat(table: Record, prefix: str = "") -> list[tuple[str, Any]]:
         name = f"{prefix}{text_of(key)}"
         rows += flat(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
     return rows
-
-
-def _median(records: Sequence[Record], name: str) -> float | None:
-    values = finite_values(records, name)
-    return median(values) if values else None

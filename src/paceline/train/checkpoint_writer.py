@@ -31,8 +31,8 @@ _COPY_THREADS = 4
 @dataclass(frozen=True)
 class Written:
     """The end of one save: its `path`, or the `error`. `save_s` is the time until the file was in place,
-    `stall_s` the part of it in which no step could run. `note` says why the steps had to wait for all of
-    it."""
+    `stall_s` the part of it in which no step could run. `note` says why that took longer than it
+    should."""
 
     step: int
     best: bool
@@ -50,12 +50,15 @@ class _NoHostMemoryError(Exception):
 class HostCopy:
     """Copies the tensors of checkpoints to host memory, which is kept from save to save.
 
-    Tensors of a GPU go to pinned memory, and there is one wait for all of them. Allocating pinned memory,
-    or touching new memory for the first time, would take longer than the copy itself.
+    Tensors of a GPU go to pinned memory, and there is one wait for all of them: the copies are queued
+    behind the last update, and no step is launched before they are complete. Allocating pinned memory, or
+    touching new memory for the first time, would take longer than the copy itself. Where the system
+    refuses to pin memory, `unpinned` has the reason, and the copy is slower.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], Tensor] = {}
+        self.unpinned = ""
 
     def take(self, checkpoint: Checkpoint) -> Checkpoint | None:
         """A copy that later steps do not change, valid until the next call. None where the host has no
@@ -72,7 +75,7 @@ class HostCopy:
                 return seen[key]
             place = kept.get(where)
             if place is None or not _fits(place, source):
-                place = _new_place(source)
+                place = self._new_place(source)
             copies.append((place, source))
             self._kept[where] = seen[key] = place
             return place
@@ -81,19 +84,34 @@ class HostCopy:
             copy = checkpoint.with_tensors(place_for)
         except _NoHostMemoryError:
             self._kept = {}
+            kept.clear()
+            seen.clear()
+            copies.clear()
+            _free_pinned_memory()
             return None
         _copy_all(copies)
         return copy
 
+    def _new_place(self, source: Tensor) -> Tensor:
+        pin = source.is_cuda and not self.unpinned
+        try:
+            return torch.empty_like(source, device="cpu", pin_memory=pin)
+        except (RuntimeError, MemoryError) as error:
+            # Of pinned memory CUDA reports it as an error of the device, of which there are others.
+            if "out of memory" in str(error) or out_of_memory(error, "", "") is not None:
+                raise _NoHostMemoryError from error
+            if not pin:
+                raise
+            # A limit of the system. If the device itself is lost, the copy raises that once more.
+            self.unpinned = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            return self._new_place(source)
 
-def _new_place(source: Tensor) -> Tensor:
-    try:
-        return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-    except (RuntimeError, MemoryError) as error:
-        # Of pinned memory CUDA reports it as an error of the device, of which there are others.
-        if "out of memory" in str(error) or out_of_memory(error, "", "") is not None:
-            raise _NoHostMemoryError from error
-        raise
+
+def _free_pinned_memory() -> None:
+    """Gives the memory that torch keeps for later pinned tensors back to the system."""
+    free = getattr(torch._C, "_host_emptyCache", None)
+    if free is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        free()
 
 
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -118,9 +136,13 @@ def _copy_share(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _fits(place: Tensor, source: Tensor) -> bool:
-    return (place.dtype, place.shape, place.stride()) == (
-        source.dtype, source.shape, source.stride()
-    )  # fmt: skip
+    if (place.dtype, place.shape) != (source.dtype, source.shape):
+        return False
+    # The copy of a tensor with gaps has none.
+    return (
+        place.stride() == source.stride()
+        or place.stride() == torch.empty_like(source, device="meta").stride()
+    )
 
 
 class CheckpointWriter:
@@ -152,15 +174,26 @@ class CheckpointWriter:
             self._write(checkpoint.on_host(), write, best, started, None)
             self._note_no_memory()
             return
+        note = self._note_unpinned()
         stall_s = time.perf_counter() - started
         self._thread = threading.Thread(
             target=self._write,
-            args=(copy, write, best, started, stall_s),
+            args=(copy, write, best, started, stall_s, note),
             name="checkpoint writer",
             # A process that has to end does not wait for a disk that hangs.
             daemon=True,
         )
         self._thread.start()
+
+    def _note_unpinned(self) -> str:
+        """Once in a run."""
+        if self._noted or not self._copy.unpinned:
+            return ""
+        self._noted = True
+        return (
+            f"copies of checkpoints are slower: the system pins no memory ({self._copy.unpinned}); raise "
+            "its limit (ulimit -l), or use checkpoint.background=false"
+        )
 
     def _note_no_memory(self) -> None:
         """Once in a run."""
@@ -180,6 +213,7 @@ class CheckpointWriter:
         best: bool,
         started: float,
         stall_s: float | None,
+        note: str = "",
     ) -> None:
         path, error = None, None
         try:
@@ -195,7 +229,7 @@ class CheckpointWriter:
             error.__cause__ = caught
         save_s = time.perf_counter() - started
         stall_s = save_s if stall_s is None else stall_s
-        self._written = Written(checkpoint.step, best, save_s, stall_s, path, error)
+        self._written = Written(checkpoint.step, best, save_s, stall_s, path, error, note)
 
     def take_written(self, *, wait: bool) -> Written | None:
         """The end of the last save, once; None where nothing has ended since. `wait`: until it has."""

@@ -97,18 +97,22 @@ class Captured:
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        if stream is not None and self._pool is None:
+            # The graph would make one, whose handle is not known where the capture fails.
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             # Only this thread's calls are captured: a loader's thread may copy meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
         except RuntimeError as error:
-            if (
-                stream is not None
-            ):  # where the end of the capture fails, torch does not leave its own
+            if stream is not None:
+                # Where the end of the capture fails, torch does not leave its own.
                 torch.cuda.set_stream(stream)
             cause = _capture_cause(error)
             if stream is not None:
-                _end_failed_capture(stream, self._pool)
+                # If this fails, so does the next work on the device, with its own reason.
+                with contextlib.suppress(RuntimeError):
+                    _end_failed_capture(stream, self._pool)
             reason = str(cause).splitlines()[0][:200]
             raise CaptureError(
                 f"the step could not be captured as a CUDA graph ({reason})",

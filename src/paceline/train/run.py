@@ -106,11 +106,11 @@ def _train(
             outcome = _finished_before(training) or _run_loop(training, display)
     except DeviceError:
         # Nothing can be closed in a lost context; a checkpoint that is being written is in host memory.
-        training.finish_save()
+        training.finish_last_save()
         raise
     except BaseException as error:
         group.leaving(error)
-        training.finish_save()
+        training.finish_last_save()
         write_recent_events(training)
         training.close()
         _finish_given_module(training, components)
@@ -215,7 +215,8 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
             folder.write_config(
                 config.with_values({"run.output": "", "run.resume": "", **resolved})
             )
-            training.plan_file.write(folder.path / "plan.toml")
+            # Not a file that the user has chosen: an error of the disk, not of a setting.
+            (folder.path / "plan.toml").write_text(training.plan_file.to_text(), encoding="utf-8")
             if config.run.watch:
                 watching = watch_run(folder.path, config.run.watch_port, training.emit)
                 training.observers += watching

@@ -320,7 +320,7 @@ class TrainStep:
             )
 
     def _agree_on_graphs(self) -> None:
-        """Once, when all graphs of a micro-step have been captured: where that failed on one rank, all
+        """When all graphs of a micro-step have been captured: where that failed on one rank, all
         go on without. All ranks launch the same steps, so that each comes here at the same one."""
         self._launches += 1
         if not self.micro.may_fall_back or self._launches != WARM_CALLS + 2:
@@ -329,6 +329,12 @@ class TrainStep:
         self.group.all_reduce_sum(failed)
         if failed > 0:
             self.micro.fall_back("another rank could not capture the step as a CUDA graph")
+
+    def drop_graphs(self) -> None:
+        """On all ranks, between steps: later micro-batches may have another size. Ranks agree again once
+        the new graphs have been captured, because NCCL wants all of them to replay or none."""
+        self.micro.drop_graphs()
+        self._launches = 0
 
     def _mix(self, step: int, number: int, samples: int) -> Tensor | None:
         if self.mixing is None:

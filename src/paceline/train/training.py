@@ -81,7 +81,7 @@ class Training:
     def divide_again(self, plan: BatchPlan) -> None:
         """Goes on with other shares of the global batch. Between steps, on all ranks."""
         # They have the size of this rank's micro-batches until now.
-        self.step.micro.drop_graphs()
+        self.step.drop_graphs()
         self.step.loader.close()
         self.step.loader = self.group.agree_on(
             "loader", lambda: self.make_loader(plan, self.progress.step)
@@ -97,19 +97,30 @@ class Training:
     def finish_save(self, *, wait: bool = True) -> None:
         """Reports a checkpoint that has been written since the last call; with `wait`, also the one that
         is being written. A write error fails the run at the next step."""
+        error = self._report_save(wait=wait)
+        if error is not None:
+            self.step.fault = error
+
+    def finish_last_save(self) -> None:
+        """Of a run that fails: a save that fails too is a note, since no step follows that would report
+        it."""
+        error = self._report_save(wait=True)
+        if error is not None:
+            self.emit(NoteEvent(str(error)))
+
+    def _report_save(self, *, wait: bool) -> PacelineError | None:
         written = self.writer.take_written(wait=wait)
         if written is None:
-            return
+            return None
         if written.note:
             self.emit(NoteEvent(written.note))
-        if written.error is not None:
-            self.step.fault = written.error
-            return
-        self.emit(
-            CheckpointEvent(
-                written.step, str(written.path), written.save_s, written.best, written.stall_s
+        if written.error is None:
+            self.emit(
+                CheckpointEvent(
+                    written.step, str(written.path), written.save_s, written.best, written.stall_s
+                )
             )
-        )
+        return written.error
 
     def write_trace(self) -> None:
         """All ranks send their spans, and rank 0 writes them. A write error fails the run at the next
