@@ -146,6 +146,11 @@ def test_the_verdict_so_far(make_run: MakeRun, events: list[Event], text: str) -
     assert verdict(RunFiles.read(make_run(events))) == text
 
 
+def test_a_run_of_several_ranks_has_a_page_before_its_first_step(make_run: MakeRun) -> None:
+    folder = make_run([start(world_size=2)])
+    assert "no step recorded yet" in render_run(RunFiles.read(folder))
+
+
 def test_incidents_are_rows_and_tables(make_run: MakeRun) -> None:
     on_0 = [
         start(), step(1), CorruptEvent(9, "b.png", "truncated"), CorruptEvent(9, "b.png", "again"),

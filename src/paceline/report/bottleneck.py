@@ -74,7 +74,9 @@ class ExposedWaits:
         step, last, least_s, others_s, complete = map(np.concatenate, zip(*parts, strict=True))
         # What rank 0 has recorded about all ranks comes last, and counts.
         order = np.argsort(step, kind="stable")
-        order = order[np.append(np.diff(step[order]) > 0, [True] * bool(len(order)))]
+        is_last = np.ones(len(order), bool)
+        is_last[:-1] = np.diff(step[order]) > 0
+        order = order[is_last]
         return cls(
             step[order], last[order], least_s[order], others_s[order], complete[order], step_s
         )
@@ -220,13 +222,10 @@ class MeasuredStep:
     @classmethod
     def of(cls, run: RunFiles) -> MeasuredStep | None:
         """None before the first step."""
-        step_s, stall, waits = (
-            middle(run.steps()["step_s"]),
-            InputStall.of(run),
-            ExposedWaits.of(run),
-        )
+        step_s = middle(run.steps()["step_s"])
         if step_s is None:
             return None
+        stall, waits = InputStall.of(run), ExposedWaits.of(run)
         # Where the device's own stall was not measured, the wait of the host stands in for it.
         host_wait_s = middle(run.steps()["data_s"]) or 0.0
         input_s = stall.share * step_s if stall.steps else host_wait_s

@@ -168,7 +168,8 @@ def verdict(run: RunFiles) -> str:
 
 
 def ends_without_loss(run: RunFiles) -> bool:
-    """Whether the loss of the last step, or of the last evaluation, is not finite."""
+    """Whether the loss of the last step is absent or not finite, or that of the last evaluation not
+    finite."""
     if len(run.steps()) and run.steps().last("loss") is None:
         return True
     last = max(run.of_kind("eval"), key=lambda record: int(record["step"]), default=None)
