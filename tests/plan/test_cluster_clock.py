@@ -65,6 +65,18 @@ def test_what_the_times_leave_out_is_said() -> None:
     )
 
 
+def test_frozen_layers_are_not_sent_and_a_foreign_model_is_refused() -> None:
+    work = PLACE.workload("resnet18", 32, 10)
+    assert work is not None
+    trained = {g.name: (g.elements, True) for g in work.gradients if g.name != "conv1.weight"}
+    assert PLACE.workload("resnet18", 32, 10, tensors=trained) == work
+    assert {g.name for g in work.with_tensors(trained).gradients} == set(trained)
+    assert "frozen layers" in PLACE.left_out(work, "sgd", half=True, trained=trained)[0]
+    with pytest.raises(ConfigError, match="lacks tensors") as caught:
+        PLACE.workload("resnet18", 32, 10, tensors={**trained, "mine.weight": (3, True)})
+    assert caught.value.field == "rehearse.gpu"
+
+
 def test_a_cpu_is_timed_in_fp32() -> None:
     """What `auto` trains in on a CPU: four bytes on the wire and in memory."""
     place = replace(PLACE, gpu="CPU")

@@ -190,7 +190,10 @@ def test_the_clock_advances_by_the_predicted_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("image_size", "prefix", "problem"),
-    [(32, "", "images of 32 pixels, and the run has 28"), (28, "net.", "tensors are not those of")],
+    [
+        (32, "", "images of 32 pixels, and the run has 28"),
+        (28, "net.", "lacks tensors of the model"),
+    ],
 )
 def test_a_profile_of_other_images_or_another_model_is_refused(
     tmp_path: Path, image_size: int, prefix: str, problem: str

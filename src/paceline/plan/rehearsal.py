@@ -7,7 +7,7 @@ into the cluster's time, cost and energy. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,17 @@ class RehearseSettings:
             _, _, problem = error.cause.partition(": ")
             raise ConfigError("run.batch_size", batch, problem, error.remedy) from None
 
-    def left_out(self, work: Workload, optimizer: str, *, half: bool) -> tuple[str, ...]:
+    def left_out(
+        self, work: Workload, optimizer: str, *, half: bool, trained: Collection[str] | None = None
+    ) -> tuple[str, ...]:
         """What the run does and the step of `work` has not. `half` is that of the run here; the update
-        of a measured step is the one that was measured."""
+        of a measured step is the one that was measured. `trained`: the names of tensors, None for all."""
         formats = {True: "half precision", False: "fp32"}
         found = []
         if half != work.in_half:
             found.append(f"{formats[half]} (the times are of {formats[work.in_half]})")
+        if trained is not None and len(trained) < len(work.gradients):
+            found.append("frozen layers (the times are of a step that trains all)")
         if self.is_measured:
             if not work.image_size:
                 found.append("a known image size (the profile does not state it)")
@@ -143,20 +147,20 @@ class RehearseSettings:
         """Whether the step is that of a file, not of the catalog."""
         return bool(self.profile) or not self.gpu
 
-    def _check_measured(
-        self, work: Workload, model: str, image_size: int, tensors: Mapping[str, Any]
+    def _check_step(
+        self, work: Workload, model: str, image_size: int, trained: Collection[str]
     ) -> None:
-        """ConfigError where the file has the step of another model, or of images of another size."""
-        field = "profile" if self.profile else "cluster"
-        again = (
-            f"paceline profile --model {model} --image-size {image_size}"
-            if self.profile
-            else f"paceline tune --model {model} --image-size {image_size}"
-        )
+        """ConfigError where the step is that of another model, or of images of another size."""
+        field = "profile" if self.profile else "gpu" if self.gpu else "cluster"
+        command = "tune" if field == "cluster" else "profile"
+        again = f"paceline {command} --model {model} --image-size {image_size}"
+        again += ", and give --profile FILE" if field == "gpu" else ""
         problem = ""
-        if {gradient.name for gradient in work.gradients} != set(tensors):
-            problem = f"has the step of {work.model}, whose tensors are not those of {model}"
-        elif work.image_size not in (0, image_size):
+        if not set(trained) <= {gradient.name for gradient in work.gradients}:
+            problem = (
+                f"has the step of {work.model}, which lacks tensors of the model that is trained"
+            )
+        elif self.is_measured and work.image_size not in (0, image_size):
             problem = (
                 f"has a step with images of {work.image_size} pixels, and the run has {image_size}"
             )
@@ -193,8 +197,8 @@ class RehearseSettings:
                     "rehearse.cluster", self.cluster, "has links, but no step: no [workload]",
                     f"run paceline tune there with --model {model}, or give --profile or --gpu as well",
                 )  # fmt: skip
-        if work is not None and self.is_measured and tensors is not None:
-            self._check_measured(work, model, image_size, tensors)
+        if work is not None and tensors is not None:
+            self._check_step(work, model, image_size, tensors)
         if work is not None and self.input_images_per_s:
             work = replace(work, input=Affine(0.0, 1 / self.input_images_per_s))
         return work

@@ -123,9 +123,11 @@ class Workload:
 
     def with_tensors(self, tensors: Mapping[str, tuple[int, bool]]) -> Workload:
         """With the elements that are trained, and whether in half precision, by name: what travels is
-        what the run sends, whatever step was timed."""
+        what the run sends, whatever step was timed. Tensors that are not trained are not sent."""
         gradients = tuple(
-            replace(g, elements=tensors[g.name][0], half=tensors[g.name][1]) for g in self.gradients
+            replace(g, elements=tensors[g.name][0], half=tensors[g.name][1])
+            for g in self.gradients
+            if g.name in tensors
         )
         return replace(self, gradients=gradients)
 

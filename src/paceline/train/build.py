@@ -252,7 +252,7 @@ def _cluster_clock(
         settings, parts.exchange.plan, work.with_tensors(tensors), batch=plan.micro_batch,
         accumulation=plan.accumulation, validation=len(inputs.validation),
         eval_batch=eval_batch(plan.micro_batch),
-        left_out=settings.left_out(work, config.optim.name, half=half),
+        left_out=settings.left_out(work, config.optim.name, half=half, trained=tensors),
     )  # fmt: skip
 
 
