@@ -156,7 +156,7 @@ class CheckpointWriter:
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
-        self._noted = False
+        self._noted: set[str] = set()
 
     def save(
         self, checkpoint: Checkpoint, write: Callable[[Checkpoint], Path], *, best: bool,
@@ -187,9 +187,9 @@ class CheckpointWriter:
 
     def _note_unpinned(self) -> str:
         """Once in a run."""
-        if self._noted or not self._copy.unpinned:
+        if "unpinned" in self._noted or not self._copy.unpinned:
             return ""
-        self._noted = True
+        self._noted.add("unpinned")
         return (
             f"copies of checkpoints are slower: the system pins no memory ({self._copy.unpinned}); raise "
             "its limit (ulimit -l), or use checkpoint.background=false"
@@ -198,8 +198,8 @@ class CheckpointWriter:
     def _note_no_memory(self) -> None:
         """Once in a run."""
         assert self._written is not None
-        if not self._noted:
-            self._noted = True
+        if "no memory" not in self._noted:
+            self._noted.add("no memory")
             text = (
                 f"training waited for the checkpoint of step {self._written.step}: the host has no "
                 "memory for a copy of it; free some, or use checkpoint.background=false"

@@ -211,7 +211,13 @@ def _check_wires(config: RunConfig, planned: ExchangeParts) -> None:
     """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
     are refused in it too, alike on all ranks, which have the same plan."""
     wires = {bucket.wire for bucket in planned.plan.buckets}
-    where = f"the plan {config.comm.plan or 'of the checkpoint'} has buckets in"
+    from_file = planned.origin == f"plan {config.comm.plan}"
+    where = f"the {planned.origin if from_file else 'plan of the checkpoint'} has buckets in"
+    remedy = (
+        "make a plan without it, or leave comm.plan out"
+        if from_file
+        else "start anew without --resume, or choose another optimizer"
+    )
     for wire in sorted(wires & set(EIGHT_BIT)):
         if config.run.noise_scale:
             reason = f"but {where} {wire}, which adds noise of its own"
@@ -220,7 +226,7 @@ def _check_wires(config: RunConfig, planned: ExchangeParts) -> None:
         for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
             raise ConfigError(
                 "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "
-                "be exchanged in", "make a plan without it, or leave comm.plan out",
+                "be exchanged in", remedy,
             )  # fmt: skip
 
 
