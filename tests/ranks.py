@@ -60,8 +60,9 @@ class Pool:
 def free_port() -> int:
     """A port that is still free when its receiver listens on it: all test processes take turns, so none
     gets it again before thousands of others."""
-    end = int(_EPHEMERAL.read_text().split()[0])
-    end = end if end > _FIRST_PORT + 5000 else 32_768
+    end = 32_768
+    with contextlib.suppress(OSError):
+        end = max(int(_EPHEMERAL.read_text().split()[0]), _FIRST_PORT + 5000)
     with (Path(tempfile.gettempdir()) / f"paceline-test-ports-{os.getuid()}").open("a+") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         turn.seek(0)

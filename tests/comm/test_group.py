@@ -18,8 +18,7 @@ from torch.distributed import HashStore
 
 import paceline
 from comm.clusters import made_groups, run_cluster, topology
-from paceline.comm import CommSettings, Group, PeerError, ProcessGroups
-from paceline.comm import group as group_module
+from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, collectives
 from paceline.comm import heartbeats as heartbeats_module
 from paceline.comm.group import choose_backend
 from paceline.comm.process_groups import Place, all_gather_json, group_ranks
@@ -71,15 +70,26 @@ def test_collectives(size: int) -> None:
         assert found["json"] == [{"rank": r, "more": "x" * 1000 * r} for r in range(size)]
 
 
-def _pieces(rank: int) -> list[bytes] | None:
-    group_module._GATHERED_BYTES = 10  # type: ignore[attr-defined]
-    with joined() as group:
-        return group.gather_bytes(bytes(range(17 * rank)))
+def _pieces(rank: int) -> tuple[list[bytes] | None, int]:
+    """What rank 0 gets, and the most bytes that one of its collectives carries for a rank."""
+    sizes: list[int] = []
+    gather = dist.gather
+
+    def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return gather(tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, joined() as group:
+        patch.setattr(collectives, "_GATHERED_BYTES", 10)
+        patch.setattr(dist, "gather", noted)
+        return group.gather_bytes(bytes(range(17 * rank))), max(sizes)
 
 
 def test_bytes_are_gathered_piece_by_piece() -> None:
     found = run_ranks(3, _pieces)
-    assert found == [[bytes(range(17 * rank)) for rank in range(3)], None, None]
+    texts = [bytes(range(17 * rank)) for rank in range(3)]
+    assert [text for text, _ in found] == [texts, None, None]
+    assert {size for _, size in found} == {3}, "ten bytes for three ranks"
 
 
 def _peer_gone(rank: int, posts: bool, found: Path) -> None:
@@ -211,7 +221,7 @@ def test_ranks_at_odds_all_raise_the_same_line() -> None:
 
 
 def _late(rank: int, nodes: tuple[int, ...]) -> str:
-    groups = ProcessGroups(topology(rank, nodes), timeout_s=1)
+    groups = ProcessGroups(topology(rank, nodes), timeout_s=3)
     try:
         if rank == 0:
             with pytest.raises(RuntimeError) as caught:
@@ -224,7 +234,7 @@ def _late(rank: int, nodes: tuple[int, ...]) -> str:
 
 
 def test_every_group_has_the_timeout() -> None:
-    assert "1000ms" in run_cluster((2,), _late)[0]
+    assert "3000ms" in run_cluster((2,), _late)[0]
 
 
 def test_nothing_is_pickled_between_ranks() -> None:

@@ -375,7 +375,7 @@ def test_the_reader_of_many_ranks_names_the_silent_one(
     places = [Topology(rank, 3, rank, 3, launcher="torchrun") for rank in range(3)]
     silent = HeartbeatChannel(store, places[2], 0.05)
     boards = [ProgressBoard(), ProgressBoard()]
-    watchdogs = [Watchdog(store, places[n], 3.0, boards[n]) for n in range(2)]
+    watchdogs = [Watchdog(store, places[n], 6.0, boards[n]) for n in range(2)]
     silent.close()
     with boards[0].during("an all-reduce"), boards[1].during("an all-reduce"):
         until(lambda: len(ended) >= 2)

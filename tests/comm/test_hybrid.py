@@ -122,7 +122,7 @@ def test_from_env_reads_the_launchers_topology() -> None:
 
 def _absent_peer(rank: int, nodes: tuple[int, ...]) -> tuple[str, float]:
     """Rank 1 does not come; the backward pass of rank 0 must fail within the timeout."""
-    hybrid = _hybrid(rank, nodes, timeout_s=2)
+    hybrid = _hybrid(rank, nodes, timeout_s=4)
     try:
         if rank == 1:
             return "", 0.0
@@ -142,8 +142,8 @@ def _absent_peer(rank: int, nodes: tuple[int, ...]) -> tuple[str, float]:
 def test_a_peer_that_stays_away_fails_the_future_within_the_timeout() -> None:
     (text, handed_over), _ = run_cluster((1, 1), _absent_peer)
     assert "hierarchical all-reduce of 40 bytes broke on rank 0" in text
-    assert "2 s late" in text
-    assert handed_over < 2, "or it has waited for the peer"
+    assert "4 s late" in text
+    assert handed_over < 4, "or it has waited for the peer"
 
 
 def _other_table(rank: int, nodes: tuple[int, ...]) -> str:

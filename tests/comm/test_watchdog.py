@@ -173,7 +173,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(
         (1.0, 8, 0.1),
     ],
 )
-def test_all_ranks_together_send_no_more_heartbeats_than_the_store_serves(
+def test_the_interval_grows_with_the_ranks_up_to_a_twentieth_of_the_timeout(
     timeout_s: float, ranks: int, expected: float
 ) -> None:
     assert beat_interval_s(timeout_s, ranks) == pytest.approx(expected)

@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,13 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
                 try:
                     if scenario.warm:
                         _warm_up(free_port())
-                finally:  # a rank that fails here must not keep the others waiting
+                except (
+                    BaseException
+                ):  # must neither return to the caller nor keep the others waiting
+                    traceback.print_exc()
                     os.write(warms, b"w")
+                    os._exit(1)
+                os.write(warms, b"w")
                 os.read(reader, 1)  # until the parent has forked all, and all are warm
                 forked.main()
             children.append(child)

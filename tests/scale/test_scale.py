@@ -42,7 +42,7 @@ def test_64_ranks_meet_agree_and_name_who_is_missing_or_stalls() -> None:
 
 def test_bad_input_ends_16_ranks_with_one_line() -> None:
     kinds = ["differs", "wrong size", "twice", "dies meeting", "dies"]
-    found = run_scale("--ranks", "16", "--timeout", "2", "--only", *kinds, "--phases", "0", "-1")
+    found = run_scale("--ranks", "16", "--timeout", "4", "--only", *kinds, "--phases", "0", "-1")
     assert [record["kind"] for record in found] == [*kinds[:-1], *["dies"] * 2]
     assert [record["broken"] for record in found] == [""] * 6
 

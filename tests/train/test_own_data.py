@@ -187,7 +187,7 @@ def _shared_files_about(data: Path) -> list[Path]:
     """Other tests have their own, which come and go meanwhile."""
     found = []
     for path in Path("/dev/shm").glob("paceline-*.opened"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if str(data).encode() in path.read_bytes():
                 found.append(path)
     return found

@@ -54,7 +54,8 @@ _RANKS_PER_S = 500
 _STOP_WAIT_S = 15.0
 # Often enough that a lost rank is named within seconds, seldom enough for thousands of ranks.
 _LONGEST_BEAT_S = 2.0
-# Of all ranks together; each makes two requests to a store that serves some 50,000 a second.
+# Of all ranks together, where the timeout allows; each makes two requests to a store that serves some
+# 50,000 a second.
 _BEATS_PER_S = 4_000
 
 
