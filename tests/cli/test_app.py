@@ -77,7 +77,7 @@ class Blocked(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocked())
 import paceline.report
-assert {"numpy", "rich", "typer"}.isdisjoint(sys.modules), "paceline.report is standard library only"
+assert {"rich", "typer"}.isdisjoint(sys.modules), "paceline.report needs nothing but numpy"
 from paceline.cli.app import run_command
 found = {}
 for command in json.loads(sys.argv[1]):

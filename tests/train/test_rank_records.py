@@ -12,6 +12,7 @@ from paceline.config import RunSettings
 from paceline.core.events import NoteEvent, StartEvent, StepEvent, read_events
 from paceline.report import RunFiles
 from paceline.report.bottleneck import ExposedWaits
+from paceline.report.records import RecordLog
 from paceline.train.rank_records import RecentEvents, each_rank_writes
 from ranks import run_ranks
 from small_runs import run_small
@@ -52,7 +53,10 @@ def test_the_straggler_is_found_in_what_rank_0_recorded() -> None:
             {"event": "ranks", "step": step, "ranks": 2048, "exposed_comm_s": spread},
         )
     ]
-    waits = ExposedWaits.of(RunFiles(Path("run"), {0: (start, *steps)}, None, {}))
+    log = RecordLog()
+    for record in (start, *steps):
+        log.append(record)
+    waits = ExposedWaits.of(RunFiles(Path("run"), {0: log.current()}, None, {}))
     found = waits.straggler()
     assert found is not None
     assert (found.rank, found.share_last) == (1234, 1.0)
