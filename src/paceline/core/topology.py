@@ -184,7 +184,12 @@ def first_slurm_host(nodelist: str) -> str | None:
 
 
 def _openmpi(env: Mapping[str, str]) -> Topology:
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
+    names = (
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    )
     return _mpi(env, "openmpi", *names, guess=lambda rank, local: 0 if local == 1 else None)
 
 
