@@ -66,9 +66,10 @@ types: $(VENV)/.installed-test
 contracts: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
-# Two at a time, but those that start jobs of many ranks or make hosts: they want the cores for themselves.
+# Three at a time, since many wait more than they compute, but those that start jobs of many ranks or make
+# hosts: they want the cores for themselves.
 unit: $(VENV)/.installed-test $(VENV)/.system
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale --ignore tests/watch $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale --ignore tests/watch $(ARGS)
 	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch tests/chaos tests/scale $(ARGS)
 
 # A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
