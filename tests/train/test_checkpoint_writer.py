@@ -6,6 +6,8 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +145,32 @@ def test_a_run_resumed_from_a_background_checkpoint_has_the_same_bits(tmp_path: 
     assert resumed.summary["resumed_at_steps"] == [3]
 
 
-def _full_disk(rank: int, folder: str) -> tuple[str, int]:
-    """The second checkpoint finds no space, later than the step after it has begun."""
+@contextmanager
+def write_fails(name: str, number: int) -> Iterator[threading.Event]:
+    """The file with `name` in its own cannot be written, which shows once the event is set."""
     real, begun = os.fsync, threading.Event()
 
     def fsync(descriptor: int) -> None:
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        if "step-00000004" in name:
+        if name in Path(f"/proc/self/fd/{descriptor}").readlink().name:
             begun.wait(100)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         real(descriptor)
+
+    os.fsync = fsync
+    try:
+        yield begun
+    finally:
+        os.fsync = real
+
+
+EVERY_OTHER_STEP: dict[str, Any] = {
+    "checkpoint__interval_steps": 2, "checkpoint__interval_epochs": 0,
+    "checkpoint__keep_best": False, "run__batch_size": 8,
+}  # fmt: skip
+
+
+def _full_disk(rank: int, folder: str) -> tuple[str, int]:
+    """The second checkpoint finds no space, later than the step after it has begun."""
 
     class Display(Silent):
         def on_event(self, event: Any) -> None:
@@ -160,18 +178,12 @@ def _full_disk(rank: int, folder: str) -> tuple[str, int]:
             if isinstance(event, StepEvent) and event.step == 5:
                 begun.set()
 
-    os.fsync = fsync
     display = Display()
-    config = small_config(
-        folder, checkpoint__interval_steps=2, checkpoint__interval_epochs=0,
-        checkpoint__keep_best=False, run__batch_size=8,
-    )  # fmt: skip
-    try:
-        run_training(config, lambda: display)
-    except CheckpointError as error:
-        return str(error), len(display.events)
-    finally:
-        os.fsync = real
+    with write_fails("step-00000004", errno.ENOSPC) as begun:
+        try:
+            run_training(small_config(folder, **EVERY_OTHER_STEP), lambda: display)
+        except CheckpointError as error:
+            return str(error), len(display.events)
     return "", len(display.events)
 
 
@@ -230,13 +242,6 @@ def test_the_place_of_a_tensor_with_gaps_is_used_again() -> None:
 
 def _fails_twice(rank: int, folder: str) -> list[str]:
     """The last save fails after Ctrl-C has ended the steps."""
-    real, begun = os.fsync, threading.Event()
-
-    def fsync(descriptor: int) -> None:
-        if "step-00000002" in Path(f"/proc/self/fd/{descriptor}").readlink().name:
-            begun.wait(100)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(descriptor)
 
     class Display(Silent):
         def on_event(self, event: Any) -> None:
@@ -245,18 +250,12 @@ def _fails_twice(rank: int, folder: str) -> list[str]:
                 begun.set()
                 raise KeyboardInterrupt
 
-    os.fsync = fsync
     display = Display()
-    config = small_config(
-        folder, checkpoint__interval_steps=2, checkpoint__interval_epochs=0,
-        checkpoint__keep_best=False, run__batch_size=8,
-    )  # fmt: skip
-    try:
-        run_training(config, lambda: display)
-    except KeyboardInterrupt:
-        return [event.text for event in display.events if isinstance(event, NoteEvent)]
-    finally:
-        os.fsync = real
+    with write_fails("step-00000002", errno.EIO) as begun:
+        try:
+            run_training(small_config(folder, **EVERY_OTHER_STEP), lambda: display)
+        except KeyboardInterrupt:
+            return [event.text for event in display.events if isinstance(event, NoteEvent)]
     return ["not interrupted"]
 
 

@@ -19,11 +19,10 @@ from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.lars_foreach import check_finite, unscaled
+from paceline.optim.setting_rules import ANCHORED, OPTIMIZERS_OF_SVRG
 from paceline.optim.state import Gates, Outcome, Row, check_hyper
 
-# What each keeps: an anchor with its full gradient, and integers.
-FORMS = ("halp", "lp_sgd", "lp_svrg", "svrg")
-ANCHORED = ("halp", "lp_svrg", "svrg")
+FORMS = tuple(sorted(OPTIMIZERS_OF_SVRG))
 INTEGERS = {8: torch.int8, 16: torch.int16}
 ANCHOR, FULL, OFFSET, STEP_SIZE = "anchor", "full_gradient", "offset", "step_size"
 DRAW = "draw"
