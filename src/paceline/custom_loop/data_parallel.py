@@ -226,6 +226,8 @@ class _Exchange:
                 checked_table(self.file, here, "plan")
             return HybridAllReduce(groups, self.table or SizeTable.single(NATIVE), self.wire)
         except PacelineError:
+            # Raised on all ranks; none may close its connections while another still opens them.
+            groups.check_same({})
             groups.close()
             raise
 
