@@ -18,7 +18,16 @@ from paceline.core.errors import RunError
 from paceline.optim import adam_foreach
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import AdamStep
-from paceline.optim.state import STEP, AdamHyper, Gates, HyperTable, Outcome, Row, capturing
+from paceline.optim.state import (
+    STEP,
+    AdamHyper,
+    Gates,
+    HyperTable,
+    Outcome,
+    Row,
+    capturing,
+    check_hyper,
+)
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 
@@ -84,9 +93,7 @@ class AdamW(MasterOptimizer):
         return outcome
 
     def _hyper_of(self, group: dict[str, Any]) -> AdamHyper:
-        hyper = AdamHyper.of(group)
-        hyper.check()
-        return hyper
+        return check_hyper(AdamHyper.of(group))
 
     def _create_engine(self) -> AdamStep:
         return AdamStep(adapts=self._adapts)
@@ -127,7 +134,6 @@ class LAMB(AdamW):
     """
 
     _adapts = True
-    adapt_bias_norm = False
 
     def __init__(
         self,
@@ -143,9 +149,8 @@ class LAMB(AdamW):
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
     ) -> None:
-        self.adapt_bias_norm = adapt_bias_norm
         values = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
             "clip": clip, "trust_eps": trust_eps, "adapt": adapt,
         }  # fmt: skip
-        MasterOptimizer.__init__(self, params, values, fused=fused)
+        MasterOptimizer.__init__(self, params, values, fused=fused, adapt_bias_norm=adapt_bias_norm)

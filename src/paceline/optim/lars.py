@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from paceline.optim import lars_foreach
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import LarsStep
-from paceline.optim.state import MOMENTUM, Gates, Hyper, Outcome, Row
+from paceline.optim.state import MOMENTUM, Gates, Hyper, Outcome, Row, check_hyper, read_hyper
 
 
 class LARS(MasterOptimizer):
@@ -29,7 +29,6 @@ class LARS(MasterOptimizer):
     """
 
     BUFFERS: ClassVar[tuple[str, ...]] = (MOMENTUM,)
-    adapt_bias_norm = False
 
     def __init__(
         self,
@@ -48,29 +47,19 @@ class LARS(MasterOptimizer):
         fused: bool | None = None,
         in_half: bool = False,
     ) -> None:
-        if in_half and fused:
-            raise ValueError("in_half = True: there are no fused kernels for it; leave fused unset")
-        self.in_half, self.adapt_bias_norm = in_half, adapt_bias_norm
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "lr_in_momentum": lr_in_momentum,
-            "clip": clip,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults, fused=fused)
+        defaults = Hyper(
+            lr, momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, clip, adapt
+        )._asdict()  # fmt: skip
+        super().__init__(
+            params, defaults, fused=fused, in_half=in_half, adapt_bias_norm=adapt_bias_norm
+        )
 
     def _hyper_of(self, group: dict[str, Any]) -> Hyper:
-        hyper = Hyper.of(group)
-        hyper.check()
-        return hyper
+        return check_hyper(read_hyper(Hyper, group))
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return Hyper.of(group)
+        # Not checked: a schedule may lower the momentum of a Nesterov group to 0.
+        return read_hyper(Hyper, group)
 
     def _create_engine(self) -> LarsStep:
         return LarsStep()
