@@ -122,10 +122,12 @@ def plan(
     if chip is not None:
         job = Job(epochs, dataset_size, chip.watts, price_per_gpu_hour, nccl=is_gpu)
     answer = Answer(
-        work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
-        tuple(advise(question, place, now, limits, _faster(net, chip, work, batch))), epochs,
-        dataset_size, limits, job, tuple(options(question, place, limits, job)) if job else (),
-        batch_size is None, memory, chip.memory_bytes if chip else 0.0, supply, is_gpu=is_gpu,
+        workload=work, cluster=place, now=now, epochs=epochs, samples=dataset_size, limits=limits,
+        curve=tuple(scaling_curve(question, place)), most_ranks=largest_ranks(question, place),
+        advice=tuple(advise(question, place, now, limits, _faster(net, chip, work, batch))),
+        job=job, options=tuple(options(question, place, limits, job)) if job else (),
+        recommended=batch_size is None, memory=memory, is_gpu=is_gpu, supply=supply,
+        memory_bytes=chip.memory_bytes if chip else 0.0,
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
