@@ -114,14 +114,16 @@ class TorchMuon(Muon):
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    a, b = found.detach().double(), expected.detach().double()
+    return float((a - b).norm() / b.norm())
 
 
 @KINDS
 @pytest.mark.parametrize("of", [Muon, TorchMuon])
 def test_muon_in_kernels_equals_foreach(of: type[Muon], kind: torch.dtype) -> None:
-    """Products in kernels within bf16's rounding: in tests in emulated bf16 the direction of either
-    differs from fp64 by 0.9 to 1.4 %, and one from the other by 0.6 to 1.4 %."""
+    """Products in kernels within bf16's rounding: in emulated bf16 the direction of either differs from
+    fp64 by 0.9 to 1.4 %, and one from the other by 0.6 to 1.4 %; with the decay, which outweighs the
+    direction here, that is at most 0.3 % of a step."""
     made = [create(of, kind, fused=fused) for fused in (True, False)]
     assert [optimizer.path for optimizer, _ in made] == ["triton", "foreach"]
     start = [master.clone() for master in made[0][0].masters()]
@@ -133,7 +135,7 @@ def test_muon_in_kernels_equals_foreach(of: type[Muon], kind: torch.dtype) -> No
     (kernel, ps), (foreach, qs) = made
     for place, (ours, theirs) in enumerate(zip(kernel.masters(), foreach.masters(), strict=True)):
         if of is Muon and place < len(FILTERS):
-            assert relative(ours - start[place], theirs - start[place]) < 0.02
+            assert relative(ours - start[place], theirs - start[place]) < 0.01
         else:
             assert_near(ours, theirs, 1e-5)
     for p, q in zip(ps, qs, strict=True):
@@ -160,7 +162,7 @@ def test_muon_follows_the_equation(fused: bool, kind: torch.dtype) -> None:
     assert optimizer.overflow == 0
     masters = [master.cpu() for master in optimizer.masters()]
     for p, master, reference, old in zip(ps, masters, references, start, strict=False):
-        assert relative(master - old, reference.weight - old.double()) < 0.02
+        assert relative(master - old, reference.weight - old.double()) < 0.01
         assert_near(optimizer.state[p]["momentum_buffer"], reference.momentum, 1e-5)
         assert torch.equal(p.cpu(), master.to(p.dtype))
 
