@@ -90,15 +90,15 @@ def plan(
 
     if not 0 < epochs < float("inf") or dataset_size < 1:
         raise ConfigError("--epochs, --dataset-size", (epochs, dataset_size), "must be above 0")
-    flags = {
-        "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
-        "links": links, "oversubscription": oversubscription,
-    }  # fmt: skip
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = _cluster_flags(
+        cluster, gpus_per_node=gpus_per_node, node_gbps=node_gbps, latency_us=latency_us,
+        links=links, oversubscription=oversubscription,
+    )  # fmt: skip
     file = _read_files(cluster, profile, gpu)
     chip, net = _chip(gpu), _network(model, file.workload, image_size)
     work = _workload(model, chip, net, file.workload, image_size, software)
-    place = _cluster(cluster, file, gpu, nodes, given)
+    place = _gpu_cluster(gpu, nodes, given) if cluster is None else file.planned_cluster()
+    place = place if nodes is None else place.with_nodes(nodes)
     _check_input(input_images_per_s, cores_per_node, packed, nvjpeg, input_bench)
     supply = input_supply(place.ranks_per_node, cores_per_node, packed, nvjpeg, input_bench)
     work = _fed(fed_by(work, supply, place.ranks_per_node), input_images_per_s)
@@ -122,10 +122,12 @@ def plan(
     if chip is not None:
         job = Job(epochs, dataset_size, chip.watts, price_per_gpu_hour, nccl=is_gpu)
     answer = Answer(
-        work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
-        tuple(advise(question, place, now, limits, _faster(net, chip, work, batch))), epochs,
-        dataset_size, limits, job, tuple(options(question, place, limits, job)) if job else (),
-        batch_size is None, memory, chip.memory_bytes if chip else 0.0, supply, is_gpu=is_gpu,
+        workload=work, cluster=place, now=now, epochs=epochs, samples=dataset_size, limits=limits,
+        curve=tuple(scaling_curve(question, place)), most_ranks=largest_ranks(question, place),
+        advice=tuple(advise(question, place, now, limits, _faster(net, chip, work, batch))),
+        job=job, options=tuple(options(question, place, limits, job)) if job else (),
+        recommended=batch_size is None, memory=memory, is_gpu=is_gpu, supply=supply,
+        memory_bytes=chip.memory_bytes if chip else 0.0,
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -136,6 +138,16 @@ def plan(
     if html is not None:
         typer.echo(f"page: {_write_page(html, answer)}", err=as_json)
     return 0
+
+
+def _cluster_flags(cluster: Path | None, **flags: float | None) -> dict[str, Any]:
+    """Those that are given, which a cluster file excludes."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    if cluster is not None and given:
+        name, value = next(iter(given.items()))
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(flag, value, "is in the cluster file already", "leave out one of them")
+    return given
 
 
 def _read_files(cluster: Path | None, profile: Path | None, gpu: str) -> PlanFile:
@@ -288,21 +300,9 @@ def _faster(
     return {f"{gpu.name} instead of {chip.name}": analytic_workload(net, gpu) for gpu in faster}
 
 
-def _cluster(
-    path: Path | None, file: PlanFile, gpu: str, nodes: int | None, flags: dict[str, Any]
-) -> Cluster:
-    """That of the cluster file, or of the flags."""
+def _gpu_cluster(gpu: str, nodes: int | None, flags: dict[str, Any]) -> Cluster:
     from paceline.plan.cluster import accelerator, gpu_cluster
 
-    if path is not None:
-        if flags:
-            name, value = next(iter(flags.items()))
-            raise ConfigError(
-                f"--{name.replace('_', '-')}", value, "is in the cluster file already",
-                "leave out one of them",
-            )  # fmt: skip
-        place = file.planned_cluster()
-        return place if nodes is None else place.with_nodes(nodes)
     values: dict[str, Any] = {"gpus_per_node": 8, "node_gbps": 100.0} | flags
     if not gpu and values["gpus_per_node"] > 1:
         raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.lars_foreach import check_finite, unscaled
+from paceline.optim.foreach import check_finite, unscaled
 from paceline.optim.state import MOMENTUM, Gates, Outcome, Row, check_hyper, read_hyper
 
 SQUARES = "square_avg"

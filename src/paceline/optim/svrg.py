@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.lars_foreach import check_finite, unscaled
+from paceline.optim.foreach import check_finite, unscaled
 from paceline.optim.setting_rules import ANCHORED, OPTIMIZERS_OF_SVRG
 from paceline.optim.state import Gates, Outcome, Row, check_hyper, read_hyper
 

@@ -74,6 +74,7 @@ def evaluate(
     policy: Policy,
     group: Group,
     stop: StopSignals,
+    *,
     corrupt_limit: int | None = None,
     classes: int | None = None,
     loss_function: TrainingLoss | None = None,
@@ -252,7 +253,10 @@ def evaluate_file(
         with loader, StopSignals() as stop:
             classes = config.model.num_classes or len(checkpoint.classes)
             loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
-            result = evaluate(model, loader, normalize, policy, group, stop, limit, classes, loss)
+            result = evaluate(
+                model, loader, normalize, policy, group, stop, corrupt_limit=limit,
+                classes=classes, loss_function=loss,
+            )  # fmt: skip
         if config.run.loss not in LOSSES and group.rank == 0:
             # It is code of whoever wrote the file.
             note = f"run.loss = {config.run.loss} is not run here; the loss is cross_entropy"
