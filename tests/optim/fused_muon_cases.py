@@ -5,6 +5,7 @@ There the products are in fp32, so that results can be compared to the last digi
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -42,9 +43,12 @@ poisoned = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tile and iteration for each matrix, because the interpreter is slow. Also lets a loaded
-    number bound a loop: the interpreter stores numbers as arrays of one element, which NumPy does not
-    convert any more."""
+    """One tile and iteration for each matrix, and no checks for integer overflow, because the
+    interpreter is slow. Also lets a loaded number bound a loop: the interpreter stores numbers as arrays
+    of one element, which NumPy does not convert any more."""
+    builder = interpreter.interpreter_builder
+    unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(builder, "options", unchecked)
     monkeypatch.setattr(fused_steps, "CHUNK", 1024)
     monkeypatch.setattr(fused_steps, "BLOCK", 512)
     monkeypatch.setattr(fused_steps, "WIDTH", 4)
@@ -103,22 +107,26 @@ def engine_of(optimizer: Muon) -> MuonStep:
 
 
 def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several chunks and tiles, with all iterations."""
+    """In several chunks and tiles, with iterations in both directions between the buffers."""
     monkeypatch.setattr(fused_steps, "CHUNK", 512)
     monkeypatch.setattr(fused_steps, "BLOCK", 256)
     monkeypatch.setattr(fused_muon, "TILING", Tiling(32, 16, 64, 16))
-    iterate(5, monkeypatch)
     made = pair()
     for optimizer, ps in made:
         optimizer.grad_scale = torch.tensor(256.0)
-        for step, (lr, momentum) in enumerate(((0.9, 0.9), (0.1, 0.6))):
-            optimizer.param_groups[0] |= {"lr": lr, "momentum": momentum}
-            fill_gradients(ps, step, 256.0)
-            if step == 0:
-                before = everything(optimizer)
-                optimizer.prepare()
-                assert bits_equal([p.detach() for p in ps], before)
-            optimizer.step()
+        optimizer.param_groups[0] |= {"lr": 0.4, "momentum": 0.6}
+        optimizer.masters()  # creates the state
+        draw = torch.Generator().manual_seed(5)
+        for p in ps:
+            momentum = optimizer.state[p]["momentum_buffer"]
+            momentum.copy_(torch.randn(p.shape, generator=draw))
+        fill_gradients(ps, 0, 256.0)
+        before = everything(optimizer)
+        optimizer.prepare()
+        assert bits_equal(everything(optimizer), before)
+    iterate(3, monkeypatch)
+    for optimizer, _ in made:
+        optimizer.step()
     assert_alike(made)
     kernel, ps = made[0]
     for p, master in zip(ps, kernel.masters(), strict=True):
@@ -133,9 +141,7 @@ def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @poisoned
-@pytest.mark.parametrize(
-    ("which", "poison"), [(0, float("nan")), (2, float("inf")), (5, float("nan"))]
-)
+@pytest.mark.parametrize(("which", "poison"), [(0, float("nan")), (5, float("inf"))])
 def test_a_bad_gradient_changes_no_bit_and_leaves_no_trace(
     which: int, poison: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
