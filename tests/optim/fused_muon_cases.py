@@ -6,10 +6,10 @@ There the products are in fp32, so that results can be compared to the last digi
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
+import interpreted  # noqa: F401  (before any kernel)
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,6 @@ from paceline.optim import Muon, SharedProducts, fused_muon, orthogonal
 from paceline.optim import fused as fused_steps
 from paceline.optim.fused_muon import MuonStep, Tiling
 
-assert os.environ["TRITON_INTERPRET"] == "1"
-
 # Wide, tall and square, with and without padding to multiples of 16; one has several tiles of 32. Then
 # parameters that are not orthogonalized.
 MATRICES = [(6, 5, 3, 3), (40, 36), (40, 5, 2, 2), (16, 16)]
@@ -44,8 +42,7 @@ poisoned = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tile and iteration for each matrix, and no checks for integer overflow, because the
-    interpreter is slow. Also lets a loaded number bound a loop: the interpreter stores numbers as arrays
-    of one element, which NumPy does not convert any more."""
+    interpreter is slow."""
     builder = interpreter.interpreter_builder
     unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)
     monkeypatch.setattr(builder, "options", unchecked)
@@ -54,13 +51,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_steps, "WIDTH", 4)
     monkeypatch.setattr(fused_muon, "TILING", Tiling(64, 64, 64, 16))
     iterate(1, monkeypatch)
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def iterate(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
