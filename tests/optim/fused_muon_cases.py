@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import interpreted  # noqa: F401  (before any kernel)
 import pytest
 import torch
 from torch import Tensor, nn
 from triton.runtime import interpreter
 
+import interpreted  # noqa: F401  (before any kernel)
 from optim.reference import (
     ETA,
     assert_near,
