@@ -23,6 +23,7 @@ from paceline.models.registry import is_own
 from paceline.optim.schedule import LrSchedule
 from paceline.optim.setting_rules import ANCHORED
 from paceline.optim.settings import OptimSettings
+from paceline.plan.layers import Network
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
 from paceline.train.anchors import create_anchors
 from paceline.train.callbacks import CallbackRunner
@@ -51,6 +52,7 @@ from paceline.train.inputs import (
     requested_batch,
     resolve_batch_sizes,
 )
+from paceline.train.layer_count import count_trained
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.model_checks import (
@@ -124,6 +126,8 @@ def _assemble(
         model_notes = _check_model(config, model, source, sizes, group, components)
     if isinstance(components.model, nn.Module):
         model_notes += filter(None, [share_weights(model, group)])
+    # Before kernels and formats of this device take the place of the model's own layers.
+    layers = _cluster_layers(config, model, source)
     norm_group = share_norms(config, model, group)
     graphs_config = _graphs_for(eager_norms(config, norm_group), model_notes, group)
     parts = create_parts(
@@ -135,7 +139,7 @@ def _assemble(
     )  # fmt: skip
     plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
 
-    clock = _cluster_clock(config, parts, plan, inputs)
+    clock = _cluster_clock(config, parts, plan, inputs, layers)
     runner: list[CallbackRunner] = []
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
@@ -230,22 +234,32 @@ def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:
     return exchange.order if isinstance(exchange, RehearsedExchange) else group.rank
 
 
+def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Network | None:
+    """Of a rehearsal: what the planner predicts the cluster's step from, where it is not measured."""
+    settings, name, pixels = config.rehearse, config.model.name, config.data.image_size
+    if not settings.ranks:
+        return None
+    classes = config.model.num_classes or len(source.classes)
+    return settings.network(
+        name, pixels, classes, config.model.stem_for(pixels),
+        lambda: count_trained(model, name, pixels, config.data.channels),
+    )  # fmt: skip
+
+
 def _cluster_clock(
-    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs
+    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs, net: Network | None
 ) -> ClusterClock | None:
     """None where the run is no rehearsal, or says nothing about the cluster's speed."""
     settings = config.rehearse
     if not settings.ranks:
         return None
-    classes = config.model.num_classes or len(inputs.source.classes)
-    model, size = config.model, config.data.image_size
     # As it runs here: `auto` is fp32 on a CPU, whatever the cluster's GPUs would choose.
-    stem, half = model.stem_for(size), parts.policy.is_half
-    settings.check_batch(model.name, size, classes, stem=stem, batch=plan.micro_batch, half=half)
+    half = parts.policy.is_half
+    settings.check_batch(net, batch=plan.micro_batch, half=half)
     tensors = {
         name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
     }
-    work = settings.workload(model.name, size, classes, stem, tensors)
+    work = settings.workload(config.model.name, config.data.image_size, net, tensors)
     if work is None:
         return None
     return cluster_clock(
