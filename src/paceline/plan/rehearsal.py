@@ -124,10 +124,13 @@ class RehearseSettings:
             return count()
         except ConfigError as error:
             _, _, problem = error.cause.partition(": ")
-            raise ConfigError(
-                "rehearse.gpu", self.gpu, f"has no predicted step: {model} {problem}",
-                f"measure it there with paceline profile --model {model}, and give --profile FILE",
-            ) from None  # fmt: skip
+            problem = f"has no predicted step: {model} {problem}"
+            remedy = (
+                f"measure it there with paceline profile --model {model}, and give --profile FILE"
+            )
+            if model.startswith("python:"):  # an object, which no command can make again
+                remedy = "leave it out (there is no clock then), or name a factory and profile that"
+            raise ConfigError("rehearse.gpu", self.gpu, problem, remedy) from None
 
     def check_batch(self, net: Network | None, *, batch: int, half: bool) -> None:
         """ConfigError for a micro-batch that does not fit the GPU, where the layers are known."""
