@@ -10,26 +10,33 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.layers import Network, network
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.rehearsal import ClusterClock, RehearseSettings, cluster_clock
-from paceline.plan.workload import Affine
+from paceline.plan.workload import Affine, Workload
 from plan.made import made_workload
 
 PLACE = RehearseSettings(nodes=2, gpus_per_node=2, gpu="H100")
 
 
+def resnet(settings: RehearseSettings = PLACE, stem: str = "auto", **values: Any) -> Workload:
+    """The step of a ResNet-18 on small images."""
+    work = settings.workload("resnet18", 32, settings.network("resnet18", 32, 10, stem), **values)
+    assert work is not None
+    return work
+
+
 def clock(settings: RehearseSettings = PLACE, **changes: Any) -> ClusterClock:
     given: dict[str, Any] = {"batch": 10, "accumulation": 1, "validation": 40, "eval_batch": 20}
-    work = settings.workload("resnet18", 32, 10)
-    assert work is not None
+    work = resnet(settings)
     plan = FusionPlan.single(tuple(gradient.name for gradient in work.gradients))
     return cluster_clock(settings, plan, work, **given | changes)
 
 
 def test_the_step_is_that_of_the_stem() -> None:
-    small, other = (PLACE.workload("resnet18", 32, 10, stem) for stem in ("small", "imagenet"))
-    assert small == PLACE.workload("resnet18", 32, 10)
-    assert small.forward.per_image_s > 5 * other.forward.per_image_s  # type: ignore[union-attr]
+    small, other = (resnet(stem=stem) for stem in ("small", "imagenet"))
+    assert small == resnet()
+    assert small.forward.per_image_s > 5 * other.forward.per_image_s
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -49,10 +56,10 @@ def test_power_is_the_board_s_unless_it_is_given() -> None:
 
 
 def test_what_the_times_leave_out_is_said() -> None:
-    work = PLACE.workload("resnet18", 32, 10)
-    assert work is not None
+    work = resnet()
     assert PLACE.left_out(work, "lars", half=True) == ()
-    assert clock().describe().endswith("%")
+    assert "without" not in clock().describe()
+    assert clock().describe().endswith("; from layers of the network on H100")
     found = PLACE.left_out(work, "muon", half=False)
     assert "without fp32" in clock(left_out=found).describe()
     assert "the update of muon" in clock(left_out=found).describe()
@@ -66,36 +73,32 @@ def test_what_the_times_leave_out_is_said() -> None:
 
 
 def test_frozen_layers_are_not_sent_and_a_foreign_model_is_refused() -> None:
-    work = PLACE.workload("resnet18", 32, 10)
-    assert work is not None
+    work = resnet()
     trained = {g.name: (g.elements, True) for g in work.gradients if g.name != "conv1.weight"}
-    assert PLACE.workload("resnet18", 32, 10, tensors=trained) == work
+    assert resnet(tensors=trained) == work
     assert {g.name for g in work.with_tensors(trained).gradients} == set(trained)
     assert "frozen layers" in PLACE.left_out(work, "sgd", half=True, trained=trained)[0]
     with pytest.raises(ConfigError, match="lacks tensors") as caught:
-        PLACE.workload("resnet18", 32, 10, tensors={**trained, "mine.weight": (3, True)})
+        resnet(tensors={**trained, "mine.weight": (3, True)})
     assert caught.value.field == "rehearse.gpu"
 
 
 def test_a_cpu_is_timed_in_fp32() -> None:
     """What `auto` trains in on a CPU: four bytes on the wire and in memory."""
     place = replace(PLACE, gpu="CPU")
-    work = place.workload("resnet18", 32, 10)
-    assert work is not None
+    work = resnet(place)
     assert not work.in_half
     assert place.left_out(work, "sgd", half=False) == ()
     assert place.left_out(work, "sgd", half=True) == ("half precision (the times are of fp32)",)
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
-    def check(model: str, batch: int, *, half: bool = True) -> None:
-        PLACE.check_batch(model, 224, 1000, stem="imagenet", batch=batch, half=half)
-
-    check("resnet50", 1_000)
-    check("resnet_tiny", 1_000_000)  # its layers are not known
+    net = PLACE.network("resnet50", 224, 1000)
+    PLACE.check_batch(net, batch=1_000, half=True)
+    PLACE.check_batch(None, batch=1_000_000, half=True)  # its layers are not known
     for batch, half in ((1_000_000, True), (1_000, False)):
         with pytest.raises(ConfigError, match="at most") as caught:
-            check("resnet50", batch, half=half)
+            PLACE.check_batch(net, batch=batch, half=half)
         assert caught.value.field == "run.batch_size"
 
 
@@ -103,7 +106,30 @@ def test_a_cluster_file_without_a_step_names_what_is_missing(tmp_path: Path) -> 
     path = tmp_path / "c.toml"
     PlanFile(workload=made_workload()).write(path)
     with_step = RehearseSettings(nodes=2, cluster=str(path), input_images_per_s=10.0)
-    assert with_step.workload("m", 32, 10) == replace(made_workload(), input=Affine(0.0, 0.1))
+    assert with_step.workload("m", 32) == replace(made_workload(), input=Affine(0.0, 0.1))
     PlanFile().write(path)
     with pytest.raises(ConfigError, match=r"no \[workload\]"):
-        with_step.workload("m", 32, 10)
+        with_step.workload("m", 32)
+
+
+def test_layers_are_counted_only_where_the_planner_needs_them() -> None:
+    counts: list[Network] = []
+
+    def count() -> Network:
+        counts.append(Network("mine", 32, network("resnet18", 32).layers))
+        return counts[-1]
+
+    assert PLACE.network("mine", 32, 10, count=count) is counts[0]
+    assert PLACE.network("resnet18", 28, 10, count=count) is counts[1]  # too small for the built-in
+    assert PLACE.network("resnet18", 32, 10, count=count) == network("resnet18", 32, 10)
+    assert replace(PLACE, profile="p.toml").network("mine", 32, 10, count=count) is None
+    assert RehearseSettings(nodes=2).network("mine", 32, 10, count=count) is None
+    assert len(counts) == 2
+
+    def refuse() -> Network:
+        raise ConfigError("--model", "mine", "does not run on the meta device", "profile it")
+
+    with pytest.raises(ConfigError, match="mine does not run on the meta device") as caught:
+        PLACE.network("mine", 32, 10, count=refuse)
+    assert caught.value.field == "rehearse.gpu"
+    assert "--profile FILE" in caught.value.remedy

@@ -14,8 +14,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.events import EvalEvent, NoteEvent, StartEvent, StepEvent
 from paceline.report import RunFiles, summary_rows, verdict
 from paceline.train.batch_norm import BatchNormState, pool
+from paceline.train.components import Components
+from paceline.train.run import run_training
 from ranks import run_ranks
-from small_runs import run_small
+from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, last, stop_after, watched
 
 
@@ -220,6 +222,44 @@ def test_the_clock_is_of_the_format_that_runs(tmp_path: Path) -> None:
     assert steps["auto"] == steps["fp32"] > 1.5 * steps["bf16"]
 
 
+def test_a_model_that_the_planner_does_not_know_is_counted(tmp_path: Path) -> None:
+    """Without a profile the clock has a step, and counting changes no bit of the training."""
+    given: dict[str, Any] = {**rehearsed(4), "run__epochs": 1}
+    plain = run_small(tmp_path / "plain", **given).summary
+    outcome, events = watched(tmp_path / "timed", **given, rehearse__gpu="H100")
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert "layers of the network, counted from a trace, on H100" in start.chosen["clock"]
+    assert outcome.summary["weights_sha256"] == plain["weights_sha256"]
+    found = outcome.summary["rehearsal"]
+    assert 0 < found["step_s"] < 0.1
+    assert found["energy_kwh"] > 0
+    # Frozen layers are not sent, but the step is that of a training without them.
+    _, events = watched(tmp_path / "frozen", **given, rehearse__gpu="H100", model__freeze=["conv1"])
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert "frozen layers (the times are of a step that trains all)" in start.chosen["clock"]
+
+
+class _Looks(nn.Module):
+    """Decides by the values of its input, which the meta device has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(28 * 28, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.fc(images.flatten(1))
+        return found if images.mean() > -100 else -found
+
+
+def test_a_model_that_cannot_be_counted_needs_a_profile(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "a", rehearse__gpu="H100", **rehearsed(2))
+    with pytest.raises(ConfigError, match="does not run on the meta device") as caught:
+        run_training(config, Silent, components=Components(model=_Looks()))
+    assert caught.value.field == "rehearse.gpu"
+
+
 def test_more_micro_steps_take_longer_but_one_exchange(tmp_path: Path) -> None:
     def step_s(batch: int) -> float:
         outcome, _ = watched(
@@ -247,7 +287,6 @@ def test_without_figures_of_the_cluster_there_is_no_clock_and_the_run_says_so(
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"rehearse__gpu": "H100"}, "rehearse.gpu"),  # resnet_tiny has no figures
         ({"rehearse__profile": "missing.toml"}, "rehearse.profile"),
         ({"rehearse__nodes": -1}, "rehearse.nodes"),
         ({"rehearse__nodes": 5000}, "rehearse.nodes"),

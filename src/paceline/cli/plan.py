@@ -223,7 +223,7 @@ def _network(model: str, profiled: Workload | None, image_size: int | None) -> N
         return known_network(profiled.model, profiled.image_size)
     name = model or "resnet50"
     if ":" in name:
-        from paceline.bench.layer_count import count_layers
+        from paceline.train.layer_count import count_layers
 
         return count_layers(name, image_size or 224)
     return network(name, image_size or 224)

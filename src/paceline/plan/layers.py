@@ -3,7 +3,7 @@
 `network` gives, for a model's name and an image size, each layer's multiply-adds, the activations that
 it reads, writes and keeps for the backward pass, and its trained tensors under the names that the model
 itself gives them. `paceline.plan.networks` makes the times of a step of it, `paceline.plan.memory` the
-memory. A model that is not here is counted from a trace (`paceline.bench.layer_count`).
+memory. A model that is not here is counted from a trace (`paceline.train.layer_count`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """Layers in the order of the forward pass."""
+    """Layers in the order of the forward pass; `traced` where they were counted from a trace."""
 
     name: str
     image_size: int
     layers: tuple[Layer, ...]
+    traced: bool = False
 
     @property
     def tensors(self) -> tuple[NetTensor, ...]:
@@ -138,10 +139,12 @@ def is_network(name: str) -> bool:
     return name in RESNETS or name in ALEXNETS
 
 
-def known_network(name: str, image_size: int) -> Network | None:
-    """The layers behind a profile, for the memory; None where the model or the images are not known."""
+def known_network(
+    name: str, image_size: int, num_classes: int = 1000, stem: str = "auto"
+) -> Network | None:
+    """As `network`; None where the model is not known, or its images are too small or of unknown size."""
     known = is_network(name) and image_size >= _LEAST_PIXELS
-    return network(name, image_size) if known else None
+    return network(name, image_size, num_classes, stem) if known else None
 
 
 def network(

@@ -76,7 +76,7 @@ def analytic_workload(
         backward=Affine(2 * latency + (_WEIGHT_PASSES - 1) * weights, scale * total, **fill),
         update_s=net.elements * _UPDATE_BYTES / memory,
         spread=law.residual if basis == "law" else _SPREAD[basis],
-        source=_words(gpu, basis, software),
+        source=_words(net, gpu, basis, software),
         image_size=net.image_size,
     )
 
@@ -149,8 +149,8 @@ def _measured_scale(gpu: Accelerator, seen: Measured, law: StepConstants) -> flo
     return (step - fixed) / (plain.compute_s(seen.batch) - fixed)
 
 
-def _words(gpu: Accelerator, basis: str, software: str) -> str:
-    words = f"layers of the network on {gpu.name}"
+def _words(net: Network, gpu: Accelerator, basis: str, software: str) -> str:
+    words = f"layers of the network{', counted from a trace,' if net.traced else ''} on {gpu.name}"
     if basis == "measured" and gpu.measured is not None:
         words += f", scaled to {gpu.measured.images_per_s:,.0f} images/s ({gpu.measured.source})"
     elif basis == "like":

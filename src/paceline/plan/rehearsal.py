@@ -7,7 +7,7 @@ into the cluster's time, cost and energy. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from paceline.core.settings import SettingChecks
 from paceline.core.units import format_duration
 from paceline.plan.cluster import RANKS_LIMIT, Cluster, accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.layers import is_network
+from paceline.plan.layers import Network, known_network
 from paceline.plan.memory import check_memory
-from paceline.plan.networks import analytic_workload, network
+from paceline.plan.networks import analytic_workload
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict, slowest_of
 from paceline.plan.start_up import StartUp
@@ -45,8 +45,8 @@ class RehearseSettings:
     gpu: str = ""
     """Its accelerator, from the planner's catalog, such as `H100`; for the predicted times."""
     profile: str = ""
-    """File of `paceline profile` or `tune` with the measured step of this model, for models that the
-    planner has no figures of."""
+    """File of `paceline profile` or `tune` with the measured step of this model, in place of one that is
+    predicted from its layers."""
     cluster: str = ""
     """File of `paceline tune` with the cluster's measured links, instead of the four settings below."""
     node_gbps: float = 100.0
@@ -109,13 +109,33 @@ class RehearseSettings:
             return self.watts_per_gpu
         return accelerator(self.gpu).watts
 
-    def check_batch(
-        self, model: str, image_size: int, classes: int, *, stem: str, batch: int, half: bool
-    ) -> None:
-        """ConfigError for a micro-batch that does not fit the GPU, where the planner knows both."""
-        if not self.gpu or not is_network(model):
+    def network(
+        self, model: str, image_size: int, classes: int, stem: str = "auto",
+        count: Callable[[], Network] | None = None,
+    ) -> Network | None:  # fmt: skip
+        """The model's layers for the GPU of the catalog: as the planner knows them, else as `count` finds
+        them. None without a GPU; a measured step needs no count."""
+        if not self.gpu:
+            return None
+        known = known_network(model, image_size, classes, stem)
+        if known is not None or self.profile or count is None:
+            return known
+        try:
+            return count()
+        except ConfigError as error:
+            _, _, problem = error.cause.partition(": ")
+            problem = f"has no predicted step: {model} {problem}"
+            remedy = (
+                f"measure it there with paceline profile --model {model}, and give --profile FILE"
+            )
+            if model.startswith("python:"):  # an object, which no command can make again
+                remedy = "leave it out (there is no clock then), or name a factory and profile that"
+            raise ConfigError("rehearse.gpu", self.gpu, problem, remedy) from None
+
+    def check_batch(self, net: Network | None, *, batch: int, half: bool) -> None:
+        """ConfigError for a micro-batch that does not fit the GPU, where the layers are known."""
+        if net is None:
             return
-        net = network(model, image_size, classes, stem)
         try:
             check_memory(net, accelerator(self.gpu), batch, half)
         except ConfigError as error:
@@ -170,26 +190,17 @@ class RehearseSettings:
             )
 
     def workload(
-        self, model: str, image_size: int, classes: int, stem: str = "auto",
+        self, model: str, image_size: int, net: Network | None = None,
         tensors: Mapping[str, tuple[int, bool]] | None = None,
     ) -> Workload | None:  # fmt: skip
-        """The step of one rank; None where neither a GPU nor a measured step was given. `tensors` are
-        those that are trained, with their elements and whether in half precision: a measured step of
-        others is refused."""
+        """The step of one rank; None where neither a GPU nor a measured step was given. `net` are the
+        layers behind a step that was not measured. `tensors` are those that are trained, with their
+        elements and whether in half precision: a step of others is refused."""
         work: Workload | None = None
         if self.profile:
             work = PlanFile.read(Path(self.profile), "rehearse.profile").profile
-        elif self.gpu:
-            try:
-                net = network(model, image_size, classes, stem)
-                work = analytic_workload(net, accelerator(self.gpu))
-            except ConfigError as error:
-                if error.field != "--model":
-                    raise
-                raise ConfigError(
-                    "rehearse.gpu", self.gpu, f"the planner has no figures of {model}",
-                    f"measure it there with paceline profile --model {model}, and give --profile FILE",
-                ) from None  # fmt: skip
+        elif self.gpu and net is not None:
+            work = analytic_workload(net, accelerator(self.gpu))
         elif self.cluster:
             work = PlanFile.read(Path(self.cluster), "rehearse.cluster").workload
             if work is None:
@@ -254,6 +265,8 @@ class ClusterClock:
     watts_per_gpu: float = 0.0
     # What the run does and the times have not.
     left_out: tuple[str, ...] = ()
+    # Where the step comes from.
+    source: str = ""
 
     def describe(self) -> str:
         without = f"; without {' and '.join(self.left_out)}" if self.left_out else ""
@@ -261,6 +274,7 @@ class ClusterClock:
             f"a step {format_duration(self.step_s)} (± {self.uncertainty:.0%}), an evaluation "
             f"{format_duration(self.eval_s)}, the start {format_duration(self.startup_s)}; "
             f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}{without}"
+            f"{f'; from {self.source}' if self.source else ''}"
         )
 
     def totals(self, predicted_s: float) -> dict[str, Any]:
@@ -310,4 +324,5 @@ def cluster_clock(
         price_per_gpu_hour=settings.price_per_gpu_hour,
         watts_per_gpu=settings.watts,
         left_out=left_out,
+        source=work.source,
     )

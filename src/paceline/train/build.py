@@ -24,6 +24,7 @@ from paceline.models.synced_norm import NormGroup
 from paceline.optim.schedule import LrSchedule
 from paceline.optim.setting_rules import ANCHORED
 from paceline.optim.settings import OptimSettings
+from paceline.plan.layers import Network
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
 from paceline.train.anchors import create_anchors
 from paceline.train.callbacks import CallbackRunner
@@ -45,6 +46,7 @@ from paceline.train.inputs import (
     requested_batch,
     resolve_batch_sizes,
 )
+from paceline.train.layer_count import count_trained
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.model_checks import (
@@ -110,7 +112,7 @@ def _assemble(
     model, parts = built.model, built.parts
     plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
 
-    clock = _cluster_clock(config, parts, plan, inputs)
+    clock = _cluster_clock(config, parts, plan, inputs, built.layers)
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
@@ -161,11 +163,13 @@ def _assemble(
 
 @dataclass(frozen=True, kw_only=True)
 class _BuiltModel:
-    """The model and the parts of its step; `pretrained` and `notes` are for display."""
+    """The model and the parts of its step; `pretrained` and `notes` are for display. `layers`: of a
+    rehearsal, what its clock is predicted from."""
 
     model: nn.Module
     parts: StepParts
     norm_group: NormGroup | None
+    layers: Network | None
     pretrained: list[str]
     notes: list[str]
 
@@ -179,6 +183,8 @@ def _build_model(
         notes = _check_model(config, model, source, plan, components)
     if isinstance(components.model, nn.Module):
         notes += filter(None, [share_weights(model, group)])
+    # Before kernels and formats of this device take the place of the model's own layers.
+    layers = _cluster_layers(config, model, source)
     norm_group = share_norms(config, model, group)
     parts = create_parts(
         _graphs_for(eager_norms(config, norm_group), notes, group), model, group, rate=rate,
@@ -189,8 +195,9 @@ def _build_model(
         classes=config.model.num_classes or len(source.classes),
     )  # fmt: skip
     return _BuiltModel(
-        model=model, parts=parts, norm_group=norm_group, pretrained=pretrained, notes=notes
-    )
+        model=model, parts=parts, norm_group=norm_group, layers=layers, pretrained=pretrained,
+        notes=notes,
+    )  # fmt: skip
 
 
 def _batch_plan(config: RunConfig, group: Group, samples: int, sizes: BatchSizes) -> BatchPlan:
@@ -232,22 +239,32 @@ def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:
     return exchange.order if isinstance(exchange, RehearsedExchange) else group.rank
 
 
+def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Network | None:
+    """Of a rehearsal: what the planner predicts the cluster's step from, where it is not measured."""
+    settings, name, pixels = config.rehearse, config.model.name, config.data.image_size
+    if not settings.ranks:
+        return None
+    classes = config.model.num_classes or len(source.classes)
+    return settings.network(
+        name, pixels, classes, config.model.stem_for(pixels),
+        lambda: count_trained(model, name, pixels, config.data.channels),
+    )  # fmt: skip
+
+
 def _cluster_clock(
-    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs
+    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs, net: Network | None
 ) -> ClusterClock | None:
     """None where the run is no rehearsal, or says nothing about the cluster's speed."""
     settings = config.rehearse
     if not settings.ranks:
         return None
-    classes = config.model.num_classes or len(inputs.source.classes)
-    model, size = config.model, config.data.image_size
     # As it runs here: `auto` is fp32 on a CPU, whatever the cluster's GPUs would choose.
-    stem, half = model.stem_for(size), parts.policy.is_half
-    settings.check_batch(model.name, size, classes, stem=stem, batch=plan.micro_batch, half=half)
+    half = parts.policy.is_half
+    settings.check_batch(net, batch=plan.micro_batch, half=half)
     tensors = {
         name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
     }
-    work = settings.workload(model.name, size, classes, stem, tensors)
+    work = settings.workload(config.model.name, config.data.image_size, net, tensors)
     if work is None:
         return None
     return cluster_clock(

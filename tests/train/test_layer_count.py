@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from paceline.bench.layer_count import count_layers, count_module
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import accelerator
 from paceline.plan.memory import step_memory
 from paceline.plan.networks import analytic_workload, network
+from paceline.train.layer_count import count_layers, count_module, count_trained
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnet18", "alexnet_bn"])
@@ -69,7 +72,7 @@ def test_products_of_attention_count() -> None:
 
 
 def test_the_planner_takes_any_factory() -> None:
-    flags = ["plan", "--gpu", "A100", "--model", "bench.test_layer_count:make_attention", "--json"]
+    flags = ["plan", "--gpu", "A100", "--model", "train.test_layer_count:make_attention", "--json"]
     done = CliRunner().invoke(app, flags, catch_exceptions=False)
     found = json.loads(done.output)
     assert found["model"].endswith("make_attention")
@@ -84,3 +87,43 @@ def test_a_model_that_looks_at_values_is_refused_in_one_line() -> None:
 
     with pytest.raises(ConfigError, match="paceline profile"):
         count_module(Looks(2, 2).to("meta"), "looks", 32)
+
+
+class Draws(nn.Module):
+    """Batch norm and dropout, a frozen layer, and numbers from Python's and NumPy's generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 4)
+        self.conv.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scale = 1 + random.random() + np.random.rand() + float(torch.rand(()))
+        x = nn.functional.dropout(self.norm(self.conv(images)), 0.5, self.training)
+        return self.fc(x.mean((2, 3))) * scale
+
+
+def test_counting_leaves_a_model_and_all_generators_as_they_are() -> None:
+    model = Draws()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    net = count_trained(model, "draws", 28, channels=1)
+    assert (random.getstate(), str(np.random.get_state())) == drawn[:2]
+    assert torch.equal(torch.get_rng_state(), drawn[2])
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert not model.conv.weight.requires_grad
+    assert model.fc.weight.device.type == "cpu"
+    # Of a step that trains all tensors.
+    assert {t.name for t in net.tensors} == set(dict(model.named_parameters()))
+    assert net.flops == pytest.approx(2 * (26 * 26 * 8 * 9 + 8 * 4), rel=0.01)
+    assert net.traced
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_one_line() -> None:
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        count_trained(model, "locked", 32, channels=3)

@@ -1,7 +1,8 @@
 """The layers of any model, counted from one traced step on the meta device.
 
-In: a model's name (`timm:convnext_tiny`, `module:factory`) and an image size. Out: a `Network` for the
-planner. Nothing is computed: tensors on the meta device have shapes only.
+In: a model's name (`timm:convnext_tiny`, `module:factory`) or a model that is about to train, and an
+image size. Out: a `Network` for the planner. Nothing is computed: tensors on the meta device have shapes
+only.
 Every operation that autograd records is counted: multiply-adds by torch's own formulas, activations
 read and written, and what autograd keeps for the backward pass, by its own account. Elementwise work on
 one map is taken to be fused into the operation before it.
@@ -9,10 +10,13 @@ one map is taken to be fused into the operation before it.
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,19 +41,51 @@ def count_layers(name: str, image_size: int = 224, num_classes: int = 1000) -> N
     return count_module(model.to("meta").train(), name, image_size)
 
 
-def count_module(model: nn.Module, name: str, image_size: int) -> Network:
+def count_trained(model: nn.Module, name: str, image_size: int, channels: int) -> Network:
+    """The layers of a model that is on a device already, with all of its tensors trained. The model, its
+    buffers and all generators stay as they are. ConfigError as `count_layers`."""
+    drawn = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            return count_module(_on_meta(model, name), name, image_size, channels)
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+
+
+def _on_meta(model: nn.Module, name: str) -> nn.Module:
+    """A copy without memory for its tensors: copies of these are given before the copy is made."""
+    made: dict[int, Any] = {}
+    for parameter in model.parameters():
+        trains = parameter.is_floating_point()
+        made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), trains)
+    for buffer in model.buffers():
+        made[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(model, made).train()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise _uncountable(name, f"cannot be copied ({_first_line(error)})") from None
+
+
+def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3) -> Network:
     counter = _Counter(model)
-    images = torch.empty(_BATCH, 3, image_size, image_size, device="meta")
+    images = torch.empty(_BATCH, channels, image_size, image_size, device="meta")
     try:
         with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor), counter:
             model(images)
-    except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            "--model", name, f"does not run on the meta device at {image_size} pixels ({reason})",
-            "profile it instead: paceline profile, then --profile",
-        ) from None  # fmt: skip
-    return Network(name, image_size, counter.layers())
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
+        problem = f"does not run on the meta device at {image_size} pixels ({_first_line(error)})"
+        raise _uncountable(name, problem) from None
+    return Network(name, image_size, counter.layers(), traced=True)
+
+
+def _uncountable(name: str, problem: str) -> ConfigError:
+    remedy = "profile it instead: paceline profile, then --profile"
+    return ConfigError("--model", name, problem, remedy)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
