@@ -1,0 +1,239 @@
+"""A bottleneck whose 1 × 1 convolutions are fused with the norms around them, as autograd functions.
+
+    conv1 → norm → ReLU → conv2 (3 × 3) → norm → ReLU → conv3 → norm → + shortcut → ReLU
+
+The convolutions' outputs are stored, not the normalized maps, but for those that the 3 × 3 convolution
+and the shortcut read. The last norm, sum and ReLU of a block are computed by the block that follows:
+a block returns a `Pending` map, and the product of the next conv1 computes and stores it while it loads
+it. In backward, the product that gives the gradient of that map applies sum and ReLU and sums the
+gradients of γ and β.
+
+The gradient of a `Pending` map's convolution output is a · dz + b · x + c (see
+`kernels.backward_factors_kernel`). It is never stored: autograd passes dz in its place, and `Link` the
+factors, to the products of conv3. So a `Pending` map has exactly one user, which this module ensures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from paceline.models.fused import (
+    apply,
+    as_map,
+    backward_input,
+    backward_sums,
+    can_fuse,
+    check_rows,
+    statistics,
+)
+from paceline.models.products import (
+    MASKED,
+    MERGED,
+    PLAIN,
+    Epilogue,
+    Operand,
+    backward_product,
+    forward_product,
+)
+from paceline.models.resnet import norm_can_fuse
+
+if TYPE_CHECKING:
+    from paceline.models.resnet import Bottleneck, Uses
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Link:
+    """Passes the factors of a norm's gradient from the user of a `Pending` map to its block."""
+
+    def __init__(self) -> None:
+        self._given: tuple[int, Tensor] | None = None
+
+    def put(self, dz: Tensor, factors: Tensor) -> None:
+        self._given = (dz.data_ptr(), factors)
+
+    def take(self, dz: Tensor) -> Tensor:
+        assert self._given is not None, "a pending map has no other user than the next block"
+        place, factors = self._given
+        assert place == dz.data_ptr(), "a pending map has one user"
+        self._given = None
+        return factors
+
+
+@dataclass
+class Pending:
+    """relu(norm(x) + residual), which its only user computes. `saved`: see `fused.statistics`."""
+
+    x: Tensor
+    saved: Tensor
+    norm: nn.BatchNorm2d
+    residual: Tensor
+    link: Link = field(default_factory=Link)
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        """Twice, see `fused.norm_act_twice`."""
+        out: tuple[Tensor, Tensor] = _Join.apply(  # type: ignore[no-untyped-call]
+            self.x, self.saved, self.residual, self.norm.weight, self.norm.bias, self.link
+        )
+        return out
+
+
+def can_fuse_block(block: Bottleneck, x: Uses) -> bool:
+    """Whether the kernels can compute the block: norms that `can_fuse`, weights of the map's type,
+    which is half precision on a GPU."""
+    maps = x if isinstance(x, Tensor) else x[0] if isinstance(x, tuple) else x.x
+    return (
+        can_fuse(maps, block.bn1)
+        and norm_can_fuse(block.bn2)
+        and norm_can_fuse(block.bn3)
+        and (maps.dtype in _HALF or not maps.is_cuda)
+        and block.conv1.weight.dtype == block.conv3.weight.dtype == maps.dtype
+    )
+
+
+def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
+    norm1, norm2, norm3 = block.bn1, block.bn2, block.bn3
+    if isinstance(x, Pending):
+        check_rows(x.x)
+        branch, shortcut = _JoinReduce.apply(  # type: ignore[no-untyped-call]
+            x.x, x.saved, x.residual, x.norm.weight, x.norm.bias,
+            block.conv1.weight, norm1.weight, norm1.bias, norm1, x.link,
+        )  # fmt: skip
+    else:
+        inputs, shortcut = x if isinstance(x, tuple) else (x, x)
+        check_rows(inputs)
+        branch = _Reduce.apply(  # type: ignore[no-untyped-call]
+            inputs, block.conv1.weight, norm1.weight, norm1.bias, norm1
+        )
+    middle = as_map(block.conv2(branch))
+    check_rows(middle)
+    link = Link()
+    out, saved = _Expand.apply(  # type: ignore[no-untyped-call]
+        middle, norm2.weight, norm2.bias, block.conv3.weight, norm2, norm3, link
+    )
+    return Pending(out, saved, norm3, as_map(block.shortcut(shortcut)), link)
+
+
+class _Reduce(torch.autograd.Function):
+    """relu(norm(conv1(inputs))), of a stored map."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d
+    ) -> Tensor:
+        x, saved, _ = forward_product(Operand(inputs), weight, norm)
+        ctx.save_for_backward(inputs, weight, gamma, x, saved)
+        return apply(x, saved, None, relu=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        inputs, weight, gamma, x, saved = ctx.saved_tensors
+        dy = as_map(dy)
+        found, _ = backward_sums(dy, None, x, None, saved, gamma, relu=True)
+        gradients = backward_product(
+            Operand.gradient(dy, x, saved, found, relu=True), weight, Operand(inputs),
+            Epilogue(PLAIN, inputs), wants_weight=ctx.needs_input_grad[1],
+        )  # fmt: skip
+        return gradients.dx, gradients.weight, found[0], found[1], None
+
+
+class _JoinReduce(torch.autograd.Function):
+    """relu(norm(conv1(y))) and y = relu(norm_before(x) + residual)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, before: Tensor, before_saved: Tensor, residual: Tensor, before_gamma: Tensor,
+        before_beta: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d,
+        link: Link,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        joined = Operand.joined(before, before_saved, residual)
+        x, saved, y = forward_product(joined, weight, norm, keep=True)
+        assert y is not None
+        ctx.save_for_backward(before, before_saved, before_gamma, y, weight, gamma, x, saved)
+        ctx.link = link
+        ctx.set_materialize_grads(False)
+        return apply(x, saved, None, relu=True), y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dy_shortcut: Tensor | None) -> Any:
+        before, before_saved, before_gamma, y, weight, gamma, x, saved = ctx.saved_tensors
+        assert dy is not None, "a block's branch is always used"
+        dy = as_map(dy)
+        found, _ = backward_sums(dy, None, x, None, saved, gamma, relu=True)
+        add = None if dy_shortcut is None else as_map(dy_shortcut)
+        gradients = backward_product(
+            Operand.gradient(dy, x, saved, found, relu=True), weight, Operand(y),
+            Epilogue(MERGED, before, before_saved, y, add), wants_weight=ctx.needs_input_grad[5],
+        )  # fmt: skip
+        dz = gradients.dx
+        factors = gradients.factors(before_gamma, before_saved)
+        ctx.link.put(dz, factors)
+        return (
+            dz, None, dz, factors[0], factors[1], gradients.weight, found[0], found[1], None, None,
+        )  # fmt: skip
+
+
+class _Expand(torch.autograd.Function):
+    """conv3(relu(norm2(x))), and the statistics of norm3 on it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, norm: nn.BatchNorm2d,
+        next_norm: nn.BatchNorm2d, link: Link,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        saved = statistics(x, norm)
+        out, next_saved, _ = forward_product(Operand.normalized(x, saved), weight, next_norm)
+        ctx.save_for_backward(x, saved, gamma, weight, out, next_saved)
+        ctx.link = link
+        ctx.mark_non_differentiable(next_saved)
+        return out, next_saved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor, _: Any) -> Any:
+        x, saved, gamma, weight, out, next_saved = ctx.saved_tensors
+        factors = ctx.link.take(dz)
+        gradients = backward_product(
+            Operand.gradient(dz, out, next_saved, factors, relu=False), weight,
+            Operand.normalized(x, saved), Epilogue(MASKED, x, saved),
+            wants_weight=ctx.needs_input_grad[3],
+        )  # fmt: skip
+        found = gradients.factors(gamma, saved)
+        # Separate products leave the ReLU to this; for fused ones it changes nothing.
+        dx = backward_input(gradients.dx, None, x, saved, found, relu=True)
+        return dx, found[0], found[1], gradients.weight, None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """relu(norm(x) + residual), stored, where no fused block follows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, saved: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, link: Link
+    ) -> tuple[Tensor, Tensor]:
+        y = apply(x, saved, residual, relu=True)
+        ctx.save_for_backward(x, saved, gamma, y)
+        ctx.link = link
+        ctx.set_materialize_grads(False)
+        return y, y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        x, saved, gamma, y = ctx.saved_tensors
+        given = [as_map(g) for g in gradients if g is not None]
+        if not given:
+            return (None,) * 6
+        found, dz = backward_sums(
+            given[0], given[1] if len(given) > 1 else None, x, y, saved, gamma, relu=True
+        )
+        assert dz is not None
+        ctx.link.put(dz, found)
+        return dz, None, dz, found[0], found[1], None
