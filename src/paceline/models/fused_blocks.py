@@ -216,7 +216,13 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, saved: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, link: Link
+        ctx: Any,
+        x: Tensor,
+        saved: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        link: Link,
     ) -> tuple[Tensor, Tensor]:
         y = apply(x, saved, residual, relu=True)
         ctx.save_for_backward(x, saved, gamma, y)

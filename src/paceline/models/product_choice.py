@@ -42,7 +42,9 @@ class Choices:
 
     def describe(self) -> str:
         """The number of products and of fused ones."""
-        ends = [name for key, name in self.chosen.items() if key.startswith(("forward", "backward"))]
+        ends = [
+            name for key, name in self.chosen.items() if key.startswith(("forward", "backward"))
+        ]
         fused = sum(name != SEPARATE for name in ends)
         source = f"{self.timed} timed" if self.timed else "cached"
         return f"{fused} of {len(ends)} kinds of products fused ({source})"
@@ -75,7 +77,7 @@ def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.de
     for name in names:
         try:
             times[name] = _milliseconds(forms[name])
-        except Exception as error:  # noqa: BLE001  (compilers raise what they like)
+        except Exception as error:  # compilers raise what they like
             if isinstance(error, torch.AcceleratorError):
                 raise
             lines = str(error).splitlines()

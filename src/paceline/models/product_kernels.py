@@ -37,7 +37,7 @@ def _operand(
     """A tile of the map that the product takes, in the type of `x`. `RELU`: `x` is the gradient
     behind the ReLU of the norm whose input is `other`."""
     value = tl.load(x + at, mask=ok, other=0.0)
-    if FORM == NORMALIZED or FORM == JOINED:
+    if FORM == NORMALIZED or FORM == JOINED:  # noqa: SIM109  (Triton has no `in`)
         scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
         shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
         wide = value.to(tl.float32) * scale + shift
@@ -133,7 +133,7 @@ def product_kernel(
         at = row[:, None] * n + cols[None, :]
         # What is constant along a column is loaded anew for each tile, and the sums are kept in memory:
         # a thread of a product's tile has a quarter of all columns, too many for its registers.
-        if EPILOGUE == MASKED or EPILOGUE == MERGED:
+        if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109
             before = tl.load(out_x + at, mask=ok, other=0.0).to(tl.float32)
             middle = tl.load(out_saved + cols, mask=col_ok, other=0.0)[None, :]
             if EPILOGUE == MASKED:

@@ -209,7 +209,8 @@ def _key(what: str, operand: Operand, weight: Tensor, *more: object) -> str:
     out, into = weight.shape[:2]
     form = _FORMS[operand.form] + (" relu" if operand.relu else "")
     kind = str(weight.dtype).removeprefix("torch.")
-    return " ".join([f"{what} {operand.rows}x{into}x{out} {kind} {form}", *map(str, more)])
+    words = [f"{what} {operand.rows}x{into}x{out} {kind} {form}", *map(str, more)]
+    return " ".join(filter(None, words))
 
 
 def forward_product(
@@ -239,9 +240,7 @@ def _fused_forward(
     return out, Moments(sums, operand.rows), kept
 
 
-def _separate_forward(
-    operand: Operand, weight: Tensor
-) -> tuple[Tensor, Moments, Tensor | None]:
+def _separate_forward(operand: Operand, weight: Tensor) -> tuple[Tensor, Moments, Tensor | None]:
     stored = operand.stored()
     out = F.conv2d(stored, weight)
     return out, moments(out), stored
@@ -363,7 +362,7 @@ def _torch_backward(
     gradient: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (
-        torch.ops.aten.convolution_backward(  # type: ignore[no-untyped-call]
+        torch.ops.aten.convolution_backward(
             gradient, inputs, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
             [*wanted, False],
         )
