@@ -63,8 +63,10 @@ class Tile:
 # Rows × output channels × input channels.
 TILES = (
     Tile(64, 256, 64, 8, 4, 1),
+    Tile(64, 256, 64, 8, 2, 1),
     Tile(128, 128, 64, 8, 3, 1),
     Tile(64, 128, 64, 4, 3, 2),
+    Tile(64, 128, 64, 8, 2, 1),
     Tile(128, 64, 64, 8, 3, 1),
     Tile(64, 64, 64, 4, 4, 2),
     Tile(128, 128, 128, 8, 2, 1),
