@@ -208,9 +208,10 @@ def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]])
         emit(**line)
 
 
-def measure_shapes(batch: int, dtype: torch.dtype) -> None:
+def measure_shapes(batch: int, dtype: torch.dtype, first: int) -> int:
+    """Returns the number of the layer at which the device was lost, or how many there are."""
     saved_ms = 0.0
-    for layer in LAYERS:
+    for number, layer in enumerate(LAYERS[first:], first):
         earlier = seen = set(choices.times)
         try:
             case = Case(layer, batch, dtype)
@@ -224,6 +225,8 @@ def measure_shapes(batch: int, dtype: torch.dtype) -> None:
             report(case, keys, backward_results)
         except Exception as error:  # noqa: BLE001  (the next layer may work)
             emit(layer=layer.name, error=f"{type(error).__name__}: {str(error)[:500]}")
+            if isinstance(error, torch.AcceleratorError):
+                return number
         for key, times in choices.times.items():
             new = key.startswith(("forward", "backward")) and key not in earlier
             if new and SEPARATE in times:
@@ -232,6 +235,7 @@ def measure_shapes(batch: int, dtype: torch.dtype) -> None:
     emit(predicted_ms_less_than_separate=round(saved_ms, 3), batch=batch)
     for key, problem in choices.problems.items():
         emit(form=key, problem=problem)
+    return len(LAYERS)
 
 
 def build(part: int, of: int, dtype: torch.dtype) -> None:
@@ -295,6 +299,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
     parser.add_argument("--only", choices=("shapes", "steps"))
     parser.add_argument("--fresh", action="store_true", help="forget earlier choices")
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--build", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     dtype = torch.float16 if given.dtype == "fp16" else torch.bfloat16
@@ -302,16 +307,19 @@ def main() -> None:
     if given.build:
         build(*given.build, dtype)
         return
-    emit(device=torch.cuda.get_device_name(), torch=torch.__version__, batch=given.batch)
+    if not given.first:
+        emit(device=torch.cuda.get_device_name(), torch=torch.__version__, batch=given.batch)
     if given.only != "steps":
-        build_first(given.dtype)
+        if not given.first:
+            build_first(given.dtype)
         product_choice.begin("auto", torch.device("cuda", torch.cuda.current_device()))
-        if given.fresh or choices.chosen:
-            # All forms are timed here, whatever was chosen before.
-            choices.chosen.clear()
-            if given.fresh and choices.path is not None:
-                choices.path.unlink(missing_ok=True)
-        measure_shapes(given.batch, dtype)
+        if given.fresh and choices.path is not None:
+            choices.path.unlink(missing_ok=True)
+        choices.chosen.clear()  # all forms are timed, whatever was chosen before
+        reached = measure_shapes(given.batch, dtype, given.first)
+        if reached + 1 < len(LAYERS):  # a lost device is lost to this process only
+            own = [sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype]
+            subprocess.run([*own, "--only", "shapes", "--first", str(reached + 1)], check=False)
     if given.only != "shapes":
         measure_steps(given.batch, given.steps, given.rounds, given.dtype)
 
