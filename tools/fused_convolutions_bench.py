@@ -58,20 +58,28 @@ class Layer:
         return f"{self.kind} {self.side}x{self.side} {self.into}->{self.out}"
 
 
+# A `reduce` takes the output of a block with an identity shortcut, a `projected` one of a block with a
+# convolution in its shortcut, a `first` one a stored map; a `shortcut` is that convolution.
 LAYERS = (
     Layer("first", 56, 64, 64, 1),
-    Layer("reduce", 56, 256, 64, 2),
+    Layer("shortcut", 56, 64, 256, 1),
+    Layer("projected", 56, 256, 64, 1),
+    Layer("reduce", 56, 256, 64, 1),
     Layer("reduce", 56, 256, 128, 1),
-    Layer("reduce", 28, 512, 128, 3),
+    Layer("projected", 28, 512, 128, 1),
+    Layer("reduce", 28, 512, 128, 2),
     Layer("reduce", 28, 512, 256, 1),
-    Layer("reduce", 14, 1024, 256, 5),
+    Layer("projected", 14, 1024, 256, 1),
+    Layer("reduce", 14, 1024, 256, 4),
     Layer("reduce", 14, 1024, 512, 1),
-    Layer("reduce", 7, 2048, 512, 2),
+    Layer("projected", 7, 2048, 512, 1),
+    Layer("reduce", 7, 2048, 512, 1),
     Layer("expand", 56, 64, 256, 3),
     Layer("expand", 28, 128, 512, 4),
     Layer("expand", 14, 256, 1024, 6),
     Layer("expand", 7, 512, 2048, 3),
 )
+JOINING = ("reduce", "projected")
 
 
 def emit(**values: object) -> None:
@@ -95,8 +103,16 @@ class Case:
             self.before_norm.bias.uniform_(-0.3, 0.3)
         self.before = self.map(layer.into)
         self.before_saved = statistics(self.before, self.before_norm)
-        if layer.kind == "reduce":
-            self.operand = Operand.joined(self.before, self.before_saved, self.map(layer.into))
+        self.residual: Tensor | None = None
+        self.residual_saved: Tensor | None = None
+        if layer.kind in JOINING:
+            residual = self.map(layer.into)
+            if layer.kind == "projected":
+                self.residual = residual
+                self.residual_saved = statistics(residual, nn.BatchNorm2d(layer.into).to(device))
+            self.operand = Operand.joined(
+                self.before, self.before_saved, residual, self.residual_saved
+            )
         elif layer.kind == "expand":
             self.operand = Operand.normalized(self.before, self.before_saved)
         else:
@@ -111,21 +127,22 @@ class Case:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return forward_product(
-            self.operand, self.weight, self.norm, keep=self.layer.kind == "reduce"
+            self.operand, self.weight, self.norm, keep=self.layer.kind in JOINING
         )
 
     def prepare_backward(self) -> None:
         out, saved, y = self.forward()
         dz = self.map(self.layer.out)
         factors = torch.randn(5, self.layer.out, device="cuda") * 0.1
-        relu = self.layer.kind != "expand"
+        relu = self.layer.kind not in ("expand", "shortcut")
         self.gradient = Operand.gradient(dz, out, saved, factors, relu=relu)
-        if self.layer.kind == "reduce":
+        if self.layer.kind in JOINING:
             assert y is not None
             self.inputs = Operand(y)
             self.end = Epilogue(
-                MERGED, self.before, self.before_saved, y, self.map(self.layer.into)
-            )
+                MERGED, self.before, self.before_saved, y, self.map(self.layer.into),
+                self.residual, self.residual_saved,
+            )  # fmt: skip
         elif self.layer.kind == "expand":
             self.inputs = self.operand
             self.end = Epilogue(MASKED, self.before, self.before_saved)
@@ -141,9 +158,8 @@ class Case:
     def bytes(self, key: str) -> int:
         """What the fused form has to read and write once."""
         rows, into, out = self.operand.rows, self.layer.into, self.layer.out
-        joined = self.layer.kind == "reduce"
-        operand = into * (3 if joined else 1)  # two maps read, one written
-        after = into * {"reduce": 4, "expand": 2, "first": 1}[self.layer.kind]
+        operand = into * (3 if self.layer.kind in JOINING else 1)  # two maps read, one written
+        after = into * {"reduce": 4, "projected": 5, "expand": 2}.get(self.layer.kind, 1)
         plain = key.startswith(("input", "weight")) and f"{self.dtype}"[6:] + " plain" in key
         gradient = out * (1 if plain else 2)
         parts = {
@@ -163,7 +179,7 @@ def away(ours: Tensor, theirs: Tensor) -> float:
 
 def forward_results(case: Case) -> list[Tensor]:
     out, saved, y = case.forward()
-    return [out, saved[0], saved[1], *([] if y is None or case.layer.kind != "reduce" else [y])]
+    return [out, saved[0], saved[1], *([y] if y is not None and case.layer.kind in JOINING else [])]
 
 
 def backward_results(case: Case) -> list[Tensor]:
@@ -178,6 +194,9 @@ def backward_results(case: Case) -> list[Tensor]:
         case.end.form == MERGED
     ):  # separate products leave the ReLU of the others to the norm's kernel
         results.append(found.dx)
+    if case.residual_saved is not None:
+        others = found.factors(case.before_norm.weight, case.residual_saved, other=True)
+        results.append(others[0])
     return [*results, factors[0], factors[1]]
 
 

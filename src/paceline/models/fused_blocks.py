@@ -15,10 +15,11 @@ factors, to the products of conv3. So a `Pending` map has exactly one user, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -66,27 +67,47 @@ class Link:
 
 
 @dataclass
-class Pending:
-    """relu(norm(x) + residual), which its only user computes. `saved`: see `fused.statistics`."""
+class Normed:
+    """norm(x) of a convolution's output `x`, not stored."""
 
     x: Tensor
     saved: Tensor
     norm: nn.BatchNorm2d
-    residual: Tensor
-    link: Link = field(default_factory=Link)
+    link: Link
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.x, self.saved, self.norm.weight, self.norm.bias
+
+
+@dataclass
+class Pending:
+    """relu(norm(x) + shortcut), which its only user computes. The shortcut is `residual`, a stored
+    map, or its norm of a convolution's output. `saved`: see `fused.statistics`."""
+
+    branch: Normed
+    residual: Normed | Tensor
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Twice, see `fused.norm_act_twice`."""
         out: tuple[Tensor, Tensor] = _Join.apply(  # type: ignore[no-untyped-call]
-            self.x, self.saved, self.residual, self.norm.weight, self.norm.bias, self.link
+            *self.tensors(), self.links()
         )
         return out
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Map, statistics, γ and β of the branch and of the shortcut."""
+        if isinstance(self.residual, Normed):
+            return *self.branch.tensors(), *self.residual.tensors()
+        return *self.branch.tensors(), self.residual, None, None, None
+
+    def links(self) -> tuple[Link, Link | None]:
+        return self.branch.link, self.residual.link if isinstance(self.residual, Normed) else None
 
 
 def can_fuse_block(block: Bottleneck, x: Uses) -> bool:
     """Whether the kernels can compute the block: norms that `can_fuse`, weights of the map's type,
     which is half precision on a GPU."""
-    maps = x if isinstance(x, Tensor) else x[0] if isinstance(x, tuple) else x.x
+    maps = x if isinstance(x, Tensor) else x[0] if isinstance(x, tuple) else x.branch.x
     return (
         can_fuse(maps, block.bn1)
         and norm_can_fuse(block.bn2)
@@ -99,11 +120,10 @@ def can_fuse_block(block: Bottleneck, x: Uses) -> bool:
 def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
     norm1, norm2, norm3 = block.bn1, block.bn2, block.bn3
     if isinstance(x, Pending):
-        check_rows(x.x)
+        check_rows(x.branch.x)
         branch, shortcut = _JoinReduce.apply(  # type: ignore[no-untyped-call]
-            x.x, x.saved, x.residual, x.norm.weight, x.norm.bias,
-            block.conv1.weight, norm1.weight, norm1.bias, norm1, x.link,
-        )  # fmt: skip
+            *x.tensors(), block.conv1.weight, norm1.weight, norm1.bias, norm1, x.links()
+        )
     else:
         inputs, shortcut = x if isinstance(x, tuple) else (x, x)
         check_rows(inputs)
@@ -116,7 +136,22 @@ def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
     out, saved = _Expand.apply(  # type: ignore[no-untyped-call]
         middle, norm2.weight, norm2.bias, block.conv3.weight, norm2, norm3, link
     )
-    return Pending(out, saved, norm3, as_map(block.shortcut(shortcut)), link)
+    return Pending(Normed(out, saved, norm3, link), _shortcut(block, shortcut))
+
+
+def _shortcut(block: Bottleneck, x: Tensor) -> Normed | Tensor:
+    if block.downsample is None:
+        return as_map(x)
+    convolution, norm = block.downsample
+    assert isinstance(convolution, nn.Conv2d)
+    assert isinstance(norm, nn.BatchNorm2d)
+    if not norm_can_fuse(norm) or convolution.weight.dtype != x.dtype:
+        return as_map(block.shortcut(x))
+    link = Link()
+    out, saved = _Project.apply(  # type: ignore[no-untyped-call]
+        x, convolution.weight, convolution.stride, norm, link
+    )
+    return Normed(out, saved, norm, link)
 
 
 class _Reduce(torch.autograd.Function):
@@ -144,39 +179,55 @@ class _Reduce(torch.autograd.Function):
 
 
 class _JoinReduce(torch.autograd.Function):
-    """relu(norm(conv1(y))) and y = relu(norm_before(x) + residual)."""
+    """relu(norm(conv1(y))) and y = relu(norm_before(before) + shortcut), see `Pending.tensors`."""
 
     @staticmethod
     def forward(
-        ctx: Any, before: Tensor, before_saved: Tensor, residual: Tensor, before_gamma: Tensor,
-        before_beta: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d,
-        link: Link,
+        ctx: Any, before: Tensor, before_saved: Tensor, before_gamma: Tensor, before_beta: Tensor,
+        residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
+        residual_beta: Tensor | None, weight: Tensor, gamma: Tensor, beta: Tensor,
+        norm: nn.BatchNorm2d, links: tuple[Link, Link | None],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        joined = Operand.joined(before, before_saved, residual)
+        joined = Operand.joined(before, before_saved, residual, residual_saved)
         x, saved, y = forward_product(joined, weight, norm, keep=True)
         assert y is not None
-        ctx.save_for_backward(before, before_saved, before_gamma, y, weight, gamma, x, saved)
-        ctx.link = link
+        projected = () if residual_saved is None else (residual, residual_saved, residual_gamma)
+        ctx.save_for_backward(
+            before, before_saved, before_gamma, y, weight, gamma, x, saved, *projected
+        )
+        ctx.links = links
         ctx.set_materialize_grads(False)
         return apply(x, saved, None, relu=True), y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dy_shortcut: Tensor | None) -> Any:
-        before, before_saved, before_gamma, y, weight, gamma, x, saved = ctx.saved_tensors
+        before, before_saved, before_gamma, y, weight, gamma, x, saved, *projected = (
+            ctx.saved_tensors
+        )
+        residual, residual_saved, residual_gamma = projected or (None,) * 3
         assert dy is not None, "a block's branch is always used"
         dy = as_map(dy)
         found, _ = backward_sums(dy, None, x, None, saved, gamma, relu=True)
         add = None if dy_shortcut is None else as_map(dy_shortcut)
         gradients = backward_product(
             Operand.gradient(dy, x, saved, found, relu=True), weight, Operand(y),
-            Epilogue(MERGED, before, before_saved, y, add), wants_weight=ctx.needs_input_grad[5],
+            Epilogue(MERGED, before, before_saved, y, add, residual, residual_saved),
+            wants_weight=ctx.needs_input_grad[8],
         )  # fmt: skip
-        dz = gradients.dx
+        dz, (link, residual_link) = gradients.dx, ctx.links
         factors = gradients.factors(before_gamma, before_saved)
-        ctx.link.put(dz, factors)
+        link.put(dz, factors)
+        of_residual: tuple[Tensor | None, Tensor | None] = (None, None)
+        if residual_link is not None:
+            assert residual_gamma is not None
+            assert residual_saved is not None
+            others = gradients.factors(residual_gamma, residual_saved, other=True)
+            residual_link.put(dz, others)
+            of_residual = (others[0], others[1])
         return (
-            dz, None, dz, factors[0], factors[1], gradients.weight, found[0], found[1], None, None,
+            dz, None, factors[0], factors[1], dz, None, *of_residual,
+            gradients.weight, found[0], found[1], None, None,
         )  # fmt: skip
 
 
@@ -211,35 +262,78 @@ class _Expand(torch.autograd.Function):
         return dx, found[0], found[1], gradients.weight, None, None, None
 
 
-class _Join(torch.autograd.Function):
-    """relu(norm(x) + residual), stored, where no fused block follows."""
+class _Project(torch.autograd.Function):
+    """The convolution of a shortcut, and the statistics of its norm on it."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        saved: Tensor,
-        residual: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
+        ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, int], norm: nn.BatchNorm2d,
         link: Link,
-    ) -> tuple[Tensor, Tensor]:
-        y = apply(x, saved, residual, relu=True)
-        ctx.save_for_backward(x, saved, gamma, y)
-        ctx.link = link
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if stride == (1, 1):
+            out, saved, _ = forward_product(Operand(x), weight, norm)
+        else:
+            out = F.conv2d(x, weight, None, stride)
+            check_rows(out)
+            saved = statistics(out, norm)
+        ctx.save_for_backward(x, weight, out, saved)
+        ctx.stride, ctx.link = stride, link
+        ctx.mark_non_differentiable(saved)
+        return out, saved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor, _: Any) -> Any:
+        x, weight, out, saved = ctx.saved_tensors
+        gradient = Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=False)
+        wants_weight = ctx.needs_input_grad[1]
+        if ctx.stride == (1, 1):
+            found = backward_product(
+                gradient, weight, Operand(x), Epilogue(PLAIN, x), wants_weight=wants_weight
+            )
+            return found.dx, found.weight, None, None, None
+        dx, dweight, _ = torch.ops.aten.convolution_backward(
+            gradient.stored(), x, weight, None, ctx.stride, [0, 0], [1, 1], False, [0, 0], 1,
+            [True, wants_weight, False],
+        )  # fmt: skip
+        return dx, dweight, None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """relu(norm(x) + shortcut), stored, where no fused block follows; see `Pending.tensors`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, saved: Tensor, gamma: Tensor, beta: Tensor, residual: Tensor,
+        residual_saved: Tensor | None, residual_gamma: Tensor | None, residual_beta: Tensor | None,
+        links: tuple[Link, Link | None],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y = Operand.joined(x, saved, residual, residual_saved).stored()
+        projected = () if residual_saved is None else (residual, residual_saved, residual_gamma)
+        ctx.save_for_backward(x, saved, gamma, y, *projected)
+        ctx.links = links
         ctx.set_materialize_grads(False)
         return y, y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        x, saved, gamma, y = ctx.saved_tensors
+        x, saved, gamma, y, *projected = ctx.saved_tensors
         given = [as_map(g) for g in gradients if g is not None]
         if not given:
-            return (None,) * 6
+            return (None,) * 9
         found, dz = backward_sums(
             given[0], given[1] if len(given) > 1 else None, x, y, saved, gamma, relu=True
         )
         assert dz is not None
-        ctx.link.put(dz, found)
-        return dz, None, dz, found[0], found[1], None
+        link, residual_link = ctx.links
+        link.put(dz, found)
+        of_residual: tuple[Tensor | None, Tensor | None] = (None, None)
+        if residual_link is not None:
+            residual, residual_saved, residual_gamma = projected
+            others, _ = backward_sums(
+                dz, None, residual, None, residual_saved, residual_gamma, relu=False
+            )
+            residual_link.put(dz, others)
+            of_residual = (others[0], others[1])
+        return dz, None, found[0], found[1], dz, None, *of_residual, None

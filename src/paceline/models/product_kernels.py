@@ -3,10 +3,11 @@ batch norms around them.
 
 A product reads its map as stored, or computes it from what is stored while it loads (`FORM`):
 `NORMALIZED` relu(scale · x + shift); `JOINED` relu(scale · x + shift + residual), the output of a
-residual block; `GRADIENT` a · dz + b · x + c, the gradient of a norm's input (see
-`backward_factors_kernel`). What follows the product happens to its tile in registers (`EPILOGUE`):
-`MOMENTS` sums the statistics of the next norm; `MASKED` takes the gradient through the ReLU of the norm
-before, and `MERGED` through the sum and ReLU of a block, and sum the gradients of γ and β.
+residual block; `PROJECTED` the same with a residual that is normalized too; `GRADIENT` a · dz + b · x +
+c, the gradient of a norm's input (see `backward_factors_kernel`). What follows the product happens to
+its tile in registers (`EPILOGUE`): `MOMENTS` sums the statistics of the next norm; `MASKED` takes the
+gradient through the ReLU of the norm before, and `MERGED` through the sum and ReLU of a block, and sum
+the gradients of γ and β.
 
 A program computes one block of columns of `span` rows, tile by tile, so that its sums stay in the
 cache and make few parts; parts are joined in a fixed order, so repetitions are bit-identical.
@@ -27,6 +28,7 @@ GRADIENT = tl.constexpr(3)
 MOMENTS = tl.constexpr(4)
 MASKED = tl.constexpr(5)
 MERGED = tl.constexpr(6)
+PROJECTED = tl.constexpr(7)
 
 
 @triton.jit
@@ -35,14 +37,21 @@ def _operand(
     FORM: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """A tile of the map that the product takes, in the type of `x`. `RELU`: `x` is the gradient
-    behind the ReLU of the norm whose input is `other`."""
+    behind the ReLU of the norm whose input is `other`. `found` has the factors of `GRADIENT`, or the
+    statistics of `other` for `PROJECTED`."""
     value = tl.load(x + at, mask=ok, other=0.0)
-    if FORM == NORMALIZED or FORM == JOINED:  # noqa: SIM109  (Triton has no `in`)
+    if FORM == NORMALIZED or FORM == JOINED or FORM == PROJECTED:  # noqa: SIM109
         scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
         shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
         wide = value.to(tl.float32) * scale + shift
         if FORM == JOINED:
             wide += tl.load(other + at, mask=ok, other=0.0).to(tl.float32)
+        if FORM == PROJECTED:
+            # Rounded where the separate operators store it.
+            scale = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            shift = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            residual = tl.load(other + at, mask=ok, other=0.0).to(tl.float32) * scale + shift
+            wide += residual.to(x.dtype.element_ty).to(tl.float32)
         wide = tl.maximum(wide, 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = wide.to(x.dtype.element_ty)
     if FORM == GRADIENT:
@@ -62,18 +71,19 @@ def _operand(
 @triton.jit
 def product_kernel(
     x, other, saved, found, side, weight, out,
-    out_x, out_y, out_add, out_saved, centre, parts,
+    out_x, out_y, out_add, out_saved, out_other, out_other_saved, centre, parts,
     rows, span, k, n,
     FORM: tl.constexpr, RELU: tl.constexpr, SIDE: tl.constexpr, FORWARD: tl.constexpr,
-    EPILOGUE: tl.constexpr, ADD: tl.constexpr, SINGLE: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, OUTER_STAGES: tl.constexpr,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr,
+    SINGLE: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, OUTER_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
 
     `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once. `parts`
     [2, parts, n], zeros before, gets two sums a part: Σ (y − centre) and Σ (y − centre)² for `MOMENTS`,
-    else Σ dz and Σ dz · (x − mean) with the norm of `out_x` and `out_saved`.
+    else Σ dz and Σ dz · (x − mean) with the norm of `out_x` and `out_saved`. `PROJECT`: [4, parts, n],
+    and the same with the norm of `out_other`.
     """
     blocks = tl.cdiv(n, BLOCK_N)
     block = tl.program_id(0) % blocks
@@ -93,6 +103,7 @@ def product_kernel(
     out_x += first * n
     out_y += first * n
     out_add += first * n
+    out_other += first * n
     if FORWARD:
         weight_at = weight + deep[:, None] + cols[None, :] * k
     else:
@@ -157,6 +168,12 @@ def product_kernel(
             # In order: no other program adds to these elements, and always the same thread does.
             tl.atomic_add(sums, tl.sum(value, 0), mask=col_ok, sem="relaxed")
             tl.atomic_add(sums + later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
+            if PROJECT:
+                before = tl.load(out_other + at, mask=ok, other=0.0).to(tl.float32)
+                middle = tl.load(out_other_saved + cols, mask=col_ok, other=0.0)[None, :]
+                second = tl.where(ok, value * (before - middle), 0.0)
+                tl.atomic_add(sums + 2 * later, tl.sum(value, 0), mask=col_ok, sem="relaxed")
+                tl.atomic_add(sums + 3 * later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
         tl.store(out + at, rounded, mask=ok)
 
 

@@ -33,8 +33,10 @@ from paceline.models.fused import (
 )
 from paceline.models.product_choice import SEPARATE, choose
 
-PLAIN, NORMALIZED, JOINED, GRADIENT, MOMENTS, MASKED, MERGED = range(7)
-_FORMS = ("plain", "normalized", "joined", "gradient", "moments", "masked", "merged")
+PLAIN, NORMALIZED, JOINED, GRADIENT, MOMENTS, MASKED, MERGED, PROJECTED = range(8)
+_FORMS = (
+    "plain", "normalized", "joined", "gradient", "moments", "masked", "merged", "projected",
+)  # fmt: skip
 # Offsets inside a part are counted in 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
 # Parts and elements per program that adds up partial products.
@@ -101,9 +103,12 @@ class Operand:
         return cls(x, NORMALIZED, saved=saved)
 
     @classmethod
-    def joined(cls, x: Tensor, saved: Tensor, residual: Tensor) -> Operand:
-        """relu(norm(x) + residual)."""
-        return cls(x, JOINED, residual, saved)
+    def joined(
+        cls, x: Tensor, saved: Tensor, residual: Tensor, residual_saved: Tensor | None = None
+    ) -> Operand:
+        """relu(norm(x) + residual), or + norm(residual) where its statistics are given."""
+        form = JOINED if residual_saved is None else PROJECTED
+        return cls(x, form, residual, saved, residual_saved)
 
     @classmethod
     def gradient(
@@ -124,7 +129,12 @@ class Operand:
             assert self.other is not None
             assert self.found is not None
             return backward_input(self.x, None, self.other, self.saved, self.found, self.relu)
-        return apply(self.x, self.saved, self.other, relu=True)
+        residual = self.other
+        if self.form == PROJECTED:
+            assert residual is not None
+            assert self.found is not None
+            residual = apply(residual, self.found, None, relu=False)
+        return apply(self.x, self.saved, residual, relu=True)
 
 
 @dataclass(frozen=True)
@@ -132,13 +142,18 @@ class Epilogue:
     """Where a gradient goes behind the product: `MASKED`, through the ReLU of a norm of `x`;
     `MERGED`, through sum and ReLU of a block with output `y`, `add` being the gradient of the output's
     other use; `PLAIN`, nowhere. `x` is the norm's input with statistics `saved`, or, for `PLAIN`, any
-    map of the result's shape."""
+    map of the result's shape. `other` is a normalized residual's, likewise."""
 
     form: int
     x: Tensor
     saved: Tensor | None = None
     y: Tensor | None = None
     add: Tensor | None = None
+    other: Tensor | None = None
+    other_saved: Tensor | None = None
+
+    def describe(self) -> str:
+        return _FORMS[self.form] + ("" if self.other is None else " projected")
 
 
 def _fits(tile: Tile, k: int, n: int) -> bool:
@@ -183,18 +198,18 @@ def _launch(
         (images, n, height, width), dtype=x.dtype, device=x.device,
         memory_format=torch.channels_last,
     )  # fmt: skip
-    sums = None
+    end = end or Epilogue(PLAIN, x)
+    sums, project = None, end.other is not None
     if epilogue != PLAIN:
-        sums = torch.zeros((2, parts, n), dtype=torch.float32, device=x.device)
+        sums = torch.zeros((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
     kept = torch.empty_like(x) if side else None
     single = k <= tile.block_k
     kernels.product_kernel[(parts * blocks,)](
         x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
-        out, x if end is None else end.x, x if end is None else _or(end.y, x),
-        x if end is None else _or(end.add, x), x if end is None else _or(end.saved, x),
-        _or(centre, x), _or(sums, x), rows, span, k, n,
+        out, end.x, _or(end.y, x), _or(end.add, x), _or(end.saved, x), _or(end.other, x),
+        _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span, k, n,
         FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
-        ADD=end is not None and end.add is not None, SINGLE=single, EVEN_K=k % tile.block_k == 0,
+        ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
         EVEN_N=n % tile.block_n == 0, OUTER_STAGES=tile.stages if single else 1,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -256,10 +271,11 @@ class Gradients:
     parts: Tensor | None
     weight: Tensor | None
 
-    def factors(self, gamma: Tensor, saved: Tensor) -> Tensor:
-        """The rows of `fused.join_sums`."""
+    def factors(self, gamma: Tensor, saved: Tensor, *, other: bool = False) -> Tensor:
+        """The rows of `fused.join_sums`, of the norm or of that of a residual."""
         assert self.parts is not None
-        return join_sums(self.parts, gamma, saved, self.dx.numel() // self.dx.shape[1])
+        parts = self.parts[2:] if other else self.parts[:2]
+        return join_sums(parts, gamma, saved, self.dx.numel() // self.dx.shape[1])
 
 
 def backward_product(
@@ -277,7 +293,7 @@ def backward_product(
     }
     if not wants_weight or gradient.form == PLAIN:
         del forms["stored"]
-    key = _key("backward", gradient, weight, _FORMS[end.form], _FORMS[inputs.form], wants_weight)
+    key = _key("backward", gradient, weight, end.describe(), _FORMS[inputs.form], wants_weight)
     return forms[choose(key, forms, gradient.x.device)]()
 
 
@@ -310,7 +326,7 @@ def input_gradient(
         for tile in TILES
         if _fits(tile, out, into)
     }
-    key = _key("input", gradient, weight, _FORMS[end.form], "kept" if side else "")
+    key = _key("input", gradient, weight, end.describe(), "kept" if side else "")
     found: tuple[Tensor, Tensor | None, Tensor | None] = forms[
         choose(key, forms, gradient.x.device)
     ]()
@@ -384,4 +400,9 @@ def _separate_backward(
         return Gradients(dx, None, found)
     assert end.saved is not None
     parts, dz = gradient_sums(dx, end.add, end.x, end.y, end.saved, relu=True)
-    return Gradients(dx if dz is None else dz, parts, found)
+    dz = dx if dz is None else dz
+    if end.other is not None:
+        assert end.other_saved is not None
+        more, _ = gradient_sums(dz, None, end.other, None, end.other_saved, relu=False)
+        parts = torch.cat((parts, more))
+    return Gradients(dz, parts, found)
