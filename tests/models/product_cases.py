@@ -28,7 +28,7 @@ from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_
 
 FORMS = ("fused", "stored", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
-SMALL = (Tile(16, 16, 16, 4, 2, 2), Tile(32, 16, 64, 4, 2, 1))
+SMALL = (Tile(16, 16, 16, 4, 2, 2), Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False))
 
 
 class Blocks(nn.Module):

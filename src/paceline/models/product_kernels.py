@@ -75,15 +75,15 @@ def product_kernel(
     rows, span, k, n,
     FORM: tl.constexpr, RELU: tl.constexpr, SIDE: tl.constexpr, FORWARD: tl.constexpr,
     EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr,
-    SINGLE: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, OUTER_STAGES: tl.constexpr,
+    SINGLE: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, OUTER_STAGES: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
 
-    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once. `parts`
-    [2, parts, n], zeros before, gets two sums a part: Σ (y − centre) and Σ (y − centre)² for `MOMENTS`,
-    else Σ dz and Σ dz · (x − mean) with the norm of `out_x` and `out_saved`. `PROJECT`: [4, parts, n],
-    and the same with the norm of `out_other`.
+    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once. `FLAT`:
+    the compiler makes one loop of two. `parts` [2, parts, n], zeros before, gets two sums a part:
+    Σ (y − centre) and Σ (y − centre)² for `MOMENTS`, else Σ dz and Σ dz · (x − mean) with the norm of
+    `out_x` and `out_saved`. `PROJECT`: [4, parts, n], and the same with the norm of `out_other`.
     """
     blocks = tl.cdiv(n, BLOCK_N)
     block = tl.program_id(0) % blocks
@@ -113,7 +113,7 @@ def product_kernel(
             factors = tl.load(weight_at)
         else:
             factors = tl.load(weight_at, mask=(deep < k)[:, None] & col_ok[None, :], other=0.0)
-    for start in tl.range(0, count, BLOCK_M, num_stages=OUTER_STAGES):
+    for start in tl.range(0, count, BLOCK_M, num_stages=OUTER_STAGES, flatten=FLAT):
         row = start + lines
         row_ok = (row < count)[:, None]
         if SINGLE:

@@ -47,8 +47,9 @@ _INTERPRETED_PROCESSORS = 3
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of a program, its warps and pipeline stages, and programs per multiprocessor. An
-    accumulator of more than 64 registers a thread spills."""
+    """Tile of a program, its warps and pipeline stages, programs per multiprocessor, and the registers
+    of a thread where they are limited, so that so many programs fit. `flat`: the loops over tiles and
+    over input channels are one to the pipeline, which then loads the next tile ahead."""
 
     block_m: int
     block_n: int
@@ -56,20 +57,26 @@ class Tile:
     warps: int
     stages: int
     programs: int
+    registers: int | None = None
+    flat: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.block_m}x{self.block_n}x{self.block_k}w{self.warps}s{self.stages}"
+        limited = f"r{self.registers}" if self.registers else ""
+        flat = "" if self.flat else "n"
+        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{size}w{self.warps}s{self.stages}{limited}{flat}"
 
 
-# Rows × output channels × input channels.
+# Rows × output channels × input channels. More than 64 registers a thread for the result would spill.
 TILES = (
     Tile(64, 256, 64, 8, 4, 1),
     Tile(64, 256, 64, 8, 2, 1),
     Tile(128, 128, 64, 8, 3, 1),
+    Tile(128, 128, 64, 8, 3, 1, flat=False),
     Tile(64, 128, 64, 4, 3, 2),
-    Tile(64, 128, 64, 8, 2, 1),
-    Tile(128, 64, 64, 8, 3, 1),
+    Tile(64, 128, 64, 8, 3, 2, registers=128),
+    Tile(128, 64, 64, 8, 3, 2, registers=128),
     Tile(64, 64, 64, 4, 4, 2),
     Tile(128, 128, 128, 8, 2, 1),
     Tile(64, 64, 256, 8, 2, 1),
@@ -159,6 +166,8 @@ class Epilogue:
 def _fits(tile: Tile, k: int, n: int) -> bool:
     """No wider than the map; all columns in few tiles, which read the operand once each."""
     wide, deep = max(power_of_two(n), 16), max(power_of_two(k), 16)
+    if k <= tile.block_k and not tile.flat:  # one loop only
+        return False
     return min(wide, 128) <= tile.block_n <= max(wide, 64) and tile.block_k <= max(deep, 64)
 
 
@@ -210,9 +219,10 @@ def _launch(
         _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span, k, n,
         FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
         ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
-        EVEN_N=n % tile.block_n == 0, OUTER_STAGES=tile.stages if single else 1,
+        EVEN_N=n % tile.block_n == 0, OUTER_STAGES=tile.stages if single or tile.flat else 1,
+        FLAT=tile.flat and not single,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     return out, sums, kept
 
