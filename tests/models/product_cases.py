@@ -147,7 +147,7 @@ def test_repetitions_are_bit_identical_and_gradients_accumulate() -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 def test_frozen_weights_get_no_gradient_and_the_others_theirs() -> None:
-    net, whole = made(True), run(made(True), images(torch.float32))
+    net = made(True)
     for block in net.blocks:
         block.conv1.weight.requires_grad_(False)
         block.conv3.weight.requires_grad_(False)
@@ -155,7 +155,6 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs() -> None:
     assert net.blocks[0].conv1.weight.grad is None
     assert net.blocks[1].conv3.weight.grad is None
     assert net.blocks[0].conv2.weight.grad is not None
-    assert whole["blocks.1.conv3.weight"].any()
 
 
 def test_a_pending_map_is_passed_from_block_to_block_in_training_only() -> None:

@@ -74,8 +74,8 @@ def product_kernel(
     out_x, out_y, out_add, out_saved, out_other, out_other_saved, centre, parts,
     rows, span, k, n,
     FORM: tl.constexpr, RELU: tl.constexpr, SIDE: tl.constexpr, FORWARD: tl.constexpr,
-    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr,
-    SINGLE: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, OUTER_STAGES: tl.constexpr, FLAT: tl.constexpr,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, SINGLE: tl.constexpr,
+    FLAT: tl.constexpr, OUTER_STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
