@@ -26,7 +26,7 @@ from paceline.models.products import (
 )
 from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_uses
 
-FORMS = ("fused", "stored", SEPARATE)
+FORMS = ("fused", "stored", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
 SMALL = (Tile(16, 16, 16, 4, 2, 2), Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False))
 
@@ -85,8 +85,9 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
         names = list(forms)
         fused = [name for name in names if name != SEPARATE]
-        if form in names:
-            return form
+        for name in names:  # "both" has tiles of its own
+            if name.split()[0] == form:
+                return name
         if form == SEPARATE or not fused:
             return SEPARATE
         return fused[tile % len(fused)]
@@ -98,6 +99,8 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "TILES", SMALL)
     monkeypatch.setattr(products, "WEIGHT_TILES", SMALL)
+    monkeypatch.setattr(products, "BOTH_TILES", (Tile(16, 64, 32, 4, 2, 1),))
+    monkeypatch.setattr(products, "_both_fits", lambda *_: True)
     monkeypatch.setattr(products, "_fits", lambda *_: True)
     monkeypatch.setattr(products, "_weight_fits", lambda *_: True)
 

@@ -69,6 +69,50 @@ def _operand(
 
 
 @triton.jit
+def _finish(
+    result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
+    out_other_saved, centre, sums, later,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile of a product: stores it, and adds its sums to `sums`.
+
+    What is constant along a column is loaded anew for each tile, and the sums are kept in memory: a
+    thread of a product's tile has a quarter of all columns, too many for its registers.
+    """
+    if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109  (Triton has no `in`)
+        before = tl.load(out_x + at, mask=ok, other=0.0).to(tl.float32)
+        middle = tl.load(out_saved + cols, mask=col_ok, other=0.0)[None, :]
+        if EPILOGUE == MASKED:
+            scale = tl.load(out_saved + 2 * n + cols, mask=col_ok, other=0.0)[None, :]
+            shift = tl.load(out_saved + 3 * n + cols, mask=col_ok, other=0.0)[None, :]
+            lit = ok & (before * scale + shift > 0.0)
+        else:
+            if ADD:
+                result += tl.load(out_add + at, mask=ok, other=0.0).to(tl.float32)
+            lit = ok & (tl.load(out_y + at, mask=ok, other=0.0).to(tl.float32) > 0.0)
+        rounded = tl.where(lit, result, 0.0).to(out.dtype.element_ty)
+        value = rounded.to(tl.float32)
+        second = tl.where(ok, value * (before - middle), 0.0)
+    else:
+        rounded = result.to(out.dtype.element_ty)
+        if EPILOGUE == MOMENTS:
+            middle = centre_of(centre, cols, col_ok)[None, :]
+            value = tl.where(ok, rounded.to(tl.float32) - middle, 0.0)
+            second = value * value
+    if EPILOGUE != PLAIN:
+        # In order: no other program adds to these elements, and always the same thread does.
+        tl.atomic_add(sums, tl.sum(value, 0), mask=col_ok, sem="relaxed")
+        tl.atomic_add(sums + later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
+        if PROJECT:
+            before = tl.load(out_other + at, mask=ok, other=0.0).to(tl.float32)
+            middle = tl.load(out_other_saved + cols, mask=col_ok, other=0.0)[None, :]
+            second = tl.where(ok, value * (before - middle), 0.0)
+            tl.atomic_add(sums + 2 * later, tl.sum(value, 0), mask=col_ok, sem="relaxed")
+            tl.atomic_add(sums + 3 * later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
+    tl.store(out + at, rounded, mask=ok)
+
+
+@triton.jit
 def product_kernel(
     x, other, saved, found, side, weight, out,
     out_x, out_y, out_add, out_saved, out_other, out_other_saved, centre, parts,
@@ -142,39 +186,10 @@ def product_kernel(
                 result = tl.dot(tile, factors, result, input_precision="ieee")
         ok = row_ok if EVEN_N else row_ok & col_ok[None, :]
         at = row[:, None] * n + cols[None, :]
-        # What is constant along a column is loaded anew for each tile, and the sums are kept in memory:
-        # a thread of a product's tile has a quarter of all columns, too many for its registers.
-        if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109
-            before = tl.load(out_x + at, mask=ok, other=0.0).to(tl.float32)
-            middle = tl.load(out_saved + cols, mask=col_ok, other=0.0)[None, :]
-            if EPILOGUE == MASKED:
-                scale = tl.load(out_saved + 2 * n + cols, mask=col_ok, other=0.0)[None, :]
-                shift = tl.load(out_saved + 3 * n + cols, mask=col_ok, other=0.0)[None, :]
-                lit = ok & (before * scale + shift > 0.0)
-            else:
-                if ADD:
-                    result += tl.load(out_add + at, mask=ok, other=0.0).to(tl.float32)
-                lit = ok & (tl.load(out_y + at, mask=ok, other=0.0).to(tl.float32) > 0.0)
-            rounded = tl.where(lit, result, 0.0).to(out.dtype.element_ty)
-            value = rounded.to(tl.float32)
-            second = tl.where(ok, value * (before - middle), 0.0)
-        else:
-            rounded = result.to(out.dtype.element_ty)
-            if EPILOGUE == MOMENTS:
-                middle = centre_of(centre, cols, col_ok)[None, :]
-                value = tl.where(ok, rounded.to(tl.float32) - middle, 0.0)
-                second = value * value
-        if EPILOGUE != PLAIN:
-            # In order: no other program adds to these elements, and always the same thread does.
-            tl.atomic_add(sums, tl.sum(value, 0), mask=col_ok, sem="relaxed")
-            tl.atomic_add(sums + later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
-            if PROJECT:
-                before = tl.load(out_other + at, mask=ok, other=0.0).to(tl.float32)
-                middle = tl.load(out_other_saved + cols, mask=col_ok, other=0.0)[None, :]
-                second = tl.where(ok, value * (before - middle), 0.0)
-                tl.atomic_add(sums + 2 * later, tl.sum(value, 0), mask=col_ok, sem="relaxed")
-                tl.atomic_add(sums + 3 * later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
-        tl.store(out + at, rounded, mask=ok)
+        _finish(
+            result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
+            out_other_saved, centre, sums, later, EPILOGUE, ADD, PROJECT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -215,6 +230,61 @@ def weight_gradient_kernel(
         result = tl.dot(tl.trans(grad), value, result, input_precision="ieee")
     place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
     tl.store(place, result, mask=out_ok[:, None] & in_ok[None, :])
+
+
+@triton.jit
+def both_gradients_kernel(
+    dz, x, saved, found, weight, inputs, input_saved, out,
+    out_x, out_y, out_add, out_saved, out_other, out_other_saved, parts, partial,
+    rows, span, n, k,
+    FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EPILOGUE: tl.constexpr,
+    ADD: tl.constexpr, PROJECT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`product_kernel` for the gradient of the input and `weight_gradient_kernel` in one: both read the
+    same maps. For few channels, n ≤ BLOCK_N and k ≤ BLOCK_K, whose products fit the registers."""
+    part = tl.program_id(0)
+    outs = tl.arange(0, BLOCK_N)
+    ins = tl.arange(0, BLOCK_K)
+    out_ok = outs < n
+    in_ok = ins < k
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    sums = parts + part * k + ins
+    later = tl.num_programs(0) * k
+    dz += first * n
+    x += first * n
+    inputs += first * k
+    out += first * k
+    out_x += first * k
+    out_y += first * k
+    out_add += first * k
+    out_other += first * k
+    lines = tl.arange(0, BLOCK_M)
+    weight_at = weight + outs[:, None] * k + ins[None, :]
+    factors = tl.load(weight_at, mask=out_ok[:, None] & in_ok[None, :], other=0.0)
+    gathered = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, count, BLOCK_M, num_stages=STAGES):
+        row = start + lines
+        row_ok = (row < count)[:, None]
+        ok = row_ok if EVEN else row_ok & out_ok[None, :]
+        at = row[:, None] * n + outs[None, :]
+        grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
+        if FORM == GRADIENT:  # not 0 where dz and x are
+            grad = tl.where(row_ok, grad, 0.0).to(dz.dtype.element_ty)
+        ok = row_ok if EVEN else row_ok & in_ok[None, :]
+        at = row[:, None] * k + ins[None, :]
+        value = _operand(
+            inputs, inputs, input_saved, input_saved, at, ok, ins, in_ok, k, INPUT_FORM, False
+        )
+        gathered = tl.dot(tl.trans(grad), value, gathered, input_precision="ieee")
+        result = tl.dot(grad, factors, input_precision="ieee")
+        _finish(
+            result, at, ok, ins, in_ok, k, out, out_x, out_y, out_add, out_saved, out_other,
+            out_other_saved, saved, sums, later, EPILOGUE, ADD, PROJECT,
+        )  # fmt: skip
+    place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
+    tl.store(place, gathered, mask=out_ok[:, None] & in_ok[None, :])
 
 
 @triton.jit

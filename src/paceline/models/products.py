@@ -91,6 +91,14 @@ WEIGHT_TILES = (
     Tile(64, 64, 128, 4, 3, 2),
     Tile(64, 64, 64, 4, 4, 2),
 )
+# Both gradients at once: rows of a step × output channels × input channels, all of them.
+BOTH_TILES = (
+    Tile(64, 256, 64, 8, 2, 1),
+    Tile(32, 256, 64, 8, 3, 1),
+    Tile(64, 64, 256, 8, 2, 1),
+    Tile(32, 64, 256, 8, 2, 1),
+    Tile(64, 64, 64, 4, 3, 2),
+)
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,10 @@ def _weight_fits(tile: Tile, k: int, n: int) -> bool:
     if wide == deep == 64:
         return tile.block_n == tile.block_k == 64
     return tile.block_n <= wide and tile.block_k <= deep and tile.block_n * tile.block_k > 64 * 64
+
+
+def _both_fits(tile: Tile, k: int, n: int) -> bool:
+    return power_of_two(max(n, 64)) == tile.block_n and power_of_two(max(k, 64)) == tile.block_k
 
 
 @functools.cache
@@ -294,7 +306,7 @@ def backward_product(
     """Both gradients of a convolution of `inputs`.
 
     Either each product computes the gradient of the convolution's output for itself, or the first one
-    stores it for the second, or three separate kernels do.
+    stores it for the second, or three separate kernels do. With few channels one kernel can do all.
     """
     forms: dict[str, Callable[[], Gradients]] = {
         "fused": partial(_fused_backward, gradient, weight, inputs, end, wants_weight),
@@ -303,6 +315,12 @@ def backward_product(
     }
     if not wants_weight or gradient.form == PLAIN:
         del forms["stored"]
+    if wants_weight:
+        for tile in BOTH_TILES:
+            if _both_fits(tile, weight.shape[1], weight.shape[0]):
+                forms[f"both {tile.name}"] = partial(
+                    _both_gradients, gradient, weight, inputs, end, tile
+                )
     key = _key("backward", gradient, weight, end.describe(), _FORMS[inputs.form], wants_weight)
     return forms[choose(key, forms, gradient.x.device)]()
 
@@ -373,11 +391,42 @@ def _fused_weight(gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile
         BLOCK_R=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return _join_products(partial_products, weight)
+
+
+def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
     found = torch.empty_like(weight)
-    kernels.join_products_kernel[(-(-out * into // _JOIN_ELEMENTS),)](
-        partial_products, found, out * into, parts, BLOCK_P=_JOIN_PARTS, BLOCK_E=_JOIN_ELEMENTS
-    )
+    kernels.join_products_kernel[(-(-weight.numel() // _JOIN_ELEMENTS),)](
+        partial_products, found, weight.numel(), len(partial_products),
+        BLOCK_P=_JOIN_PARTS, BLOCK_E=_JOIN_ELEMENTS,
+    )  # fmt: skip
     return found
+
+
+def _both_gradients(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, tile: Tile
+) -> Gradients:
+    (out, into), rows = weight.shape[:2], gradient.rows
+    span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
+    parts = -(-rows // span)
+    x, source, project = gradient.x, inputs.x, end.other is not None
+    dx = torch.empty_like(end.x)
+    sums = None
+    if end.form != PLAIN:
+        sums = torch.zeros((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
+    partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
+    kernels.both_gradients_kernel[(parts,)](
+        x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
+        source, _or(inputs.saved, source), dx, end.x, _or(end.y, x), _or(end.add, x),
+        _or(end.saved, x), _or(end.other, x), _or(end.other_saved, x), _or(sums, x),
+        partial_products, rows, span, out, into,
+        FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
+        ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
+        EVEN=out == tile.block_n and into == tile.block_k,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return Gradients(dx, sums, _join_products(partial_products, weight))
 
 
 def _separate_weight(gradient: Operand, weight: Tensor, inputs: Operand) -> Tensor:
