@@ -71,10 +71,11 @@ def _operand(
 @triton.jit
 def _finish(
     result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
-    out_other_saved, centre, sums, later,
-    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr,
+    out_other_saved, centre, sums, later, y_tile,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile of a product: stores it, and adds its sums to `sums`.
+    """The epilogue of a tile of a product: stores it, and adds its sums to `sums`. `LOADED`: `y_tile` is
+    the tile of `out_y`.
 
     What is constant along a column is loaded anew for each tile, and the sums are kept in memory: a
     thread of a product's tile has a quarter of all columns, too many for its registers.
@@ -89,7 +90,10 @@ def _finish(
         else:
             if ADD:
                 result += tl.load(out_add + at, mask=ok, other=0.0).to(tl.float32)
-            lit = ok & (tl.load(out_y + at, mask=ok, other=0.0).to(tl.float32) > 0.0)
+            if LOADED:
+                lit = ok & (y_tile.to(tl.float32) > 0.0)
+            else:
+                lit = ok & (tl.load(out_y + at, mask=ok, other=0.0).to(tl.float32) > 0.0)
         rounded = tl.where(lit, result, 0.0).to(out.dtype.element_ty)
         value = rounded.to(tl.float32)
         second = tl.where(ok, value * (before - middle), 0.0)
@@ -188,7 +192,7 @@ def product_kernel(
         at = row[:, None] * n + cols[None, :]
         _finish(
             result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
-            out_other_saved, centre, sums, later, EPILOGUE, ADD, PROJECT,
+            out_other_saved, centre, sums, later, result, EPILOGUE, ADD, PROJECT, False,
         )  # fmt: skip
 
 
@@ -242,7 +246,8 @@ def both_gradients_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`product_kernel` for the gradient of the input and `weight_gradient_kernel` in one: both read the
-    same maps. For few channels, n ≤ BLOCK_N and k ≤ BLOCK_K, whose products fit the registers."""
+    same maps. For few channels, n ≤ BLOCK_N and k ≤ BLOCK_K, whose products fit the registers. With
+    `MERGED`, `inputs` is the block's output, `out_y`."""
     part = tl.program_id(0)
     outs = tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
@@ -281,7 +286,7 @@ def both_gradients_kernel(
         result = tl.dot(grad, factors, input_precision="ieee")
         _finish(
             result, at, ok, ins, in_ok, k, out, out_x, out_y, out_add, out_saved, out_other,
-            out_other_saved, saved, sums, later, EPILOGUE, ADD, PROJECT,
+            out_other_saved, saved, sums, later, value, EPILOGUE, ADD, PROJECT, True,
         )  # fmt: skip
     place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
     tl.store(place, gathered, mask=out_ok[:, None] & in_ok[None, :])

@@ -95,8 +95,8 @@ WEIGHT_TILES = (
 BOTH_TILES = (
     Tile(64, 256, 64, 8, 2, 1),
     Tile(32, 256, 64, 8, 3, 1),
-    Tile(64, 64, 256, 8, 2, 1),
     Tile(32, 64, 256, 8, 2, 1),
+    Tile(32, 64, 256, 8, 3, 1),
     Tile(64, 64, 64, 4, 3, 2),
 )
 
@@ -410,6 +410,7 @@ def _both_gradients(
     span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
     parts = -(-rows // span)
     x, source, project = gradient.x, inputs.x, end.other is not None
+    assert end.form != MERGED or source is end.y
     dx = torch.empty_like(end.x)
     sums = None
     if end.form != PLAIN:
