@@ -5,7 +5,8 @@
 Prints one JSON object a line. First every kind of 1 × 1 convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form. Then whole
-training steps, `run.fused_convolutions` off and auto in turn, through the rows of `paceline bench step`.
+training steps, `run.fused_convolutions` off and auto, and auto with `run.recompute_norms`, in turn, through
+the rows of `paceline bench step`.
 A configuration that fails prints its error. Kernels are built first, by several processes.
 """
 
@@ -305,8 +306,11 @@ def measure_steps(batch: int, steps: int, rounds: int, dtype: str) -> None:
         "device": "cuda", "steps": steps, "warm_up": 8,
     }  # fmt: skip
     for _ in range(rounds):
-        for mode in ("off", "auto", "on"):
-            switches = {"run.fused_convolutions": mode, "precision.amp_dtype": dtype}
+        for mode in ("off", "auto", "auto recompute"):
+            switches = {
+                "run.fused_convolutions": mode.split()[0], "precision.amp_dtype": dtype,
+                "run.recompute_norms": "recompute" in mode,
+            }  # fmt: skip
             row = StepRow(name=f"fused convolutions {mode}", switches=switches, **common)  # type: ignore[arg-type]
             process = RowProcess(row, 120)
             process.await_ready()

@@ -149,6 +149,31 @@ def test_repetitions_are_bit_identical_and_gradients_accumulate() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
+def test_recomputed_maps_have_the_bits_of_stored_ones() -> None:
+    """And are not stored: of a block's narrow maps, only the convolutions' outputs are."""
+
+    def stored(net: Blocks) -> int:
+        sizes = []
+
+        def pack(kept: Tensor) -> Tensor:
+            if kept.dim() == 4 and kept.shape[1] == 6 and kept.shape[2] > 3:
+                sizes.append(kept.numel())
+            return kept
+
+        # Inside `_recomputed` its own hooks apply, so what is left out there is not seen here.
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            net(images(torch.float32).requires_grad_())
+        return sum(sizes)
+
+    net, plain = made(True), made(True)
+    assert fuse_products(net, recompute=True) == 2
+    once, again = run(plain, images(torch.float32)), run(net, images(torch.float32))
+    for name, value in once.items():
+        assert torch.equal(again[name], value), name
+    assert 0 < stored(net) < stored(plain)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_frozen_weights_get_no_gradient_and_the_others_theirs() -> None:
     net = made(True)
     for block in net.blocks:

@@ -161,6 +161,11 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
     assert switched(model) == {False}
     assert choose(GPU, SmallResNet(), fused_convolutions="auto").products == "off"
     assert choose(CPU, bottlenecks(), "needs a GPU", fused_convolutions="auto").products == "off"
+    settings = RunSettings(fused_convolutions="auto", recompute_norms=True)
+    assert choose_fast_path(settings, model, GPU, "").products == "auto"
+    assert {m.recompute for m in model.modules() if isinstance(m, Bottleneck)} == {True}
+    with pytest.raises(ConfigError, match="run.recompute_norms = True: fused convolutions: this"):
+        choose_fast_path(settings, SmallResNet(), GPU, "")
     settings = RunSettings(fused_convolutions="on")
     for given, problem in (
         ((SmallResNet(), GPU, ""), "this model has no bottlenecks"),
@@ -182,6 +187,10 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
         (
             {"fused_convolutions": "on", "fused_norm": "off"},
             "run.fused_convolutions = 'on': needs run.fused_norm; choose one of the two",
+        ),
+        (
+            {"recompute_norms": True},
+            "run.recompute_norms = True: needs fused convolutions; add run.fused_convolutions = 'auto'",
         ),
         ({"compile": "block"}, "run.compile = 'block': unknown; did you mean 'blocks'?"),
         ({"fused_norm": "yes"}, "run.fused_norm = 'yes': unknown; known: auto, off, on"),

@@ -69,6 +69,9 @@ class RunSettings:
     """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
     precision on a GPU: `on`, `off`, or `auto` (where a timing at the first start shows that they are
     faster; kept in `~/.cache/paceline/products`)."""
+    recompute_norms: bool = False
+    """With fused convolutions, store only the outputs of the convolutions in a block, and normalize them
+    again in backward: less memory, for one more pass over the narrow maps."""
     compile: str = "auto"
     """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
     for models without fused kernels)."""
@@ -170,6 +173,10 @@ class RunSettings:
             )  # fmt: skip
         if self.fused_convolutions == "on" and self.fused_norm == "off":
             raise check.error("fused_convolutions", "needs run.fused_norm", "choose one of the two")
+        if self.recompute_norms and self.fused_convolutions == "off":
+            raise check.error(
+                "recompute_norms", "needs fused convolutions", "add run.fused_convolutions = 'auto'"
+            )
 
     def _check_shares(self) -> None:
         if self.shares in (EQUAL_SHARES, PROBED_SHARES):

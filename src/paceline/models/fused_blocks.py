@@ -2,11 +2,11 @@
 
     conv1 → norm → ReLU → conv2 (3 × 3) → norm → ReLU → conv3 → norm → + shortcut → ReLU
 
-The convolutions' outputs are stored, not the normalized maps, but for those that the 3 × 3 convolution
-and the shortcut read. The last norm, sum and ReLU of a block are computed by the block that follows:
-a block returns a `Pending` map, and the product of the next conv1 computes and stores it while it loads
-it. In backward, the product that gives the gradient of that map applies sum and ReLU and sums the
-gradients of γ and β.
+The convolutions' outputs are stored, not the normalized maps, but for those that the shortcut and,
+unless `recompute` is on, the 3 × 3 convolution read. The last norm, sum and ReLU of a block are computed
+by the block that follows: a block returns a `Pending` map, and the product of the next conv1 computes
+and stores it while it loads it. In backward, the product that gives the gradient of that map applies sum
+and ReLU and sums the gradients of γ and β.
 
 The gradient of a `Pending` map's convolution output is a · dz + b · x + c (see
 `kernels.backward_factors_kernel`). It is never stored: autograd passes dz in its place, and `Link` the
@@ -15,6 +15,7 @@ factors, to the products of conv3. So a `Pending` map has exactly one user, whic
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,22 +122,37 @@ def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
     norm1, norm2, norm3 = block.bn1, block.bn2, block.bn3
     if isinstance(x, Pending):
         check_rows(x.branch.x)
-        branch, shortcut = _JoinReduce.apply(  # type: ignore[no-untyped-call]
+        branch, shortcut, raw, raw_saved = _JoinReduce.apply(  # type: ignore[no-untyped-call]
             *x.tensors(), block.conv1.weight, norm1.weight, norm1.bias, norm1, x.links()
         )
     else:
         inputs, shortcut = x if isinstance(x, tuple) else (x, x)
         check_rows(inputs)
-        branch = _Reduce.apply(  # type: ignore[no-untyped-call]
+        branch, raw, raw_saved = _Reduce.apply(  # type: ignore[no-untyped-call]
             inputs, block.conv1.weight, norm1.weight, norm1.bias, norm1
         )
-    middle = as_map(block.conv2(branch))
+    with _recomputed(branch, raw, raw_saved) if block.recompute else nullcontext():
+        middle = as_map(block.conv2(branch))
     check_rows(middle)
     link = Link()
     out, saved = _Expand.apply(  # type: ignore[no-untyped-call]
         middle, norm2.weight, norm2.bias, block.conv3.weight, norm2, norm3, link
     )
     return Pending(Normed(out, saved, norm3, link), _shortcut(block, shortcut))
+
+
+def _recomputed(y: Tensor, x: Tensor, saved: Tensor) -> AbstractContextManager[None]:
+    """Operators inside do not keep `y` = relu(norm(x)) for backward: it is computed again there, to the
+    bit."""
+    place = y.data_ptr()
+
+    def pack(kept: Tensor) -> Tensor | None:
+        return None if kept.data_ptr() == place else kept
+
+    def unpack(kept: Tensor | None) -> Tensor:
+        return apply(x, saved, None, relu=True) if kept is None else kept
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _shortcut(block: Bottleneck, x: Tensor) -> Normed | Tensor:
@@ -155,19 +171,20 @@ def _shortcut(block: Bottleneck, x: Tensor) -> Normed | Tensor:
 
 
 class _Reduce(torch.autograd.Function):
-    """relu(norm(conv1(inputs))), of a stored map."""
+    """relu(norm(conv1(inputs))) of a stored map; and conv1(inputs), with its statistics."""
 
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         x, saved, _ = forward_product(Operand(inputs), weight, norm)
         ctx.save_for_backward(inputs, weight, gamma, x, saved)
-        return apply(x, saved, None, relu=True)
+        ctx.mark_non_differentiable(x, saved)
+        return apply(x, saved, None, relu=True), x, saved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor, *unused: Any) -> Any:
         inputs, weight, gamma, x, saved = ctx.saved_tensors
         dy = as_map(dy)
         found, _ = backward_sums(dy, None, x, None, saved, gamma, relu=True)
@@ -179,7 +196,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _JoinReduce(torch.autograd.Function):
-    """relu(norm(conv1(y))) and y = relu(norm_before(before) + shortcut), see `Pending.tensors`."""
+    """relu(norm(conv1(y))) and y = relu(norm_before(before) + shortcut), see `Pending.tensors`; and
+    conv1(y), with its statistics."""
 
     @staticmethod
     def forward(
@@ -187,7 +205,7 @@ class _JoinReduce(torch.autograd.Function):
         residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
         residual_beta: Tensor | None, weight: Tensor, gamma: Tensor, beta: Tensor,
         norm: nn.BatchNorm2d, links: tuple[Link, Link | None],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         joined = Operand.joined(before, before_saved, residual, residual_saved)
         x, saved, y = forward_product(joined, weight, norm, keep=True)
         assert y is not None
@@ -197,11 +215,12 @@ class _JoinReduce(torch.autograd.Function):
         )
         ctx.links = links
         ctx.set_materialize_grads(False)
-        return apply(x, saved, None, relu=True), y
+        ctx.mark_non_differentiable(x, saved)
+        return apply(x, saved, None, relu=True), y, x, saved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dy_shortcut: Tensor | None) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, dy_shortcut: Tensor | None, *unused: Any) -> Any:
         before, before_saved, before_gamma, y, weight, gamma, x, saved, *projected = (
             ctx.saved_tensors
         )

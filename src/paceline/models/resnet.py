@@ -113,12 +113,12 @@ def fused_stem(x: Tensor, norm: nn.BatchNorm2d, *, pooled: bool) -> Uses:
     return norm_act_pool(x, norm)
 
 
-def fuse_products(model: nn.Module, fused: bool = True) -> int:
+def fuse_products(model: nn.Module, fused: bool = True, *, recompute: bool = False) -> int:
     """Switches the fused 1 × 1 convolutions of every `Bottleneck`; returns their number. They need the
-    fused norms."""
+    fused norms. `recompute`: store no map that a norm gives again."""
     blocks = [module for module in model.modules() if isinstance(module, Bottleneck)]
     for block in blocks:
-        block.fused_products = fused
+        block.fused_products, block.recompute = fused, recompute
     return len(blocks)
 
 
@@ -194,6 +194,7 @@ class Bottleneck(ResidualBlock):
 
     expansion: ClassVar[int] = 4
     fused_products = False
+    recompute = False
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()

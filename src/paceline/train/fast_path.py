@@ -125,9 +125,13 @@ def _choose_products(settings: RunSettings, model: nn.Module, fused: bool, half:
         problem = "needs half precision"
     if settings.fused_convolutions == "on" and problem:
         raise ConfigError("run.fused_convolutions", "on", problem, "use 'auto'")
+    if settings.recompute_norms and problem:
+        raise ConfigError(
+            "run.recompute_norms", True, f"fused convolutions: {problem}", "use false"
+        )
     if settings.fused_convolutions == "off" or problem:
         return "off"
-    fuse_products(model, True)
+    fuse_products(model, True, recompute=settings.recompute_norms)
     return settings.fused_convolutions
 
 
