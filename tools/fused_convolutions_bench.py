@@ -6,7 +6,8 @@ Prints one JSON object a line. First every kind of 1 × 1 convolution with its n
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form. Then whole
 training steps, `run.fused_convolutions` off and auto, and auto with `run.recompute_norms`, in turn,
-through the rows of `paceline bench step`. A configuration that fails prints its error. Kernels are built first, by several processes.
+through the rows of `paceline bench step`. A configuration that fails prints its error. Kernels are
+built first, by several processes.
 """
 
 from __future__ import annotations
