@@ -26,7 +26,7 @@ from paceline.models.products import (
 )
 from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_uses
 
-FORMS = ("fused", "stored", "both", SEPARATE)
+FORMS = ("fused", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
 SMALL = (Tile(16, 16, 16, 4, 2, 2), Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False))
 

@@ -97,9 +97,7 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [*((w, "fp16") for w in WIDTHS), *((w, "bf16") for w in WIDTHS[1:4])],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("form", "tile"), [*(("fused", n) for n in range(3)), ("stored", 0), ("both", 0)]
-)
+@pytest.mark.parametrize(("form", "tile"), [*(("fused", n) for n in range(3)), ("both", 0)])
 def test_blocks_have_the_gradients_of_separate_operators(
     width: tuple[int, int], kind: str, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
     conv1 → norm → ReLU → conv2 (3 × 3) → norm → ReLU → conv3 → norm → + shortcut → ReLU
 
 The convolutions' outputs are stored, not the normalized maps, but for those that the shortcut and,
-unless `recompute` is on, the 3 × 3 convolution read. The last norm, sum and ReLU of a block are computed
+unless `recompute` is on, a convolution of torch read. The last norm, sum and ReLU of a block are computed
 by the block that follows: a block returns a `Pending` map, and the product of the next conv1 computes
 and stores it while it loads it. In backward, the product that gives the gradient of that map applies sum
 and ReLU and sums the gradients of γ and β.
@@ -136,7 +136,7 @@ def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
     check_rows(middle)
     link = Link()
     out, saved = _Expand.apply(  # type: ignore[no-untyped-call]
-        middle, norm2.weight, norm2.bias, block.conv3.weight, norm2, norm3, link
+        middle, norm2.weight, norm2.bias, block.conv3.weight, norm2, norm3, link, block.recompute
     )
     return Pending(Normed(out, saved, norm3, link), _shortcut(block, shortcut))
 
@@ -256,11 +256,13 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, norm: nn.BatchNorm2d,
-        next_norm: nn.BatchNorm2d, link: Link,
+        next_norm: nn.BatchNorm2d, link: Link, recompute: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         saved = statistics(x, norm)
-        out, next_saved, _ = forward_product(Operand.normalized(x, saved), weight, next_norm)
-        ctx.save_for_backward(x, saved, gamma, weight, out, next_saved)
+        out, next_saved, y = forward_product(Operand.normalized(x, saved), weight, next_norm)
+        # A separate convolution has stored its input: kept for backward, it need not be made again.
+        kept = [] if y is None or recompute else [y]
+        ctx.save_for_backward(x, saved, gamma, weight, out, next_saved, *kept)
         ctx.link = link
         ctx.mark_non_differentiable(next_saved)
         return out, next_saved
@@ -268,17 +270,17 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor, _: Any) -> Any:
-        x, saved, gamma, weight, out, next_saved = ctx.saved_tensors
+        x, saved, gamma, weight, out, next_saved, *kept = ctx.saved_tensors
         factors = ctx.link.take(dz)
         gradients = backward_product(
             Operand.gradient(dz, out, next_saved, factors, relu=False), weight,
-            Operand.normalized(x, saved), Epilogue(MASKED, x, saved),
+            Operand(kept[0]) if kept else Operand.normalized(x, saved), Epilogue(MASKED, x, saved),
             wants_weight=ctx.needs_input_grad[3],
         )  # fmt: skip
         found = gradients.factors(gamma, saved)
         # Separate products leave the ReLU to this; for fused ones it changes nothing.
         dx = backward_input(gradients.dx, None, x, saved, found, relu=True)
-        return dx, found[0], found[1], gradients.weight, None, None, None
+        return dx, found[0], found[1], gradients.weight, None, None, None, None
 
 
 class _Project(torch.autograd.Function):

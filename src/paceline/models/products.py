@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,34 +67,25 @@ class Tile:
         return f"{size}w{self.warps}s{self.stages}{limited}{flat}"
 
 
-# Rows × output channels × input channels. More than 64 registers a thread for the result would spill.
+# Rows × output channels × input channels: of a dozen that were timed on an H200, those that were fastest
+# for some shape of ResNet-50. More than 64 registers a thread for the result would spill.
 TILES = (
-    Tile(64, 256, 64, 8, 4, 1),
-    Tile(64, 256, 64, 8, 2, 1),
-    Tile(128, 128, 64, 8, 3, 1),
-    Tile(128, 128, 64, 8, 3, 1, flat=False),
     Tile(64, 128, 64, 4, 3, 2),
-    Tile(64, 128, 64, 8, 3, 2, registers=128),
+    Tile(128, 128, 64, 8, 3, 1, flat=False),
     Tile(128, 64, 64, 8, 3, 2, registers=128),
     Tile(64, 64, 64, 4, 4, 2),
-    Tile(128, 128, 128, 8, 2, 1),
-    Tile(64, 64, 256, 8, 2, 1),
 )
 # Rows of a step × output channels × input channels.
 WEIGHT_TILES = (
-    Tile(64, 256, 64, 8, 2, 1),
-    Tile(32, 256, 64, 8, 3, 1),
     Tile(64, 64, 256, 8, 3, 1),
-    Tile(64, 128, 128, 8, 3, 1),
-    Tile(64, 128, 64, 4, 3, 2),
     Tile(64, 64, 128, 4, 3, 2),
+    Tile(64, 128, 64, 4, 3, 2),
+    Tile(64, 128, 128, 8, 3, 1),
     Tile(64, 64, 64, 4, 4, 2),
 )
 # Both gradients at once: rows of a step × output channels × input channels, all of them.
 BOTH_TILES = (
     Tile(64, 256, 64, 8, 2, 1),
-    Tile(32, 256, 64, 8, 3, 1),
-    Tile(32, 64, 256, 8, 2, 1),
     Tile(32, 64, 256, 8, 3, 1),
     Tile(64, 64, 64, 4, 3, 2),
 )
@@ -305,16 +295,14 @@ def backward_product(
 ) -> Gradients:
     """Both gradients of a convolution of `inputs`.
 
-    Either each product computes the gradient of the convolution's output for itself, or the first one
-    stores it for the second, or three separate kernels do. With few channels one kernel can do all.
+    Either each product computes the gradient of the convolution's output for itself, or, with few
+    channels, one kernel gives both, or separate kernels store that gradient for those of torch. (That
+    the first product stores it for the second was slower than all of these.)
     """
     forms: dict[str, Callable[[], Gradients]] = {
         "fused": partial(_fused_backward, gradient, weight, inputs, end, wants_weight),
-        "stored": partial(_stored_backward, gradient, weight, inputs, end, wants_weight),
         SEPARATE: partial(_separate_backward, gradient, weight, inputs, end, wants_weight),
     }
-    if not wants_weight or gradient.form == PLAIN:
-        del forms["stored"]
     if wants_weight:
         for tile in BOTH_TILES:
             if _both_fits(tile, weight.shape[1], weight.shape[0]):
@@ -328,37 +316,25 @@ def backward_product(
 def _fused_backward(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, wants_weight: bool
 ) -> Gradients:
-    dx, parts, _ = input_gradient(gradient, weight, end, side=False)
+    dx, parts = input_gradient(gradient, weight, end)
     return Gradients(dx, parts, weight_gradient(gradient, weight, inputs) if wants_weight else None)
 
 
-def _stored_backward(
-    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, wants_weight: bool
-) -> Gradients:
-    dx, parts, kept = input_gradient(gradient, weight, end, side=True)
-    assert kept is not None
-    return Gradients(
-        dx, parts, weight_gradient(Operand(kept), weight, inputs) if wants_weight else None
-    )
-
-
 def input_gradient(
-    gradient: Operand, weight: Tensor, end: Epilogue, *, side: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """gradient · weight behind `end`, its partial sums, and the stored gradient if `side`."""
+    gradient: Operand, weight: Tensor, end: Epilogue
+) -> tuple[Tensor, Tensor | None]:
+    """gradient · weight behind `end`, and its partial sums."""
     out, into = weight.shape[:2]
-    forms: dict[str, Callable[[], Any]] = {
+    forms: dict[str, Callable[[], tuple[Tensor, Tensor | None, Tensor | None]]] = {
         tile.name: partial(
-            _launch, gradient, weight, tile, forward=False, epilogue=end.form, side=side, end=end
+            _launch, gradient, weight, tile, forward=False, epilogue=end.form, side=False, end=end
         )
         for tile in TILES
         if _fits(tile, out, into)
     }
-    key = _key("input", gradient, weight, end.describe(), "kept" if side else "")
-    found: tuple[Tensor, Tensor | None, Tensor | None] = forms[
-        choose(key, forms, gradient.x.device)
-    ]()
-    return found
+    key = _key("input", gradient, weight, end.describe())
+    dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
+    return dx, parts
 
 
 def weight_gradient(gradient: Operand, weight: Tensor, inputs: Operand) -> Tensor:
@@ -369,8 +345,6 @@ def weight_gradient(gradient: Operand, weight: Tensor, inputs: Operand) -> Tenso
         for tile in WEIGHT_TILES
         if _weight_fits(tile, into, out)
     }
-    if gradient.form == PLAIN:
-        forms[SEPARATE] = partial(_separate_weight, gradient, weight, inputs)
     key = _key("weight", gradient, weight, _FORMS[inputs.form])
     return forms[choose(key, forms, gradient.x.device)]()
 
@@ -428,12 +402,6 @@ def _both_gradients(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return Gradients(dx, sums, _join_products(partial_products, weight))
-
-
-def _separate_weight(gradient: Operand, weight: Tensor, inputs: Operand) -> Tensor:
-    found = _torch_backward(gradient.stored(), inputs.stored(), weight, (False, True))[1]
-    assert found is not None
-    return found
 
 
 def _torch_backward(
