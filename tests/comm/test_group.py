@@ -21,7 +21,12 @@ from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, collectives
 from paceline.comm import heartbeats as heartbeats_module
 from paceline.comm.group import choose_backend
-from paceline.comm.process_groups import Place, all_gather_json, group_ranks
+from paceline.comm.process_groups import (
+    Place,
+    all_gather_json,
+    group_ranks,
+    prepare_nccl,
+)
 from paceline.core.errors import CommError, ConfigError, DataError, PacelineError
 from paceline.core.topology import Topology
 from paceline.plan.steps import Groups
@@ -352,3 +357,24 @@ def test_a_phase_without_facts_compares_none() -> None:
     with Recorded().phase("model") as same:
         same.compare({"seed": 1})
     assert given == [None, {"seed": 1}]
+
+
+@pytest.mark.parametrize(
+    ("watched", "attempt", "expected"),
+    [(True, None, "0"), (True, "1", "0"), (False, "0", None), (False, "1", "0")],
+)
+def test_torch_writes_no_dump_that_a_restarted_run_takes_for_its_own(
+    monkeypatch: pytest.MonkeyPatch, watched: bool, attempt: str | None, expected: str | None
+) -> None:
+    name = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    others = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+    for variable in (name, *others, "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(variable, "")  # so that it is put back afterwards
+        monkeypatch.delenv(variable)
+    if attempt is not None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+    prepare_nccl(topology(0, (2,)), share_gpus=False, watched=watched)
+    assert os.environ.get(name) == expected
+    monkeypatch.setenv(name, "1")
+    prepare_nccl(topology(0, (2,)), share_gpus=False, watched=watched)
+    assert os.environ[name] == "1", "what a user has set stays"

@@ -208,3 +208,18 @@ def test_our_own_errors_stay_and_a_defect_keeps_its_traceback() -> None:
     assert step_error(own, 3, 8) is own
     for defect in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("x")):
         assert step_error(defect, 3, 8) is None
+
+
+def test_a_size_that_comes_once_is_not_compiled() -> None:
+    """12, 12, and a short step of 5: one compilation, and the weights of an uncompiled run."""
+    sizes: list[int] = []
+
+    def note(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        sizes.append(max(given.shape[0] for given in inputs if given.dim() == 4))
+        return module.forward
+
+    plain, step = (make_step(alone()) for _ in range(2))
+    step.micro.forward = torch.compile(step.model, dynamic=False, backend=note)
+    for number in range(3):
+        assert step.run(number, 0.1).loss == pytest.approx(plain.run(number, 0.1).loss, rel=1e-6)
+    assert sizes == [12]

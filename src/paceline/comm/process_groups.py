@@ -100,7 +100,12 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # After a CUDA error torch's watchdog would throw in its own thread, which ends in SIGABRT.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+# After a failed collective torch asks all ranks, by a key in the store, to write a debug dump. The key
+# has no prefix of the attempt. In torchrun's store it outlives a restart: the new attempt's monitor takes
+# it for its own, blocks the end of the process for 8 minutes, and aborts a run that takes longer.
+_RESTARTED_ENVIRONMENT = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -257,7 +262,9 @@ def _compare(reports: Sequence[Mapping[str, object]]) -> None:
 def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) -> None:
     """Before the process group is created; NCCL and torch read the environment only then. Without
     `watched` no `Watchdog` follows the collectives, and torch's own stays on."""
-    for name, value in _NCCL_ENVIRONMENT.items() if watched else ():
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    chosen = _NCCL_ENVIRONMENT if watched else _RESTARTED_ENVIRONMENT if restarted else {}
+    for name, value in chosen.items():
         os.environ.setdefault(name, value)
     if not share_gpus or topology.world_size == 1:
         return

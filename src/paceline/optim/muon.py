@@ -18,7 +18,16 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.optim.base import BIAS_NORM
 from paceline.optim.lars import LARS
 from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
-from paceline.optim.state import MOMENTUM, Gates, Hyper, HyperTable, Outcome, Row, capturing
+from paceline.optim.state import (
+    MOMENTUM,
+    Gates,
+    Hyper,
+    HyperTable,
+    Outcome,
+    Row,
+    capturing,
+    read_hyper,
+)
 
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
 
@@ -128,7 +137,7 @@ class Muon(LARS):
         super().upload()
         if self._own is None or len(self._own.values) != len(self.param_groups):
             self._own = HyperTable(len(self.param_groups), len(Hyper._fields), self._device())
-        self._own.send(tuple(Hyper.of(group) for group in self.param_groups))
+        self._own.send(tuple(read_hyper(Hyper, group) for group in self.param_groups))
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         hyper = super()._hyper(group)

@@ -138,7 +138,7 @@ def _choose_products(settings: RunSettings, model: nn.Module, fused: bool, half:
 def compiled(model: nn.Module, how: str) -> Forward:
     """The forward pass under torch.compile: not at all, block by block, or as a whole.
 
-    Static shapes: a batch of another size, such as the run's last, compiles once more.
+    Static shapes: `MicroStep` calls it with the usual micro-batch only.
     """
     if how == "model":
         # A model of its own name in the compiler's eyes: evaluation calls the plain one.

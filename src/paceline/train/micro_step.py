@@ -213,7 +213,12 @@ class MicroStep:
         sends = last and self._exchange.overlaps
         if not (self._graphs and usual):
             self.drop_graphs()
-        if not (self._graphs and usual) or (sends and not self._exchange.transport.capturable):
+        if not usual:
+            # Not compiled: that takes a minute for a size that comes once, such as the run's last.
+            with torch.compiler.set_stance("force_eager"):
+                self._compute(sends, *_moved(inputs, device))
+            return
+        if not self._graphs or (sends and not self._exchange.transport.capturable):
             self._compute(sends, *_moved(inputs, device))
             return
         if self._captured is None:
