@@ -24,7 +24,7 @@ from optim.reference import (
     parameters,
 )
 from paceline.core.errors import PacelineError
-from paceline.optim import LAMB, LARS, AdamW, Muon
+from paceline.optim import LAMB, LARS, AdamW
 from paceline.optim import fused as fused_steps
 
 MIXED = (torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float32)
@@ -189,35 +189,6 @@ def test_a_parameter_that_changed_its_strides_is_refused() -> None:
     p.grad = torch.ones_like(p)
     with pytest.raises(PacelineError, match="differ in strides"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("scale", [None, 256.0])
-def test_muon_in_kernels_equals_foreach(
-    scale: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-    for fused in (True, False):
-        ps = parameters(*MIXED)
-        groups = [
-            {"params": [ps[0], ps[2]], "weight_decay": 0.1},
-            {"params": [ps[1], ps[3], ps[4]], "lr": 0.2, "adapt": False, "orthogonal": False},
-        ]
-        optimizer = Muon(groups, 0.9, trust_coefficient=ETA, fused=fused)
-        if scale is not None:
-            optimizer.grad_scale = torch.tensor(scale)
-        for step in range(3):
-            fill_gradients(ps, step, scale or 1.0)
-            if step == 0:
-                optimizer.prepare()
-            optimizer.step()
-        made.append((optimizer, ps))
-    (kernel, ps), (foreach, _) = made
-    assert kernel.path == "triton"
-    assert_alike(kernel, foreach)
-    check_bad_gradient([ps[0], ps[2]], kernel, 1, float("nan"))
-    for module in ("base", "fused", "muon"):
-        monkeypatch.setattr(f"paceline.optim.{module}.capturing", lambda device: True)
-    kernel.step()  # would be refused if an address had changed
 
 
 def adam_pair(of: type[AdamW], **options: Any) -> list[tuple[AdamW, list[nn.Parameter]]]:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from paceline.optim import foreach
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.fused import LarsStep
+from paceline.optim.fused import FusedStep, LarsStep
 from paceline.optim.state import MOMENTUM, Gates, Hyper, Outcome, Row, check_hyper, read_hyper
 
 
@@ -64,7 +64,7 @@ class LARS(MasterOptimizer):
         # Not checked: a schedule may lower the momentum of a Nesterov group to 0.
         return read_hyper(Hyper, group)
 
-    def _create_engine(self) -> LarsStep:
+    def _create_engine(self) -> FusedStep:
         return LarsStep()
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:

@@ -44,6 +44,7 @@ class SOAP(Muon):
     NUMBERS: ClassVar[tuple[str, ...]] = (COVARIANCE, BASIS, STEPS)
     CHOICES: ClassVar[tuple[str, ...]] = (*Muon.CHOICES, "_beta2", "_interval")
     capturable = False
+    directions_in_kernels = False
     loads_into_state = True  # counts of steps, integers on the host
 
     def __init__(
