@@ -127,7 +127,9 @@ def create_parts(
         _compare_devices(optimizer, group.device, same)
         batch_norm = BatchNormState(model, config.rehearse.ranks)
         shared = config.comm.share_gpus and group.world_size > 1
-        fast = choose_fast_path(config.run, model, group.device, problem, shared_gpu=shared)
+        fast = choose_fast_path(
+            config.run, model, group.device, problem, shared_gpu=shared, half=policy.is_half
+        )
         start = {"initial weights": fingerprint(model)}
         same.compare(start, "use the same --pretrained file and versions")
         chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
