@@ -207,6 +207,32 @@ def test_a_flag_does_not_outlive_the_gradients_that_set_it() -> None:
         assert (int(kernel.overflow), kernel.nonfinite()) == (0, [])
 
 
+@pytest.mark.parametrize("turned", [(1, 0), (3, 2, 0, 1)])
+def test_matrices_whose_rows_are_not_outermost_get_their_directions_from_torch(
+    turned: tuple[int, ...],
+) -> None:
+    made = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn([5, 3, 4, 8][-len(turned) :]).permute(turned))
+        optimizer = Muon([{"params": [p], "orthogonal": True}], 0.9, fused=fused)
+        fill_gradients([p], 0)
+        optimizer.step()
+        made.append((optimizer, [p]))
+    assert made[0][0].describe() == "muon, triton, directions by torch"
+    assert_near(made[0][1][0], made[1][1][0].detach(), 1e-5)
+
+
+def test_products_by_torch_on_request_and_where_ranks_share_them() -> None:
+    assert "by torch" in create(True, products="torch")[0].describe()
+    optimizer, _ = create(True)
+    assert "by torch" not in optimizer.describe()
+    optimizer.shared = SharedProducts(0, 2, lambda rows, lengths: None)
+    assert "by torch" in optimizer.describe()
+    with pytest.raises(ValueError, match="products = 'cuda'"):
+        create(True, products="cuda")
+
+
 def test_ranks_that_share_products_take_the_steps_of_one_that_does_not() -> None:
     """Both ranks in one process: each first computes its own results in a step that changes nothing,
     then steps with those of the other."""
@@ -224,7 +250,7 @@ def test_ranks_that_share_products_take_the_steps_of_one_that_does_not() -> None
                 rows[1 - rank, : lengths[1 - rank]] = sent[1 - rank]
             assert all(lengths)
 
-        optimizer, qs = create(True)
+        optimizer, qs = create(True, products="kernels")
         optimizer.shared = SharedProducts(rank, 2, gather)
         fill_gradients(qs, 0)
         if 1 - rank in sent:

@@ -198,7 +198,7 @@ def test_ranks_that_share_muons_products_take_the_steps_of_one_that_does_not() -
             if 1 - rank in sent:
                 rows[1 - rank, : lengths[1 - rank]].copy_(sent[1 - rank])
 
-        optimizer, qs = create(Muon, torch.float16)
+        optimizer, qs = create(Muon, torch.float16, products="kernels")
         optimizer.shared = SharedProducts(rank, 2, gather)
         fill(qs, 0)
         optimizer.prepare()

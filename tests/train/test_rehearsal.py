@@ -246,7 +246,7 @@ class _Looks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(28 * 28, 4)
+        self.fc = nn.Linear(12 * 12, 4)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.fc(images.flatten(1))

@@ -74,7 +74,8 @@ class RunSettings:
     again in backward: less memory, for one more pass over the narrow maps."""
     compile: str = "auto"
     """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
-    for models without fused kernels)."""
+    for models without fused kernels). Batches of another size than the usual one, such as a run's last,
+    are not compiled."""
     cuda_graphs: str = "auto"
     """Capture micro-step and update as CUDA graphs: `on`, `off`, or `auto` (on a GPU)."""
     output: str = ""

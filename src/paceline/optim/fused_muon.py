@@ -107,9 +107,15 @@ class MuonStep(FusedStep):
         if made is None or made.layout is not layout or made.shared is not shared:
             if in_graph:
                 raise RunError("a step was captured without preparation", "call prepare() before")
+            for row in rows:
+                if not rows_are_outermost(row.parameter):
+                    raise PacelineError(
+                        f"parameter of shape {tuple(row.parameter.shape)} and strides "
+                        f"{row.parameter.stride()}: Muon's kernels need rows one behind the other",
+                        "use products='torch'",
+                    )
             shapes = [(len(row.parameter), row.parameter[0].numel()) for row in rows]
-            ordered = [shapes[place] for place in layout.order]
-            self._matrices = made = _create(layout, ordered, shared, device)
+            self._matrices = made = _create(layout, shapes, shared, device)
         if in_graph:
             self._kept.append(made)
 
@@ -191,12 +197,18 @@ class MuonStep(FusedStep):
             source, target, scale = target, source, kernels.ONE.value
 
 
+def rows_are_outermost(parameter: Tensor) -> bool:
+    """Whether memory holds one row of the matrix, an output's weights, behind the other."""
+    return parameter.stride(0) == parameter[0].numel()
+
+
 def _create(
     layout: Layout,
     shapes: Sequence[tuple[int, int]],
     shared: SharedProducts | None,
     device: torch.device,
 ) -> _Matrices:
+    """`shapes` in the order of rows, which all ranks share; that of `layout` depends on addresses."""
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rank, ranks = (shared.rank, shared.ranks) if shared is not None else (0, 1)
@@ -208,7 +220,8 @@ def _create(
     for shape, (rows, columns) in zip(shapes, padded, strict=True):
         if rows * columns > _MOST_ELEMENTS:
             raise PacelineError(
-                f"a matrix of shape {shape} is too large for the kernels of Muon", "use fused=False"
+                f"a matrix of shape {shape} is too large for the kernels of Muon",
+                "use products='torch'",
             )
     # Starts in the results by owner, and in the memory of this rank's own matrices.
     lengths, starts, own, own_sizes, squares = [0] * ranks, [], [], 0, 0
@@ -219,6 +232,10 @@ def _create(
         if owner == rank:
             own_sizes += rows * columns
             squares += min(rows, columns) ** 2
+    order = layout.order
+    shapes, padded = [shapes[row] for row in order], [padded[row] for row in order]
+    owners, starts = [owners[row] for row in order], [starts[row] for row in order]
+    own = [own[row] for row in order]
     # The padding of `sources` is zero for good: only the products write it, and they write zeros.
     sources = torch.zeros(own_sizes, dtype=dtype, device=device)
     symmetric = torch.empty(2, squares, dtype=dtype, device=device)

@@ -18,9 +18,10 @@ from torch.optim.optimizer import ParamsT
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim.base import BIAS_NORM
 from paceline.optim.fused import FusedStep, LarsStep
-from paceline.optim.fused_muon import MuonStep, products_unavailable
+from paceline.optim.fused_muon import MuonStep, products_unavailable, rows_are_outermost
 from paceline.optim.lars import LARS
 from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
+from paceline.optim.setting_rules import PRODUCTS
 from paceline.optim.state import (
     MOMENTUM,
     Gates,
@@ -55,14 +56,17 @@ class Muon(LARS):
     others all matrices; what remains moves as by LARS at η·(1−m). Momentum is an average here and does
     not multiply the layer's rate: η must be 1/(1−m) times that of LARS for equal step sizes. With a
     zero gradient only the decay applies, at λ = 1 as in LARS, and v keeps fading. The finite check
-    applies to v.
+    applies to v. `products`: matrix products on a GPU by Triton's `kernels` or by `torch`; `auto` means
+    kernels, unless ranks share the products out.
 
     Example:
         optimizer = Muon(parameter_groups(model, 5e-5), lr=4.0)
     """
 
-    # Whether Triton's kernels compute the directions too, not only the update.
+    # Whether Triton's kernels can compute the directions too, not only the update.
     directions_in_kernels: ClassVar[bool] = True
+    CHOICES: ClassVar[tuple[str, ...]] = (*LARS.CHOICES, "products")
+    products = "auto"
 
     def __init__(
         self,
@@ -77,7 +81,11 @@ class Muon(LARS):
         adapt: bool = True,
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
+        products: str = "auto",
     ) -> None:
+        if products not in PRODUCTS:
+            raise ValueError(f"products = {products!r}: use {', '.join(PRODUCTS)}")
+        self.products = products
         super().__init__(
             params,
             lr,
@@ -107,6 +115,15 @@ class Muon(LARS):
         """Why torch computes the directions beside Triton's update; empty where it does not."""
         if not self.directions_in_kernels:
             return "the rule has no kernels for them"
+        if self.products == "torch":
+            return "as asked for"
+        if self.products == "auto" and self.shared is not None and self.shared.ranks > 1:
+            return "not yet run with products that ranks share"
+        matrices = [
+            p for group in self.param_groups if group["orthogonal"] for p in group["params"]
+        ]
+        if not all(rows_are_outermost(p) for p in matrices):
+            return "a matrix whose rows are not outermost in memory"
         return products_unavailable(self._device())
 
     def describe(self) -> str:
