@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -107,16 +108,23 @@ def test_a_new_users_first_hour(home: Path) -> None:
     assert "nothing was trained or written" in run(home, *module, *f"{TRAIN} --dry-run".split())
     assert not (home / "runs").exists()
     rate = f"{TRAIN} --lr 0.01 --output first"
-    _, _, predicted, _ = paceline(
+    onnx = ["export first net.onnx --trust"] if _has("onnxscript") and _has("onnxruntime") else []
+    _, _, predicted, _, *exported = paceline(
         home,
         f"{rate} --epochs 2",
         f"{rate} --epochs 4 --resume first",
         "predict first photos --trust --csv found.csv",
         "export first net.pt2 --trust",
+        *onnx,
     )
+    assert all("in ONNX Runtime" in printed for printed in exported)
     line = predicted.splitlines()[0]
     assert "dark birds" in line or "light fish" in line
     assert len((home / "found.csv").read_text().splitlines()) == 33
     where, own = run(home, sys.executable, "own_loop.py").splitlines()
     assert where.startswith(str(home / "site"))
     assert own.startswith("own loop")
+
+
+def _has(package: str) -> bool:
+    return find_spec(package) is not None
