@@ -348,6 +348,7 @@ def main() -> None:
             choices.path.unlink(missing_ok=True)
         choices.chosen.clear()  # all forms are timed, whatever was chosen before
         reached = measure_shapes(given.batch, dtype, given.first)
+        product_choice.settle(choices.own())
         if reached + 1 < len(LAYERS):  # a lost device is lost to this process only
             own = [sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype]
             subprocess.run([*own, "--only", "shapes", "--first", str(reached + 1)], check=False)

@@ -14,7 +14,7 @@ import interpreted  # noqa: F401  (before any kernel)
 from models.norm_reference import as_map, assert_near, norm_for, random_map
 from paceline.models import products
 from paceline.models.fused import apply, norm_act, statistics
-from paceline.models.fused_blocks import Pending
+from paceline.models.fused_blocks import Pending, _Reduce
 from paceline.models.product_choice import SEPARATE
 from paceline.models.products import (
     MASKED,
@@ -121,6 +121,54 @@ def test_fused_blocks_compute_what_separate_operators_do(
     for name, value in exact.items():
         assert away(ours[name], value) < 5 * away(theirs[name], value) + 1e-5, name
     assert ours["blocks.1.bn3.num_batches_tracked"] == 1
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_convolutions_of_torch_may_answer_in_any_memory_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels read rows × channels."""
+    prefer(SEPARATE, 0, monkeypatch)
+    expected = run(made(True), images(torch.float32))
+    convolve, backward = torch.nn.functional.conv2d, products._torch_backward
+
+    def transposed(*given: object) -> Tensor:
+        return convolve(*given).contiguous()  # type: ignore[arg-type]
+
+    def transposed_backward(*given: object) -> tuple[Tensor | None, Tensor | None]:
+        dx, weight = backward(*given)  # type: ignore[arg-type]
+        assert dx is not None
+        return dx.contiguous(), weight
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", transposed)
+    monkeypatch.setattr(products, "_torch_backward", transposed_backward)
+    found = run(made(True), images(torch.float32))
+    for name, value in expected.items():
+        assert away(found[name], value) < 1e-5, name
+
+
+class _Unused(torch.autograd.Function):
+    """Its input has no gradient: None, not zeros."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> None:
+        return None
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_first_convolution_without_a_gradient_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(SEPARATE, 0, monkeypatch)
+    block = made(True).blocks[0]
+    x = images(torch.float32).requires_grad_()
+    branch, _, _ = _Reduce.apply(  # type: ignore[no-untyped-call]
+        x, block.conv1.weight, block.bn1.weight, block.bn1.bias, block.bn1
+    )
+    _Unused.apply(branch).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is block.conv1.weight.grad is block.bn1.weight.grad is None
 
 
 def test_half_precision_is_as_near_as_that_of_separate_operators(

@@ -17,7 +17,7 @@ pytestmark = needs_triton
     ("file", "cases"),
     [
         ("fused_cases.py", 90),
-        ("product_cases.py", 16),
+        ("product_cases.py", 18),
         pytest.param("fused_net_cases.py", 7, marks=pytest.mark.slow),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,15 +11,15 @@ import pytest
 import torch
 
 from paceline.models import product_choice
-from paceline.models.product_choice import SEPARATE, begin, choices, choose
+from paceline.models.product_choice import SEPARATE, begin, choices, choose, settle
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class Forms:
-    """Forms that take the given times; a string is an error that is raised."""
+    """Forms that take the given times; a string or an error is raised."""
 
-    def __init__(self, **times: float | str) -> None:
+    def __init__(self, **times: float | str | Exception) -> None:
         self.times, self.calls = times, 0
 
     def __call__(self) -> dict[str, Callable[[], object]]:
@@ -27,6 +29,8 @@ class Forms:
                 found = self.times[name]
                 if isinstance(found, str):
                     raise RuntimeError(found)
+                if isinstance(found, Exception):
+                    raise found
                 return found
 
             return call
@@ -41,7 +45,7 @@ def _on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     begin("auto", GPU)
     yield
-    begin("auto", CPU)
+    begin("off", CPU)
 
 
 def test_the_fastest_form_is_taken_and_timed_once() -> None:
@@ -65,13 +69,49 @@ def test_a_form_that_fails_is_left_out_with_its_reason() -> None:
     forms = Forms(a="out of resource: shared memory\nmore", b=2.0)
     assert choose("input x", forms(), GPU) == "b"
     assert choices.problems == {"input x: a": "out of resource: shared memory"}
-    assert choose("y", Forms(a="no", separate="no")(), GPU) == SEPARATE
     assert choose("z", Forms(a="no")(), GPU) == "a", "raises for its user"
-    assert "y" not in choices.chosen
+    assert choose("forward x", Forms(a="no", b=1.0, separate=2.0)(), GPU) == "b"
+    assert choices.describe() == "1 of 1 kinds of products fused (2 timed, 3 forms failed)"
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_where_nothing_works_the_separate_form_is_recorded(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(mode, GPU)
+    forms = Forms(a="no", separate="no")
+    assert choose("forward y", forms(), GPU) == SEPARATE
+    calls = forms.calls
+    assert calls == (2 if mode == "auto" else 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose("forward y", forms(), GPU) == SEPARATE
+    assert forms.calls == calls, "not tried again"
+    settle(choices.own())
+    begin(mode, GPU)
+    assert choices.chosen == {"forward y": SEPARATE}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        MemoryError(),
+        torch.AcceleratorError("an illegal memory access"),
+    ],
+)
+def test_what_says_nothing_about_a_form_is_neither_recorded_nor_kept(
+    error: Exception, tmp_path: Path
+) -> None:
+    with pytest.raises(type(error)):
+        choose("forward x", Forms(a=error, separate=2.0)(), GPU)
+    assert choices.chosen == choices.problems == {}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_later_runs_choose_alike_without_timing(tmp_path: Path) -> None:
     assert choose("forward x", Forms(a=1.0, separate=2.0)(), GPU) == "a"
+    settle(choices.own())
     begin("auto", GPU)
     now_slower = Forms(a=9.0, separate=2.0)
     assert choose("forward x", now_slower(), GPU) == "a"
@@ -80,17 +120,39 @@ def test_later_runs_choose_alike_without_timing(tmp_path: Path) -> None:
     # A form that is gone is chosen anew, and what another process has written is kept.
     (tmp_path / "auto.json").write_text('{"forward x": "old", "other": "b"}')
     begin("auto", GPU)
+    assert choices.describe() == "0 of 0 kinds of products fused (cached)", "none was used"
     assert choose("forward x", now_slower(), GPU) == SEPARATE
+    settle(choices.own())
     begin("auto", GPU)
     assert choices.chosen == {"forward x": SEPARATE, "other": "b"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"forward x": 3}', "\x00"])
-def test_a_damaged_file_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "auto.json").write_text(text)
+def damaged() -> list[bytes]:
+    whole = json.dumps({"forward x": "a", "other": "b"}).encode()
+    chance = random.Random(0)
+    flipped = [bytearray(whole) for _ in range(50)]
+    for text in flipped:
+        text[chance.randrange(len(text))] = chance.randrange(256)
+    return [
+        b"", b"[]", b"null", b"3", b"\x00", b"\xff\xfe", b'{"forward x": 3}',
+        b'{"forward x": {"a": []}}', b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000,
+        b'{"forward x": NaN}', *(whole[:end] for end in range(len(whole))), *map(bytes, flipped),
+    ]  # fmt: skip
+
+
+def test_a_damaged_file_does_no_harm(tmp_path: Path) -> None:
+    for content in damaged():
+        (tmp_path / "auto.json").write_bytes(content)
+        begin("auto", GPU)
+        assert all(isinstance(text, str) for pair in choices.chosen.items() for text in pair)
+        assert choose("forward x", Forms(a=1.0)(), GPU) == "a", content
+        settle(choices.own())
+        begin("auto", GPU)
+        assert choices.chosen["forward x"] == "a", content
+    (tmp_path / "auto.json").unlink()
+    (tmp_path / "auto.json").mkdir()
     begin("auto", GPU)
     assert choices.chosen == {}
-    assert choose("forward x", Forms(a=1.0)(), GPU) == "a"
 
 
 def test_a_cache_that_cannot_be_written_is_none(
@@ -100,12 +162,44 @@ def test_a_cache_that_cannot_be_written_is_none(
     monkeypatch.setattr(product_choice, "_file", lambda device, mode: tmp_path / "file" / "a.json")
     begin("auto", GPU)
     assert choose("forward x", Forms(a=1.0)(), GPU) == "a"
+    settle(choices.own())
+    assert choices.chosen == {"forward x": "a"}
 
 
 def test_nothing_is_timed_in_a_capture_or_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = Forms(a=3.0, separate=2.0)
     assert choose("forward x", forms(), CPU) == "a"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choose("forward x", forms(), GPU) == "a"
+    assert choose("forward x", forms(), GPU) == SEPARATE
     assert forms.calls == 0
     assert choices.chosen == {}
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_after_the_trial_other_shapes_take_the_separate_form_untimed(
+    mode: str, tmp_path: Path
+) -> None:
+    """Also where the file has a choice for them: ranks on other hosts, and a resumed run, have other
+    files."""
+    (tmp_path / f"{mode}.json").write_text('{"forward short": "a"}')
+    begin(mode, GPU)
+    forms = Forms(a=1.0, separate=2.0)
+    assert choose("forward x", forms(), GPU) == "a"
+    calls = forms.calls
+    assert not settle(choices.own())
+    assert choose("forward x", forms(), GPU) == "a"
+    assert choose("forward short", forms(), GPU) == SEPARATE
+    assert choose("forward new", forms(), GPU) == SEPARATE
+    assert forms.calls == calls
+    assert choices.describe() == "1 of 1 kinds of products fused (1 timed)"
+
+
+def test_what_ranks_have_agreed_on_holds_and_is_kept() -> None:
+    forms = Forms(a=1.0, b=2.0, separate=3.0)
+    assert choose("forward x", forms(), GPU) == "a"
+    assert settle({"forward x": "b", "forward of another rank": "a"})
+    assert choose("forward x", forms(), GPU) == "b"
+    assert choices.describe() == "1 of 1 kinds of products fused (1 timed)"
+    begin("auto", GPU)
+    assert choose("forward x", forms(), GPU) == "b"
+    assert not settle(choices.own())

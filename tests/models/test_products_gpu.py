@@ -204,8 +204,9 @@ def test_choices_are_timed_once_and_kept(tmp_path: Path) -> None:
     x = x.contiguous(memory_format=torch.channels_last)
     product_choice.begin("auto", device)
     run(net, x)
-    chosen = dict(product_choice.choices.chosen)
+    chosen = product_choice.choices.own()
     assert product_choice.choices.timed == len(chosen) > 0
+    product_choice.settle(chosen)
     product_choice.begin("auto", device)
     run(net, x)
     assert product_choice.choices.timed == 0

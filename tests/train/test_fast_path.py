@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from comm.exchanges import joined
 from paceline.comm import CommSettings, Group
-from paceline.config import RunSettings
+from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.topology import Topology
+from paceline.models import product_choice
+from paceline.models.product_choice import begin, choices
 from paceline.models.resnet import (
     RESNET_LAYOUTS,
     Bottleneck,
@@ -25,8 +28,17 @@ from paceline.models.resnet import (
     TorchNorm,
     use_torch_norms,
 )
+from paceline.models.synced_norm import NormGroup
 from paceline.train import fast_path
-from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem, try_fast_path
+from paceline.train.fast_path import (
+    FastPath,
+    choose_fast_path,
+    eager_norms,
+    triton_problem,
+    try_fast_path,
+)
+from paceline.train.micro_step import step_error
+from ranks import run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -159,8 +171,17 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
     settings = RunSettings(fused_convolutions="auto")
     assert choose_fast_path(settings, model, GPU, "", half=False).products == "off"
     assert switched(model) == {False}
-    assert choose(GPU, SmallResNet(), fused_convolutions="auto").products == "off"
-    assert choose(CPU, bottlenecks(), "needs a GPU", fused_convolutions="auto").products == "off"
+    for path, reason in (
+        (choose_fast_path(settings, model, GPU, "", half=False), "needs half precision"),
+        (choose(GPU, SmallResNet(), fused_convolutions="auto"), "this model has no bottlenecks"),
+        (
+            choose(CPU, bottlenecks(), "needs a GPU", fused_convolutions="auto"),
+            "needs fused norms, which this run does not have",
+        ),
+    ):
+        assert path.products == "off"
+        assert path.describe().endswith(f", convolutions: off ({reason})")
+    assert "convolutions" not in choose(GPU, SmallResNet()).describe()
     settings = RunSettings(fused_convolutions="auto", recompute_norms=True)
     assert choose_fast_path(settings, model, GPU, "").products == "auto"
     assert {m.recompute for m in model.modules() if isinstance(m, Bottleneck)} == {True}
@@ -319,3 +340,72 @@ def test_what_was_asked_for_and_fails_is_refused() -> None:
     for problem in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
         with pytest.raises(PacelineError, match="the pass failed"):
             tried({"compiled": problem})
+
+
+def test_shared_norms_refuse_recomputed_ones_by_their_own_name() -> None:
+    config = RunConfig().with_values(
+        {"run.fused_convolutions": "auto", "run.recompute_norms": True}
+    )
+    with pytest.raises(ConfigError) as caught:
+        eager_norms(config, NormGroup(2, lambda tensor: None))
+    assert str(caught.value) == (
+        "run.recompute_norms = True: needs fused convolutions, which cannot be used with "
+        "model.norm_group = 2; use false, or model.norm_group=1"
+    )
+
+
+# What each rank chooses in its trial. Ranks 0 and 1 have one kind of GPU, and different shapes.
+OWN = (
+    {"forward x": "a", "backward x": "separate"},
+    {"forward x": "b", "forward y": "c"},
+    {"forward x": "d"},
+)
+
+
+def _chosen(rank: int) -> tuple[dict[str, str], int, str, str]:
+    trials = 0
+
+    def trial(forward: Any, guard: AbstractContextManager[None] | None = None) -> None:
+        nonlocal trials
+        trials += 1
+        if trials == 1:
+            choices.chosen |= OWN[rank]
+            choices.chosen["forward of the file"] = "a"
+            choices.used |= OWN[rank].keys()
+
+    fast = FastPath(lambda images: images, True, True, "off", False, products="auto")
+    with joined() as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product_choice, "kind", lambda: "other" if rank == 2 else "usual")
+        found = try_fast_path(RunSettings(), fast, plain(), group, trial, foreign=False)
+    chosen, mode = dict(choices.chosen), choices.mode
+    begin("off", CPU)
+    return chosen, trials, found.describe().partition("convolutions: ")[2], mode
+
+
+def test_ranks_with_one_kind_of_gpu_take_the_choices_of_the_first() -> None:
+    first, second, other = run_ranks(len(OWN), _chosen)
+    agreed = {"forward x": "a", "backward x": "separate", "forward y": "c"}
+    assert first == (agreed, 1, "1 of 2 kinds of products fused (cached)", "auto")
+    assert second == (agreed, 2, "2 of 2 kinds of products fused (cached)", "auto")
+    assert other == (OWN[2], 1, "1 of 1 kinds of products fused (cached)", "auto")
+
+
+def test_hints_name_fused_convolutions_where_they_are_on() -> None:
+    class TritonError(Exception):
+        __module__ = "triton.compiler.errors"
+
+    def hint() -> str:
+        found = step_error(TritonError("no"), 0, 4)
+        assert found is not None
+        return str(found)
+
+    rest = "use --set run.fused_norm=off --set optim.fused=foreach"
+    assert hint() == f"Triton could not build a kernel (no); {rest}"
+    begin("auto", CPU)
+    try:
+        assert hint() == (
+            "Triton could not build a kernel (no); use --set run.fused_convolutions=off; "
+            f"if that does not help, {rest}"
+        )
+    finally:
+        begin("off", CPU)

@@ -179,12 +179,15 @@ class _Reduce(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, saved, _ = forward_product(Operand(inputs), weight, norm)
         ctx.save_for_backward(inputs, weight, gamma, x, saved)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(x, saved)
         return apply(x, saved, None, relu=True), x, saved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *unused: Any) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> Any:
+        if dy is None:
+            return (None,) * 5
         inputs, weight, gamma, x, saved = ctx.saved_tensors
         dy = as_map(dy)
         found, _ = backward_sums(dy, None, x, None, saved, gamma, relu=True)
@@ -294,7 +297,7 @@ class _Project(torch.autograd.Function):
         if stride == (1, 1):
             out, saved, _ = forward_product(Operand(x), weight, norm)
         else:
-            out = F.conv2d(x, weight, None, stride)
+            out = as_map(F.conv2d(x, weight, None, stride))
             check_rows(out)
             saved = statistics(out, norm)
         ctx.save_for_backward(x, weight, out, saved)

@@ -1,8 +1,10 @@
 """Which form of a product is fastest on this device: timed once for each shape, and kept on disk.
 
-A form is timed on the very maps of its first call, so the first pass of a run chooses; it must not be
-part of a CUDA graph. Choices are kept in `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file
-for each kind of GPU and version of torch and Triton, so that later runs choose alike without timing.
+A form is timed on the very maps of its first call, between `begin` and `settle`, in the trial pass at
+the start of a run. Afterwards nothing is timed: shapes that the trial did not have, such as those of a
+short last micro-batch, take the separate form. `settle` gets the choices that ranks have agreed on and
+keeps them in `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file for each kind of GPU and
+version of torch and Triton, so that later runs choose alike without timing.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from pathlib import Path
 import torch
 
 from paceline.core.files import whole_file
+from paceline.core.untrusted import parse_json
 
 SEPARATE = "separate"
-MODES = ("auto", "on")
+MODES = ("off", "auto", "on")
 # Calls that are timed together, and how often; the fastest time counts.
 _CALLS, _REPEATS = 4, 3
 # Cycles of a kernel that waits, so that the host launches all calls before the first one starts.
@@ -30,66 +33,103 @@ _VERSION = 1
 
 @dataclass
 class Choices:
-    """`mode` is `auto`, which times the separate form too, or `on`, which takes it only where no
-    other exists. `times` has the milliseconds of all forms that were timed by this process."""
+    """`mode` is `off`, where no product is fused, `auto`, which times the separate form too, or `on`,
+    which takes it only where no other works. `open`: products are timed. `used`: keys that were asked
+    for since `begin`. `times` has the milliseconds of all forms that were timed by this process, and
+    `problems` the reasons of those that failed."""
 
-    mode: str = "auto"
+    mode: str = "off"
+    open: bool = False
     chosen: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     timed: int = 0
     path: Path | None = None
 
+    def own(self) -> dict[str, str]:
+        """Those of the trial, without what the file has for other shapes."""
+        return {key: name for key, name in self.chosen.items() if key in self.used}
+
     def describe(self) -> str:
-        """The number of products and of fused ones."""
-        ends = [
-            name for key, name in self.chosen.items() if key.startswith(("forward", "backward"))
-        ]
+        """The number of products and of fused ones, and of forms that failed."""
+        ends = [name for key, name in self.own().items() if key.startswith(("forward", "backward"))]
         fused = sum(name != SEPARATE for name in ends)
         source = f"{self.timed} timed" if self.timed else "cached"
-        return f"{fused} of {len(ends)} kinds of products fused ({source})"
+        failed = f", {len(self.problems)} forms failed" if self.problems else ""
+        return f"{fused} of {len(ends)} kinds of products fused ({source}{failed})"
 
 
 choices = Choices()
 
 
 def begin(mode: str, device: torch.device) -> None:
-    """Forgets all choices and reads those of the disk for `device`."""
+    """Forgets all choices, reads those of the disk for `device`, and lets products be timed."""
     assert mode in MODES, mode
-    choices.mode, choices.timed = mode, 0
-    choices.chosen, choices.times, choices.problems = {}, {}, {}
-    choices.path = _file(device, mode) if device.type == "cuda" else None
+    choices.mode, choices.open, choices.timed = mode, mode != "off", 0
+    choices.chosen, choices.used, choices.times, choices.problems = {}, set(), {}, {}
+    choices.path = _file(device, mode) if device.type == "cuda" and mode != "off" else None
     if choices.path is not None:
         choices.chosen.update(_read(choices.path))
 
 
+def settle(agreed: Mapping[str, str]) -> bool:
+    """From now on `agreed` holds, and no other choice: a run does not depend on what the file has for
+    other shapes. Keeps it on disk. Returns whether this process had chosen otherwise."""
+    differs = any(agreed.get(key) != name for key, name in choices.own().items())
+    choices.open = False
+    choices.chosen = dict(agreed)
+    if choices.path is not None:
+        _write(choices.path, choices.chosen)
+    return differs
+
+
+def kind() -> str:
+    """What GPU, versions and mode choices are for; those of another kind may not work here."""
+    return choices.path.name if choices.path is not None else ""
+
+
 def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.device) -> str:
     """The name of the fastest of `forms`, which must have no effect but their result."""
+    timing = choices.open and device.type == "cuda"
+    timing = timing and not torch.cuda.is_current_stream_capturing()
+    if timing:
+        choices.used.add(key)
     found = choices.chosen.get(key)
     if found in forms:
         return str(found)
     names = list(forms)
     if choices.mode == "on" and names != [SEPARATE]:
         names = [name for name in names if name != SEPARATE]
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return names[0]
+    if not timing:
+        return SEPARATE if device.type == "cuda" and SEPARATE in forms else names[0]
     times = {}
     for name in names:
         try:
             times[name] = _milliseconds(forms[name])
         except Exception as error:  # compilers raise what they like
-            if isinstance(error, torch.AcceleratorError):
+            if _is_fatal(error):
                 raise
             lines = str(error).splitlines()
             choices.problems[f"{key}: {name}"] = lines[0][:200] if lines else type(error).__name__
-    if not times:
-        return SEPARATE if SEPARATE in forms else names[0]
-    best = min(times, key=lambda name: times[name])
-    choices.chosen[key], choices.times[key] = best, times
-    choices.timed += 1
-    if choices.path is not None:
-        _write(choices.path, choices.chosen)
+    if times:
+        best = min(times, key=lambda name: times[name])
+        choices.times[key] = times
+        choices.timed += 1
+    elif SEPARATE in forms:
+        best = SEPARATE
+    else:
+        return names[0]  # raises its error for the product that is made of this one
+    choices.chosen[key] = best
     return best
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether it says nothing about the form: the device is lost, or memory is short now."""
+    return (
+        isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | MemoryError)
+        or "out of memory" in str(error).lower()
+    )
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
@@ -129,7 +169,7 @@ def _file(device: torch.device, mode: str) -> Path | None:
 def _read(path: Path) -> dict[str, str]:
     """What can be read: choices that are lost are made again."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict):

@@ -23,6 +23,7 @@ from paceline.models import product_kernels as kernels
 from paceline.models.fused import (
     Moments,
     apply,
+    as_map,
     backward_input,
     gradient_sums,
     join_moments,
@@ -271,7 +272,7 @@ def _fused_forward(
 
 def _separate_forward(operand: Operand, weight: Tensor) -> tuple[Tensor, Moments, Tensor | None]:
     stored = operand.stored()
-    out = F.conv2d(stored, weight)
+    out = as_map(F.conv2d(stored, weight))
     return out, moments(out), stored
 
 
@@ -424,6 +425,7 @@ def _separate_backward(
     source = inputs.stored() if wants_weight else end.x
     dx, found = _torch_backward(stored, source, weight, (True, wants_weight))
     assert dx is not None
+    dx = as_map(dx)
     if end.form == PLAIN:
         return Gradients(dx, None, found)
     assert end.saved is not None

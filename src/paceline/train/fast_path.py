@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.imports import first_line
+from paceline.models import product_choice
 from paceline.models.resnet import (
     PADDED_CHANNELS,
     ResidualBlock,
@@ -97,7 +99,9 @@ def choose_fast_path(
         remark += ", no batch norm by cuDNN (shared GPU)"
     forward = compiled(model, how)
     can_fuse = fused or fuse_norms(model, False) > 0
-    products = _choose_products(settings, model, fused, half)
+    products, problem = _choose_products(settings, model, fused, half)
+    if problem and settings.fused_convolutions != "off":
+        remark += f", convolutions: off ({problem})"
     return FastPath(
         forward, settings.channels_last, fused, how, graphs, remark, channels, can_fuse, products
     )
@@ -115,7 +119,10 @@ def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool
     return fuse_norms(model, True) > 0
 
 
-def _choose_products(settings: RunSettings, model: nn.Module, fused: bool, half: bool) -> str:
+def _choose_products(
+    settings: RunSettings, model: nn.Module, fused: bool, half: bool
+) -> tuple[str, str]:
+    """`run.fused_convolutions` as it applies, and why it does not."""
     problem = ""
     if not fused:
         problem = "needs fused norms, which this run does not have"
@@ -130,9 +137,9 @@ def _choose_products(settings: RunSettings, model: nn.Module, fused: bool, half:
             "run.recompute_norms", True, f"fused convolutions: {problem}", "use false"
         )
     if settings.fused_convolutions == "off" or problem:
-        return "off"
+        return "off", problem
     fuse_products(model, True, recompute=settings.recompute_norms)
-    return settings.fused_convolutions
+    return settings.fused_convolutions, ""
 
 
 def compiled(model: nn.Module, how: str) -> Forward:
@@ -172,13 +179,15 @@ def try_fast_path(
 ) -> FastPath:  # fmt: skip
     """`fast` without torch.compile where the compiler fails and `run.compile` is `auto`, and without
     CUDA graphs where a `foreign` model waits for the device, which a graph cannot repeat, and
-    `run.cuda_graphs` is `auto`. All ranks decide alike. Forms of fused convolutions are chosen by each
-    rank: they affect rounding only."""
+    `run.cuda_graphs` is `auto`. All ranks decide alike."""
+    product_choice.begin(fast.products, group.device)
     if fast.products != "off":
-        from paceline.models import product_choice
-
-        product_choice.begin(fast.products, group.device)
         group.agree_on("trial of fused convolutions", lambda: trial(fast.forward))
+        differs = product_choice.settle(_agreed_products(group))
+        # What another rank has chosen is built here before the first step.
+        group.agree_on(
+            "agreed fused convolutions", lambda: trial(fast.forward) if differs else None
+        )
         fast = replace(
             fast, remark=f"{fast.remark}, convolutions: {product_choice.choices.describe()}"
         )
@@ -198,6 +207,19 @@ def try_fast_path(
                 remark=f"{fast.remark}; this model cannot be captured ({reason})",
             )  # fmt: skip
     return fast
+
+
+def _agreed_products(group: Group) -> dict[str, str]:
+    """The choices of the first rank with this kind of GPU; for shapes that only other ranks have, of
+    the first of those. They affect rounding, and ranks and resumed runs are to round alike."""
+    own = [product_choice.kind(), product_choice.choices.own()]
+    gathered = group.gather_bytes(json.dumps(own).encode())
+    agreed: dict[str, dict[str, str]] = {}
+    for kind, chosen in reversed([json.loads(given) for given in gathered or ()]):
+        agreed.setdefault(kind, {}).update(chosen)
+    sent = group.broadcast_bytes(None if gathered is None else json.dumps(agreed).encode())
+    found: dict[str, str] = json.loads(sent)[own[0]]
+    return found
 
 
 def _on_any_rank(group: Group, phase: str, attempt: Callable[[], str]) -> str:
@@ -324,6 +346,11 @@ def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
                 f"run.{name}", value, f"cannot be used with model.norm_group = {norm_group.size}",
                 "use 'auto', or model.norm_group=1",
             )  # fmt: skip
+    if run.recompute_norms:
+        raise ConfigError(
+            "run.recompute_norms", True, "needs fused convolutions, which cannot be used with "
+            f"model.norm_group = {norm_group.size}", "use false, or model.norm_group=1",
+        )  # fmt: skip
     return config.with_values(
         {"run.fused_norm": "off", "run.fused_convolutions": "off", "run.compile": "off",
          "run.cuda_graphs": "off"}

@@ -23,6 +23,7 @@ from paceline.comm.exchange import GradientExchange
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.data import Normalizer
+from paceline.models.product_choice import choices
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss
 from paceline.train.machine import derive_seed, out_of_memory
@@ -116,7 +117,7 @@ class Captured:
             reason = str(cause).splitlines()[0][:200]
             raise CaptureError(
                 f"the step could not be captured as a CUDA graph ({reason})",
-                "use --set run.cuda_graphs=off",
+                _with_fused_convolutions("use --set run.cuda_graphs=off"),
             ) from error
         return graph
 
@@ -447,5 +448,14 @@ def _compile_error(error: Exception) -> RunError:
     reason = compile_reason(error)
     if type(error).__module__.startswith("triton"):
         remedy = "use --set run.fused_norm=off --set optim.fused=foreach"
-        return RunError(f"Triton could not build a kernel ({reason})", remedy)
+        return RunError(
+            f"Triton could not build a kernel ({reason})", _with_fused_convolutions(remedy)
+        )
     return RunError(f"torch.compile failed ({reason})", "use --compile off")
+
+
+def _with_fused_convolutions(remedy: str) -> str:
+    """The switch of the newest kernels comes first, where they are on."""
+    if choices.mode == "off":
+        return remedy
+    return f"use --set run.fused_convolutions=off; if that does not help, {remedy}"
