@@ -95,6 +95,7 @@ def launch(
         cause.show()
         return cause.exit_code
     except SignalException as error:
+        _end_ranks()
         return 128 + int(signals.received or error.sigval)
     except (RendezvousError, OSError) as error:
         raise LaunchError(
@@ -102,6 +103,27 @@ def launch(
             "choose a free --master-port, or 0 to have one chosen",
         ) from None
     return 0
+
+
+def _end_ranks() -> None:
+    """Ends ranks that the agent did not know yet because the signal came while it started them: they would
+    report that the rendezvous, which ends with the agent, is gone."""
+    own = f"{LAUNCHER_VARIABLE}={os.getpid()}".encode()
+    for child in _children():
+        with contextlib.suppress(OSError):
+            if own in (Path("/proc") / str(child) / "environ").read_bytes().split(b"\0"):
+                os.kill(child, signal.SIGTERM)
+                os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    """Of this process, where /proc shows them."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(entry.name))
+    return found
 
 
 def _silence_agent() -> None:
