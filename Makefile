@@ -23,6 +23,9 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
+# Container images often set it. The tests start hundreds of interpreters, each of which would compile
+# Paceline anew, and three processes that collect the tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test test-slow docs-test watch-test fuzz mutants chaos planner-fit data docs clean
 
@@ -66,11 +69,11 @@ types: $(VENV)/.installed-test
 contracts: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
-# Three at a time, since many wait more than they compute, but those that start jobs of many ranks or make
-# hosts: they want the cores for themselves.
+# Three at a time, since many wait more than they compute. Those that start real launchers, jobs of many
+# ranks or hosts come after them, the tests of a directory one after the other.
 unit: $(VENV)/.installed-test $(VENV)/.system
 	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale --ignore tests/watch $(ARGS)
-	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch tests/chaos tests/scale $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadgroup tests/launch tests/scale tests/cluster tests/chaos $(ARGS)
 
 # A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
 cluster-test: $(VENV)/.installed-test

@@ -46,9 +46,10 @@ def at_evaluation(nth: int, action: Action) -> None:
 
     real, calls = module.evaluate, [0]
 
-    def evaluate(model: Any, batches: Any, *rest: Any) -> Any:
+    def evaluate(model: Any, batches: Any, *rest: Any, **options: Any) -> Any:
         calls[0] += 1
-        return real(model, _interrupted(batches, action) if calls[0] == nth else batches, *rest)
+        given = _interrupted(batches, action) if calls[0] == nth else batches
+        return real(model, given, *rest, **options)
 
     module.evaluate = evaluate
 

@@ -39,8 +39,13 @@ STACKS_SIGNAL = signal.SIGRTMIN + 5
 _PRELOADED = (
     "paceline.cli.app", "paceline.train.display", "paceline.cli.launch", "paceline.train.run",
     "paceline.train.evaluate", "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
-    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.elastic.multiprocessing.errors", "paceline.trainer",
+    "torch.utils.serialization.config", "numpy.ma", "numpy.ctypeslib",
 )  # fmt: skip
+# What typer and rich import when they parse the first command line, or torch with the first step; other
+# versions have no such modules.
+_PRELOADED_WHERE_PRESENT = ("typer._adapters", "typer._click.decorators", "rich._emoji_codes",
+                            "torch.profiler._cupti_monitor", "pydantic.type_adapter")  # fmt: skip
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _CLONE_NEWNET = 0x40000000
 _CAP_VERSION_3, _CAP_DAC_OVERRIDE = 0x20080522, 1
@@ -109,12 +114,27 @@ def serve(channel: Connection) -> Request:
             channel.send(pid)
 
 
+def preload() -> None:
+    """Imports what a training imports, so that its forks need not."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    for name in _PRELOADED_WHERE_PRESENT:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def main() -> Request:
     """The server; in its forks, `paceline`. Nothing of the server is on the stack of either."""
     channel = Connection(int(sys.argv[1]))
-    for name in _PRELOADED:
-        importlib.import_module(name)
+    preload()
     import torch
+    import typer.main
+
+    from paceline.cli.app import app
+
+    # typer builds all commands anew for every command line: here once, for all forks.
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command(app)
 
     torch.set_num_threads(1)
     threads = len(list(Path("/proc/self/task").iterdir()))

@@ -6,14 +6,16 @@ their logic, but neither races nor rounding.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import triton.language as tl
 from triton.runtime import interpreter
 
-_patch = interpreter._patch_lang_tensor
+_patch, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
 
 
 def _patch_with_index(tensor: Any, scope: Any) -> None:
@@ -22,4 +24,18 @@ def _patch_with_index(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+def _patch_once(fn: Any) -> Any:
+    """A function that a kernel calls finds the language patched; Triton looks through all of it again,
+    which takes a third of the time."""
+    unpatched = any(tl.core.is_builtin(language.load) for language in _languages(fn))
+    return _patch_lang(fn) if unpatched else interpreter._LangPatchScope()
+
+
+@functools.cache
+def _languages(fn: Any) -> list[Any]:
+    """The modules that Triton patches for a function."""
+    return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+
 interpreter._patch_lang_tensor = _patch_with_index
+interpreter._patch_lang = _patch_once

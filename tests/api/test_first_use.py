@@ -3,9 +3,11 @@ own loop. Torch comes from the machine."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,7 @@ with pl.init() as here:
             loss = F.cross_entropy(model(images).float(), labels)
         prepared.backward(loss)
         prepared.step()
+    print(pl.__file__)
     print("own loop", float(loss))
 """
 
@@ -47,11 +50,10 @@ with pl.init() as here:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with photos of two classes, and Paceline installed beside it."""
     place = tmp_path_factory.mktemp("first-use")
-    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*wheel, "-w", str(place / "dist"), str(ROOT)], check=True)
-    (found,) = (place / "dist").glob("paceline-*.whl")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    subprocess.run([*install, str(place / "site"), str(found)], check=True)
+    # pip builds a wheel of the tree and installs that.
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install += ["--no-deps", "--no-build-isolation", "--no-compile", "--target"]
+    subprocess.run([*install, str(place / "site"), str(ROOT)], check=True)
     chance = np.random.default_rng(0)
     for label, level in (("dark birds", 60), ("light fish", 180)):
         folder = place / "photos" / label
@@ -73,8 +75,27 @@ def run(home: Path, *words: str) -> str:
     return done.stdout
 
 
-def paceline(home: Path, text: str) -> str:
-    return run(home, sys.executable, "-m", "paceline", *text.split())
+# Runs several command lines, one after the other, and shows what each printed; torch is imported once.
+COMMANDS = """
+import contextlib, io, json, sys
+from paceline.cli.app import run_command
+
+printed = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["paceline", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = run_command()
+    if code:
+        sys.exit(f"{words}: code {code}")
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+def paceline(home: Path, *commands: str) -> list[str]:
+    """What each command prints."""
+    words = json.dumps([command.split() for command in commands])
+    return list(json.loads(run(home, sys.executable, "-c", COMMANDS, words)))
 
 
 TRAIN = (
@@ -83,23 +104,27 @@ TRAIN = (
 
 
 def test_a_new_users_first_hour(home: Path) -> None:
-    assert str(home / "site") in run(
-        home, sys.executable, "-c", "import paceline; print(paceline.__file__)"
-    )
-    assert "nothing was trained or written" in paceline(home, f"{TRAIN} --dry-run")
+    module = [sys.executable, "-m", "paceline"]
+    assert "nothing was trained or written" in run(home, *module, *f"{TRAIN} --dry-run".split())
     assert not (home / "runs").exists()
-    paceline(home, f"{TRAIN} --lr 0.01 --epochs 2 --output first")
-    paceline(home, f"{TRAIN} --lr 0.01 --epochs 4 --output first --resume first")
-    line = paceline(home, "predict first photos --trust --csv found.csv").splitlines()[0]
+    rate = f"{TRAIN} --lr 0.01 --output first"
+    onnx = ["export first net.onnx --trust"] if _has("onnxscript") and _has("onnxruntime") else []
+    _, _, predicted, _, *exported = paceline(
+        home,
+        f"{rate} --epochs 2",
+        f"{rate} --epochs 4 --resume first",
+        "predict first photos --trust --csv found.csv",
+        "export first net.pt2 --trust",
+        *onnx,
+    )
+    assert all("in ONNX Runtime" in printed for printed in exported)
+    line = predicted.splitlines()[0]
     assert "dark birds" in line or "light fish" in line
     assert len((home / "found.csv").read_text().splitlines()) == 33
-    paceline(home, "export first net.pt2 --trust")
-    if _has("onnxscript") and _has("onnxruntime"):
-        assert "in ONNX Runtime" in paceline(home, "export first net.onnx --trust")
-    assert "own loop" in run(home, sys.executable, "own_loop.py")
+    where, own = run(home, sys.executable, "own_loop.py").splitlines()
+    assert where.startswith(str(home / "site"))
+    assert own.startswith("own loop")
 
 
 def _has(package: str) -> bool:
-    from importlib.util import find_spec
-
     return find_spec(package) is not None

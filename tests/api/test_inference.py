@@ -89,7 +89,7 @@ def test_safetensors_has_weights_and_preprocessing(trained: pl.Trainer, tmp_path
     assert names == set(predictor.model.state_dict())
     assert json.loads(metadata["classes"]) == list(predictor.classes)
     assert json.loads(metadata["mean"]) == [0.5]
-    assert metadata["image_size"] == "28"
+    assert metadata["image_size"] == "12"
 
 
 def test_a_program_computes_what_the_run_computes(trained: pl.Trainer, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_several_jobs_in_one_program_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_a_module_holds_its_final_weights_in_fp32(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 4))
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12 * 12, 4))
     before = net[1].weight.detach().clone()
     made = trainer(tmp_path / "run", model=net, precision="bf16", epochs=1)
     result = made.fit()
@@ -99,8 +99,8 @@ def test_a_module_holds_its_final_weights_in_fp32(tmp_path: Path) -> None:
     assert all(p.grad is None for p in net.parameters())
     written = load_file(result.weights)
     assert torch.equal(net[1].weight, written["1.weight"])
-    net(torch.zeros(2, 1, 28, 28)).sum().backward()  # no hook of the run is left
-    assert made.predict([np.zeros((28, 28), np.uint8)])[0].label
+    net(torch.zeros(2, 1, 12, 12)).sum().backward()  # no hook of the run is left
+    assert made.predict([np.zeros((12, 12), np.uint8)])[0].label
     with pytest.raises(pl.ConfigError, match="Python object"):
         pl.Predictor.load(result.folder)
 
@@ -110,7 +110,7 @@ class TwoOutputs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(28 * 28, 8)
+        self.stem = nn.Linear(12 * 12, 8)
         self.stem.requires_grad_(False)
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 4)
@@ -135,7 +135,7 @@ def test_a_module_with_frozen_parts_averages_and_two_outputs(tmp_path: Path) -> 
         assert torch.equal(value, written[name]), name
     made.export(tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2").module()
-    assert program(torch.zeros(2, 1, 28, 28)).shape == (2, 4)
+    assert program(torch.zeros(2, 1, 12, 12)).shape == (2, 4)
 
 
 def test_a_failed_run_leaves_the_module_in_fp32(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_failed_run_leaves_the_module_in_fp32(tmp_path: Path) -> None:
         def on_step(self, run: pl.RunControl, event: pl.StepEvent) -> None:
             raise ValueError("stop here")
 
-    net = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 4))
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12 * 12, 4))
     with pytest.raises(pl.PacelineError):
         trainer(tmp_path / "run", model=net, precision="bf16", callbacks=[Fails()]).fit()
     assert {p.dtype for p in net.parameters()} == {torch.float32}
@@ -160,7 +160,7 @@ class Pixels:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return np.full((28, 28), 40 * self.targets[index], np.uint8), self.targets[index]
+        return np.full((12, 12), 40 * self.targets[index], np.uint8), self.targets[index]
 
 
 def test_a_dataset_with_a_split_is_evaluated_again(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_dataset_with_a_split_is_evaluated_again(tmp_path: Path) -> None:
     made.fit()
     assert made.evaluate().samples == 8
     assert made.evaluate(Pixels(9, 3)).samples == 9
-    assert len(made.predict([np.zeros((28, 28), np.uint8)], top=9)[0].labels) == 4
+    assert len(made.predict([np.zeros((12, 12), np.uint8)], top=9)[0].labels) == 4
 
 
 def test_code_that_a_run_names_needs_trust() -> None:
@@ -187,7 +187,7 @@ class RaisesLate(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.head = nn.Linear(28 * 28, num_classes)
+        self.head = nn.Linear(12 * 12, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         RaisesLate.passes += self.training and torch.is_grad_enabled()

@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_program(call: Call, tmp_path: Path, content: An
         ("--global-batch-size 32", "run.global_batch_size = 16"),
         ("--set data.synthetic_samples=108", "number of training images = 100"),
         ("--set data.synthetic_classes=5", "classes = "),
-        ("--set data.image_size=32", "data.image_size = 28"),
+        ("--set data.image_size=32", "data.image_size = 12"),
     ],
 )
 def test_a_checkpoint_of_another_run(call: Call, unchanged: Path, more: str, words: str) -> None:

@@ -36,6 +36,7 @@ def test_step(call: Call) -> None:
     assert done.code == 0, done.err
     report = json.loads(done.out)
     assert [row["name"] for row in report["rows"]] == ["ours", "plain fp32"]
+    assert all(row["images_per_s"] > 0 and row["steps"] == 2 for row in report["rows"])
     assert report["ratios"]["ours / plain fp32"] > 0
     assert report["versions"]["torch"]
     assert report["settings"]["batch_size"] == 4

@@ -106,7 +106,8 @@ def test_killed_while_the_background_thread_writes(
 def test_a_half_written_file_beside_the_good_ones_is_no_checkpoint(
     tmp_path: Path, reference: Reference
 ) -> None:
-    run(small("--output", "run", *SAVES), tmp_path, partial(faults.at_evaluation, 1, KILL))
+    killed = run(small("--output", "run", *SAVES), tmp_path, partial(faults.at_evaluation, 1, KILL))
+    assert killed.code == -signal.SIGKILL
     newest = tmp_path / CHECKPOINTS / "step-00000006.pt"
     rest = tmp_path / CHECKPOINTS / ".step-00000009.pt.0123456789abcdef.tmp"
     rest.write_bytes(newest.read_bytes()[:5000])

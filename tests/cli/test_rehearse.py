@@ -36,7 +36,7 @@ def test_the_comparison_has_time_cost_and_energy(call: Call, tmp_path: Path) -> 
     for number, gbps in enumerate((100, 400)):
         flags = ["--model", "resnet18", "--set", "data.image_size=32", "--gpu", "H100"]
         flags += ["--node-gbps", str(gbps), "--price-per-gpu-hour", "2", "--watts-per-gpu", "700"]
-        flags += ["--epochs", "1", "--set", "data.synthetic_samples=32"]
+        flags += ["--epochs", "1", "--set", "data.synthetic_samples=8", "--global-batch-size", "8"]
         done = call(*SMALL, *flags, "--output", f"run{number}")
         assert done.code == 0, done.err
         assert "on the cluster after" in done.out

@@ -130,7 +130,6 @@ def saved_steps(folder: Path, rank: int = 0) -> list[int]:
 
 
 SAVES = {
-    "once": (at(3, 1, USR1), [4, 7, 13]),
     "thrice in a step": (at(3, 1, USR1, USR1, USR1), [4, 7, 13]),
     "where a save is due anyway": (at(6, 1, USR1), [7, 13]),
     "in the last step": (at(12, 1, USR1), [7, 13]),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli_runs import run, small, started
-from paceline.cli.watch import find_runs
+from paceline.cli.report import find_runs
 from paceline.core.errors import ConfigError, DataError
 
 PAGE = re.compile(r"http://127\.0\.0\.1:\d+/")

@@ -303,7 +303,7 @@ def _killed(rank: int, folder: Path) -> None:
     def show(error: PacelineError) -> None:
         (folder / str(rank)).write_text(str(error))
 
-    heartbeats_module._ANSWER_S = 2.0  # of a host with fewer cores than ranks
+    heartbeats_module._ANSWER_S = 10.0  # of a busy host with fewer cores than ranks
     group = Group(Topology.from_env(os.environ), CommSettings(timeout_s=100), CPU, show)
     group.all_reduce_sum(torch.ones(4))
     if rank == 4:
@@ -321,7 +321,9 @@ def test_of_six_ranks_only_the_killed_one_is_named_and_by_all_alike(tmp_path: Pa
         run_ranks(6, _killed, tmp_path, grace_s=100)
     lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert set(lines) >= {"0", "1", "2", "3", "5"}
-    (line,) = {text for name, text in lines.items() if name != "4"}
+    found = {text for name, text in lines.items() if name != "4"}
+    assert len(found) == 1, lines
+    line = found.pop()
     assert "rank 4 gives no sign of life" in line
     assert line.count("no sign of life") == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import Any
@@ -114,12 +115,29 @@ def test_ranks_on_one_machine_have_one_clock() -> None:
         assert residual_s < 60
 
 
+def _slow_end_of_backward() -> None:
+    """The last gradient of steps 3 to 5 takes its time, so that the communication thread gets a core
+    before it, however busy the host is."""
+    from paceline.models.resnet import SmallResNet
+
+    real, passes = SmallResNet.forward, itertools.count()
+
+    def forward(self: SmallResNet, images: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and 4 <= next(passes) < 10:  # two of each step
+            images = images.detach().requires_grad_()
+            images.register_hook(lambda gradient: time.sleep(0.4))
+        return real(self, images)
+
+    SmallResNet.forward = forward  # type: ignore[method-assign]
+
+
 def test_a_run_writes_one_trace_of_all_ranks(tmp_path: Any) -> None:
     arguments = small(
         "--output", "run", "-b", "4", "--trace", "--set", "run.trace_steps=[3, 4]", "--epochs", "1",
         "--set", "comm.algorithm=ring", "--set", "comm.fusion_mib=0.5",
     )  # fmt: skip
-    assert [done.code for done in run_two(arguments, tmp_path)] == [0, 0]
+    done = run_two(arguments, tmp_path, [_slow_end_of_backward] * 2)
+    assert [rank.code for rank in done] == [0, 0]
     document = json.loads((tmp_path / "run/trace.json").read_text())
     spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {0, 1}

@@ -42,8 +42,8 @@ def others() -> list[str]:
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     place = tmp_path_factory.mktemp("traced")
-    shards = write_shards(place / "shards", train=64)
-    flags = ["train", "--data-dir", str(shards), "--model", "resnet18", "-b", "4", "--epochs", "1",
+    shards = write_shards(place / "shards", train=56)
+    flags = ["train", "--data-dir", str(shards), "--model", "resnet_tiny", "-b", "4", "--epochs", "1",
              "--set", "data.image_size=32", "--set", "data.eval_resize=36", "--opt", "lars",
              "--set", "comm.algorithm=ring", "--output", str(place / "run")]  # fmt: skip
     script, port = str(Path(__file__).parent / "traced_step.py"), str(free_port())

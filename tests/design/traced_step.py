@@ -3,8 +3,8 @@
     python traced_step.py OUTPUT.json train ...
 
 Tracing covers all threads, because the input pipeline and the communication thread run beside the step.
-The
-profile function is installed before any thread starts; it records only between two steps of the loop.
+The profile function is installed before any of these threads starts, but after the imports, whose calls
+would take most of the time; it records only between two steps of the loop.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ def main() -> None:
         if on and event == "call" and frame.f_code.co_filename.startswith(prefix):
             found.add(frame.f_code.co_filename)
 
-    threading.setprofile(profile)
-    sys.setprofile(profile)
     from paceline.cli.app import main as command
     from paceline.train.step import TrainStep
 
@@ -43,9 +41,11 @@ def main() -> None:
         nonlocal on, calls
         calls += 1
         on = FIRST <= calls < LAST
+        sys.setprofile(profile if on else None)  # of this thread; others have it from their start
         return launch(step, *args, **kwargs)
 
     TrainStep.launch = counted  # type: ignore[method-assign]
+    threading.setprofile(profile)
     try:
         command()  # exits
     finally:

@@ -152,9 +152,9 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         limits, job = Limits(price=2.0, minutes=5.0), Job(90.0, 1000, 400.0, 2.0)
         found = options(question, place, limits, job)
         answer = Answer(
-            work, place, now, tuple(scaling_curve(question, place)),
-            largest_ranks(question, place), tuple(advise(question, place, now)), 90.0, 1000,
-            limits, job, tuple(found),
+            workload=work, cluster=place, now=now, curve=tuple(scaling_curve(question, place)),
+            most_ranks=largest_ranks(question, place), epochs=90.0, samples=1000, limits=limits,
+            advice=tuple(advise(question, place, now)), job=job, options=tuple(found),
         )  # fmt: skip
         _strict_json(answer.to_json())
         for rows in (fact_rows, bucket_rows, curve_rows, advice_rows, option_rows):

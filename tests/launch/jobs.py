@@ -22,15 +22,15 @@ ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples" / "launch"
 # A machine that is busy with other things takes its time to import torch.
 PATIENCE_S = 200.0
-# 12 epochs of 100 samples in batches of 16: long enough to be disturbed, and saved every 10 steps.
-TOTAL_STEPS = 75
+# 6 epochs of 100 samples in batches of 16: long enough to be disturbed, and saved every 10 steps.
+TOTAL_STEPS = 38
 DISTURB_AT = 15
 
 
 def training(output: Path, *more: str) -> list[str]:
     """`train …` of the job that all launchers do alike."""
-    every = ["--set", "checkpoint.interval_steps=10", "--set", "run.eval_interval_epochs=4"]
-    return [*small(), "--device", "cpu", "--epochs", "12", *every, "--output", str(output), *more]
+    every = ["--set", "checkpoint.interval_steps=10", "--set", "run.eval_interval_epochs=2"]
+    return [*small(), "--device", "cpu", "--epochs", "6", *every, "--output", str(output), *more]
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:

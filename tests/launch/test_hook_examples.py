@@ -13,6 +13,7 @@ import pytest
 
 from cli_runs import is_launchers
 
+pytestmark = pytest.mark.xdist_group("processes")  # needs no `reference`
 ROOT = Path(__file__).parent.parent.parent
 NEEDS = {"ddp": "torch", "lightning": "lightning", "accelerate": "accelerate"}
 

@@ -13,6 +13,7 @@ import pytest
 from launch.jobs import ROOT, assert_nothing_left, run
 from ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("processes")  # needs no `reference`
 EXAMPLES = ROOT / "examples"
 
 

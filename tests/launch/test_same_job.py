@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from cli_runs import events, summary
-from launch.jobs import EXAMPLES, environment, ranks_of, reached_step, run, started, training
+from launch.jobs import (
+    DISTURB_AT,
+    EXAMPLES,
+    ROOT,
+    TOTAL_STEPS,
+    environment,
+    ranks_of,
+    reached_step,
+    run,
+    started,
+    training,
+)
 from ranks import free_port
 
 # srun for one node: it starts its tasks with the variables that SLURM gives them, and waits for all.
@@ -53,17 +64,31 @@ def stand_in(folder: Path, name: str, text: str) -> str:
     return os.pathsep.join([str(folder), environment({})["PATH"]])
 
 
+# Rank 1 stands still in a step until it is killed, however slow its killer is; the one after it does not.
+WAITS = "faults.at_micro_batch({}, 1, functools.partial(faults.await_file, pathlib.Path({!r})))"
+
+
+def in_each_rank(folder: Path, statement: str) -> str:
+    """A `PYTHONPATH` with which every rank begins with a statement on `faults`."""
+    folder.mkdir()
+    head = "import os\nif 'RANK' in os.environ:\n    import functools, pathlib, faults\n"
+    (folder / "sitecustomize.py").write_text(f"{head}    {statement}\n")
+    return os.pathsep.join([str(folder), str(ROOT / "src"), str(ROOT / "tests")])
+
+
 def test_torchrun_goes_on_after_a_killed_rank(tmp_path: Path, reference: dict[str, Any]) -> None:
     """Two agents: one sees the failure and starts its rank anew, the other sees it join anew. Ranks go
     on by themselves from the last checkpoint."""
     place = {"NODES": "2", "RANKS_PER_NODE": "1", "HEAD_NODE": "localhost", "MAX_RESTARTS": "1"}
     place["PORT"] = str(free_port())
-    output = tmp_path / "run"
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    place["PYTHONPATH"] = in_each_rank(tmp_path / "site", WAITS.format(DISTURB_AT, str(killed)))
     script = ["bash", str(EXAMPLES / "torchrun_multi_node.sh"), *training(output)[1:]]
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(started(script, tmp_path, **place)) for _ in range(2)]
         nodes[0].wait_until(reached_step(output))
         os.kill(ranks_of(tmp_path)[1], signal.SIGKILL)
+        killed.touch()
         for node in nodes:
             done = node.wait()
             assert done.code == 0, done.err
@@ -91,7 +116,7 @@ def test_mpirun(tmp_path: Path, reference: dict[str, Any]) -> None:
     assert_same(tmp_path / "run", reference, "openmpi")
     # mpirun gives rank 0 a terminal, but what it shows goes to a file here.
     assert "\x1b" not in done.out
-    assert "step 70/75" in done.out
+    assert f"step 30/{TOTAL_STEPS}" in done.out
 
 
 def test_slurm(tmp_path: Path, reference: dict[str, Any]) -> None:

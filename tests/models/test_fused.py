@@ -15,7 +15,11 @@ pytestmark = needs_triton
 
 @pytest.mark.parametrize(
     ("file", "cases"),
-    [("fused_cases.py", 90), pytest.param("fused_net_cases.py", 7, marks=pytest.mark.slow)],
+    [
+        ("fused_cases.py", 90),
+        ("product_cases.py", 16),
+        pytest.param("fused_net_cases.py", 7, marks=pytest.mark.slow),
+    ],
 )
 def test_in_tritons_interpreter(file: str, cases: int) -> None:
     run_interpreted(HERE / file, cases)

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.optim import lars_foreach
+from paceline.optim import foreach
 
 
 @pytest.fixture(params=["in place", "by select"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list operations as on a CPU, and as on a GPU, where no flag is read."""
     if request.param == "by select":
-        monkeypatch.setattr(lars_foreach, "on_host", lambda device: False)
+        monkeypatch.setattr(foreach, "on_host", lambda device: False)

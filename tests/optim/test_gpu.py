@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from optim.reference import (
     RATES,
     AdamReference,
     LarsReference,
+    MuonReference,
     assert_near,
     bits_equal,
     everything,
     grad_of,
 )
 from paceline.core.errors import RunError
-from paceline.optim import LAMB, LARS, AdamW, MasterOptimizer, Muon, orthogonalize
+from paceline.optim import LAMB, LARS, AdamW, MasterOptimizer, Muon, SharedProducts, orthogonalize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +49,7 @@ def create(of: Any, kind: torch.dtype, **options: Any) -> tuple[Any, list[nn.Par
     nhwc = [w.to(memory_format=torch.channels_last) if w.dim() == 4 else w for w in made]
     kinds = [kind if w.dim() > 1 else torch.float32 for w in nhwc]
     ps = [nn.Parameter(w.to("cuda", k)) for w, k in zip(nhwc, kinds, strict=True)]
-    rest = {"adapt": False, "lr": 0.2} | ({"orthogonal": False} if of is Muon else {})
+    rest = {"adapt": False, "lr": 0.2} | ({"orthogonal": False} if issubclass(of, Muon) else {})
     if of in (AdamW, LAMB):
         rest = {"lr": 0.02, "weight_decay": 0.0} | ({"adapt": False} if of is LAMB else {})
     groups = [
@@ -105,18 +107,37 @@ def test_lars_follows_the_equation(fused: bool, kind: torch.dtype, options: dict
         assert torch.equal(p, master.to(p.dtype))
 
 
+class TorchMuon(Muon):
+    """Directions by torch, as on GPUs without bf16 tensor cores."""
+
+    directions_in_kernels: ClassVar[bool] = False
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    a, b = found.detach().double(), expected.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
 @KINDS
-def test_muon_in_kernels_equals_foreach(kind: torch.dtype) -> None:
-    made = [create(Muon, kind, fused=fused) for fused in (True, False)]
+@pytest.mark.parametrize("of", [Muon, TorchMuon])
+def test_muon_in_kernels_equals_foreach(of: type[Muon], kind: torch.dtype) -> None:
+    """Products in kernels within bf16's rounding: in emulated bf16 the direction of either differs from
+    fp64 by 0.9 to 1.4 %, and one from the other by 0.6 to 1.4 %; with the decay, which outweighs the
+    direction here, that is at most 0.3 % of a step."""
+    made = [create(of, kind, fused=fused) for fused in (True, False)]
     assert [optimizer.path for optimizer, _ in made] == ["triton", "foreach"]
+    start = [master.clone() for master in made[0][0].masters()]
     for optimizer, ps in made:
         optimizer.grad_scale = torch.tensor(128.0, device="cuda")
         for step in range(3):
             fill(ps, step, scale=128.0)
             optimizer.step()
     (kernel, ps), (foreach, qs) = made
-    for ours, theirs in zip(kernel.masters(), foreach.masters(), strict=True):
-        assert_near(ours, theirs, 1e-5)
+    for place, (ours, theirs) in enumerate(zip(kernel.masters(), foreach.masters(), strict=True)):
+        if of is Muon and place < len(FILTERS):
+            assert relative(ours - start[place], theirs - start[place]) < 0.01
+        else:
+            assert_near(ours, theirs, 1e-5)
     for p, q in zip(ps, qs, strict=True):
         momentum = kernel.state[p]["momentum_buffer"]
         assert_near(momentum, foreach.state[q]["momentum_buffer"], 1e-5)
@@ -124,6 +145,71 @@ def test_muon_in_kernels_equals_foreach(kind: torch.dtype) -> None:
     found = orthogonalize([tensor.cuda() for tensor in tensors])
     for ours, theirs in zip(found, orthogonalize(tensors), strict=True):
         assert float((ours.cpu() - theirs).norm() / theirs.norm()) < 0.05
+
+
+@KINDS
+@fused_or_not
+def test_muon_follows_the_equation(fused: bool, kind: torch.dtype) -> None:
+    optimizer, ps = create(Muon, kind, fused=fused)
+    start = [master.clone().cpu() for master in optimizer.masters()]
+    references = [MuonReference(master) for master in start[: len(FILTERS)]]
+    for step, lr in enumerate(RATES):
+        optimizer.param_groups[0]["lr"] = lr
+        fill(ps, step)
+        optimizer.step()
+        for p, reference in zip(ps, references, strict=False):
+            reference.step(grad_of(p).cpu(), lr, 0.9, True)
+    assert optimizer.overflow == 0
+    masters = [master.cpu() for master in optimizer.masters()]
+    for p, master, reference, old in zip(ps, masters, references, start, strict=False):
+        assert relative(master - old, reference.weight - old.double()) < 0.01
+        assert_near(optimizer.state[p]["momentum_buffer"], reference.momentum, 1e-5)
+        assert torch.equal(p.cpu(), master.to(p.dtype))
+
+
+def test_a_bad_gradient_leaves_no_trace_in_the_matrices_of_muon() -> None:
+    (seen, ps), (twin, qs) = create(Muon, torch.float16), create(Muon, torch.float16)
+    for step in range(3):
+        for own in (ps, qs):
+            fill(own, step)
+        for index in (0, 2):  # one is padded
+            grad_of(ps[index]).fill_(float("nan"))
+            seen.step()
+            assert (int(seen.overflow), seen.nonfinite()) == (1, [index])
+            fill(ps, step)
+        seen.step()
+        twin.step()
+    assert bits_equal(everything(seen), everything(twin))
+
+
+def test_ranks_that_share_muons_products_take_the_steps_of_one_that_does_not() -> None:
+    """Two ranks in one process: each first computes its own results in a step that changes nothing,
+    then captures and replays a step with those of the other."""
+    alone, ps = create(Muon, torch.float16)
+    fill(ps, 0)
+    alone.step()
+    sent: dict[int, Tensor] = {}
+    finished = []
+    for rank in (0, 1, 0):
+
+        def gather(rows: Tensor, lengths: Sequence[int], rank: int = rank) -> None:
+            if not torch.cuda.is_current_stream_capturing():
+                sent[rank] = rows[rank, : lengths[rank]].clone()
+            if 1 - rank in sent:
+                rows[1 - rank, : lengths[1 - rank]].copy_(sent[1 - rank])
+
+        optimizer, qs = create(Muon, torch.float16, products="kernels")
+        optimizer.shared = SharedProducts(rank, 2, gather)
+        fill(qs, 0)
+        optimizer.prepare()
+        if 1 - rank in sent:
+            graph = captured(optimizer)
+            optimizer.upload()
+            graph.replay()
+            finished.append(everything(optimizer))
+    assert len(finished) == 2
+    for found in finished:
+        assert bits_equal(found, everything(alone))
 
 
 @KINDS
@@ -214,10 +300,7 @@ def test_a_captured_graph_replays_eager_steps(of: type[MasterOptimizer]) -> None
         graphed.upload()
         graph.replay()
         assert int(graphed.overflow) == int(eager.overflow) == (step == 2)
-    if of is not Muon:
-        assert bits_equal(everything(graphed), everything(eager))
-    for ours, theirs in zip(everything(graphed), everything(eager), strict=True):
-        assert_near(ours, theirs, 1e-3 if ours.dtype == torch.float16 else 1e-5)
+    assert bits_equal(everything(graphed), everything(eager))
     hold.fill_(1.0)
     before = everything(graphed)
     graph.replay()

@@ -254,7 +254,18 @@ def test_the_bars_of_a_step_end_with_it(input_rate: float) -> None:
     place = gpu_cluster(gpu, 8, 8, 25)
     question = Question(work, 32, ("ring", "native"))
     now = question.answer(place)
-    bars = step_bars(Answer(work, place, now, (), None, (), 1.0, 1000))
+    bars = step_bars(
+        Answer(
+            workload=work,
+            cluster=place,
+            now=now,
+            curve=(),
+            most_ranks=None,
+            advice=(),
+            epochs=1.0,
+            samples=1000,
+        )
+    )
     assert max(bar.end for bar in bars) == pytest.approx(1e3 * now.step_s)
     links = [bar for bar in bars if bar.row == "links"]
     assert len(links) == len(now.scores)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.comm import heartbeats
 from scale.__main__ import problem
 from scale.forked_job import RankResult, Scenario
 from scale.training_job import train
@@ -42,12 +43,16 @@ def test_64_ranks_meet_agree_and_name_who_is_missing_or_stalls() -> None:
 
 def test_bad_input_ends_16_ranks_with_one_line() -> None:
     kinds = ["differs", "wrong size", "twice", "dies meeting", "dies"]
-    found = run_scale("--ranks", "16", "--timeout", "4", "--only", *kinds, "--phases", "0", "-1")
+    patient = ("--timeout", "8", "--patient")
+    found = run_scale("--ranks", "16", *patient, "--only", *kinds, "--phases", "0", "-1")
     assert [record["kind"] for record in found] == [*kinds[:-1], *["dies"] * 2]
     assert [record["broken"] for record in found] == [""] * 6
 
 
-def test_a_rank_that_dies_in_the_first_step_is_the_only_one_named() -> None:
+def test_a_rank_that_dies_in_the_first_step_is_the_only_one_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeats, "_ANSWER_S", 10.0)  # more ranks than cores; forks inherit it
     found = train(9, 4, killed=5)
     lines = {row["line"].partition("rank 0: ")[2] or row["line"] for row in found}
     assert len(found) == 8

@@ -29,6 +29,7 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command line does
 from torch.distributed.distributed_c10d import PrefixStore
 
+from fork_server import preload
 from paceline.comm.group import Group
 from paceline.comm.heartbeats import HeartbeatChannel
 from paceline.comm.progress import ProgressBoard
@@ -151,6 +152,7 @@ class Meter:
 def train(ranks: int, steps: int, killed: int | None = None) -> list[dict[str, Any]]:
     """What each of `ranks` forked processes measured, or the line with which it ended. A step has one
     image for each. Rank `killed` ends itself by SIGKILL in the first step, and is not among them."""
+    preload()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         port, children = free_port(), list[int]()

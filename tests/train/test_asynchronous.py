@@ -199,7 +199,7 @@ class Broken(nn.Module):
     def __init__(self, rank: int, num_classes: int) -> None:
         super().__init__()
         self._rank, self._calls = rank, 0
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, num_classes))
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(12 * 12, num_classes))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled() and images.abs().sum() > 0:

@@ -96,7 +96,9 @@ def _corrupt(rank: int, limit: int) -> int | str:
     some = [Batch(b.images, b.labels, (bad,)) for b in batches(0, 1)] + batches(1, 4)
     with joined() as group:
         try:
-            found = evaluate(Reader(), some, NORMALIZE, FULL, group, StopSignals(), limit)
+            found = evaluate(
+                Reader(), some, NORMALIZE, FULL, group, StopSignals(), corrupt_limit=limit
+            )
         except DataError:
             return "refused"
         assert isinstance(found, EvalResult)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cli_runs import summary
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
 from small_runs import run_small
@@ -40,11 +41,19 @@ def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
     return run_small(output, **values).summary
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that remembers nothing, with a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run_ranks(2, _run, str(folder), EVERY_STEP)
+    return folder
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_is_bit_identical(tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_is_bit_identical(tmp_path: Path, plain_run: Path, name: str) -> None:
     kind, values = CASES[name]
     whole = run_ranks(2, _run, str(tmp_path / "a"), values | EVERY_STEP)[0]
-    plain = run_ranks(2, _run, str(tmp_path / "plain"), {})[0]
+    plain = summary(plain_run)
     assert whole["weights_sha256"] != plain["weights_sha256"]
     saved = tmp_path / "a/checkpoints/step-00000003.pt"
     state = Checkpoint.read(saved).exchange
@@ -66,9 +75,8 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, name: str) -> None:
     assert "residuals" not in plain["chosen"].get("exchange state", "")
 
 
-def test_a_checkpoint_without_the_state_starts_it_afresh(tmp_path: Path) -> None:
-    run_ranks(2, _run, str(tmp_path / "a"), EVERY_STEP)
-    saved = str(tmp_path / "a/checkpoints/step-00000003.pt")
+def test_a_checkpoint_without_the_state_starts_it_afresh(tmp_path: Path, plain_run: Path) -> None:
+    saved = str(plain_run / "checkpoints/step-00000003.pt")
     values = CASES["int8"][1] | {"run__resume": saved}
     found = run_ranks(2, _run, str(tmp_path / "b"), values)[0]
     assert "start afresh" in found["chosen"]["exchange state"]

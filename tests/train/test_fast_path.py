@@ -17,7 +17,14 @@ from paceline.comm import CommSettings, Group
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.topology import Topology
-from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet, TorchNorm, use_torch_norms
+from paceline.models.resnet import (
+    RESNET_LAYOUTS,
+    Bottleneck,
+    ResNet,
+    SmallResNet,
+    TorchNorm,
+    use_torch_norms,
+)
 from paceline.train import fast_path
 from paceline.train.fast_path import FastPath, choose_fast_path, triton_problem, try_fast_path
 
@@ -135,9 +142,56 @@ def test_switches_that_cannot_be_obeyed_are_refused() -> None:
     )
 
 
+def bottlenecks() -> nn.Module:
+    with torch.device("meta"):
+        return ResNet(*RESNET_LAYOUTS["resnet50"], num_classes=3)
+
+
+def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision() -> None:
+    def switched(model: nn.Module) -> set[bool]:
+        return {m.fused_products for m in model.modules() if isinstance(m, Bottleneck)}
+
+    model = bottlenecks()
+    assert (choose(GPU, model).products, switched(model)) == ("off", {False})
+    for value in ("auto", "on"):
+        path = choose(GPU, model, fused_convolutions=value)
+        assert (path.products, switched(model)) == (value, {True})
+    settings = RunSettings(fused_convolutions="auto")
+    assert choose_fast_path(settings, model, GPU, "", half=False).products == "off"
+    assert switched(model) == {False}
+    assert choose(GPU, SmallResNet(), fused_convolutions="auto").products == "off"
+    assert choose(CPU, bottlenecks(), "needs a GPU", fused_convolutions="auto").products == "off"
+    settings = RunSettings(fused_convolutions="auto", recompute_norms=True)
+    assert choose_fast_path(settings, model, GPU, "").products == "auto"
+    assert {m.recompute for m in model.modules() if isinstance(m, Bottleneck)} == {True}
+    with pytest.raises(ConfigError, match="run.recompute_norms = True: fused convolutions: this"):
+        choose_fast_path(settings, SmallResNet(), GPU, "")
+    settings = RunSettings(fused_convolutions="on")
+    for given, problem in (
+        ((SmallResNet(), GPU, ""), "this model has no bottlenecks"),
+        ((bottlenecks(), CPU, "needs a GPU"), "needs fused norms, which this run does not have"),
+    ):
+        with pytest.raises(ConfigError, match=f"run.fused_convolutions = 'on': {problem}"):
+            choose_fast_path(settings, *given)
+    with pytest.raises(ConfigError, match="needs half precision"):
+        choose_fast_path(settings, model, GPU, "", half=False)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            {"fused_convolutions": "yes"},
+            "run.fused_convolutions = 'yes': unknown; known: auto, off, on",
+        ),
+        (
+            {"fused_convolutions": "on", "fused_norm": "off"},
+            "run.fused_convolutions = 'on': needs run.fused_norm; choose one of the two",
+        ),
+        (
+            {"recompute_norms": True},
+            "run.recompute_norms = True: needs fused convolutions; add run.fused_convolutions = 'auto'",
+        ),
         ({"compile": "block"}, "run.compile = 'block': unknown; did you mean 'blocks'?"),
         ({"fused_norm": "yes"}, "run.fused_norm = 'yes': unknown; known: auto, off, on"),
         ({"cuda_graphs": "onn"}, "run.cuda_graphs = 'onn': unknown; did you mean 'on'?"),

@@ -28,6 +28,7 @@ def losses(folder: Path) -> list[float]:
 GROWS: dict[str, Any] = {
     "run__epochs": 3, "run__global_batch_size": None, "run__batch_size": 8,
     "optim__batch_schedule": "0:8,1:16,2:32", "precision__amp_dtype": "fp32",
+    "data__image_size": 28,
 }  # fmt: skip
 
 
@@ -43,6 +44,7 @@ def test_runs_follow_those_on_the_cpu(tmp_path: Path, name: str) -> None:
     values: dict[str, Any] = {
         "optim__name": name, "optim__momentum": 0.0, "optim__halp_mu": 1.0, "data__augment": "none",
         "data__flip": False, "precision__amp_dtype": "fp32", "optim__bits": 16,
+        "data__image_size": 28,
     }  # fmt: skip
     run_small(tmp_path / "cpu", **values)
     run_small(tmp_path / "gpu", run__device="cuda", **values)

@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    return run_small(output, run__device="cuda", comm__backend="gloo", **values).summary
+    place: dict[str, Any] = {"run__device": "cuda", "comm__backend": "gloo"}
+    return run_small(output, data__image_size=28, **place, **values).summary
 
 
 @pytest.mark.parametrize("name", CASES)

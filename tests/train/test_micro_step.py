@@ -133,7 +133,7 @@ def test_a_run_mixes_every_micro_batch_as_its_settings_say(
         tmp_path, run__batch_size=8, run__seed=3, run__mixup=mixup, run__cutmix=cutmix,
         data__synthetic_samples=54,
     )  # fmt: skip
-    mixing = Mixing(mixup, cutmix, 28, seed=3)
+    mixing = Mixing(mixup, cutmix, 12, seed=3)
     sizes = [(step, number, 8) for step in range(6) for number in range(2)]
     expected = [mixing.table(*which) for which in [*sizes, (6, 0, 6), (6, 1, 6)]]
     for table, wanted in zip(found, expected, strict=True):

@@ -96,7 +96,7 @@ def plan_in(wire: str, folder: Path, ranks: int) -> str:
     from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 
     net = create_model(
-        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=28
+        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
     )
     sizes = [(name, p.numel()) for name, p in net.named_parameters()]
     names = tuple(name for name, _ in sizes)
@@ -143,7 +143,7 @@ def test_the_cluster_continues_what_was_rehearsed(tmp_path: Path) -> None:
     assert found == [whole["weights_sha256"]] * 2
 
 
-def profile(folder: Path, image_size: int = 28, prefix: str = "") -> str:
+def profile(folder: Path, image_size: int = 12, prefix: str = "") -> str:
     """A step of resnet_tiny as `paceline profile` would have measured it."""
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
@@ -151,7 +151,7 @@ def profile(folder: Path, image_size: int = 28, prefix: str = "") -> str:
     from paceline.plan.workload import Affine, Gradient, Workload
 
     net = create_model(
-        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=28
+        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
     )
     names = [(name, p.numel()) for name, p in net.named_parameters()]
     gradients = tuple(
@@ -193,8 +193,8 @@ def test_the_clock_advances_by_the_predicted_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("image_size", "prefix", "problem"),
     [
-        (32, "", "images of 32 pixels, and the run has 28"),
-        (28, "net.", "lacks tensors of the model"),
+        (32, "", "images of 32 pixels, and the run has 12"),
+        (12, "net.", "lacks tensors of the model"),
     ],
 )
 def test_a_profile_of_other_images_or_another_model_is_refused(
@@ -246,7 +246,7 @@ class _Looks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(28 * 28, 4)
+        self.fc = nn.Linear(12 * 12, 4)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.fc(images.flatten(1))
@@ -347,7 +347,7 @@ def test_a_rehearsal_on_a_gpu_is_captured_and_close_to_that_on_the_cpu(
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     values = {**rehearsed(4), "run__epochs": 1, "comm__algorithm": algorithm}
-    fp32: dict[str, Any] = {"precision__amp_dtype": "fp32"}
+    fp32: dict[str, Any] = {"precision__amp_dtype": "fp32", "data__image_size": 28}
     found, events = watched(
         tmp_path / "gpu", run__device="cuda", run__cuda_graphs="on", **values, **fp32
     )

@@ -186,7 +186,7 @@ def test_a_start_that_fails_leaves_no_empty_folder(
 
 def test_the_order_of_samples_is_pinned(tmp_path: Path) -> None:
     """Including the sizes of the shards, on which it depends."""
-    source = SyntheticImages(56, 4, 28, 1, 0)
+    source = SyntheticImages(56, 4, 12, 1, 0)
     for name, size in (("a", 14), ("b", 8)):
         options = PackOptions(shard_samples=size, shuffle=False)
         pack_splits({"train": source, "val": source}, tmp_path / name, options)

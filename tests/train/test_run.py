@@ -172,11 +172,11 @@ def test_notes_of_both_loaders_are_emitted_once_also_after_an_error(
     monkeypatch.setattr(EvalLoader, "note", lambda self: "2 on the host")
     evaluate, calls = loop.evaluate, []
 
-    def twice(*arguments: Any) -> Any:
+    def twice(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) > 2:
             raise PacelineError("the disk is gone")
-        return evaluate(*arguments)
+        return evaluate(*arguments, **options)
 
     monkeypatch.setattr(loop, "evaluate", twice)
     with pytest.raises(PacelineError, match="the disk is gone"):
@@ -253,9 +253,10 @@ def test_skips_in_a_row_and_a_non_finite_loss_disqualify_the_best(
     """Evaluations after steps 4 and 7; the second scores higher."""
     evaluate, collect, scores = loop.evaluate, TrainStep.collect, [(10.0, 1.0), (90.0, val_loss)]
 
-    def scored(*arguments: Any) -> Any:
+    def scored(*arguments: Any, **options: Any) -> Any:
         top1, loss = scores.pop(0)
-        return replace(evaluate(*arguments), top1=top1, loss=loss)  # type: ignore[type-var]
+        found = evaluate(*arguments, **options)
+        return replace(found, top1=top1, loss=loss)  # type: ignore[type-var]
 
     def collected(step: TrainStep) -> StepOutcome:
         outcome = collect(step)

@@ -75,7 +75,7 @@ def test_the_batches_of_all_ranks_are_the_global_batch(accumulation: int) -> Non
 def linear(num_classes: int) -> nn.Module:
     """Without batch norm, whose statistics are each micro-batch's own."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, num_classes))
+    return nn.Sequential(nn.Flatten(), nn.Linear(12 * 12, num_classes))
 
 
 def _train(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:

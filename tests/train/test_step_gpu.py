@@ -198,7 +198,7 @@ def test_a_run_on_the_fast_path_learns(tmp_path: Path, dtype: str) -> None:
     display = Silent()
     config = small_config(
         tmp_path / "a", run__device="cuda", run__epochs=24, precision__amp_dtype=dtype,
-        optim__warmup_epochs=1.0,
+        optim__warmup_epochs=1.0, data__image_size=28,
     )  # fmt: skip
     outcome = run_training(config, lambda: display)
     assert outcome.summary["chosen"]["speed"] == (

@@ -34,7 +34,7 @@ class Linear(nn.Module):
 
     def __init__(self, num_classes: int, in_channels: int) -> None:
         super().__init__()
-        self.last = nn.Linear(in_channels * 28 * 28, num_classes)
+        self.last = nn.Linear(in_channels * 12 * 12, num_classes)
         nn.init.zeros_(self.last.weight)
         nn.init.zeros_(self.last.bias)
 

@@ -102,7 +102,7 @@ class Linear(nn.Module):
 
     def __init__(self, num_classes: int = 4) -> None:
         super().__init__()
-        self.head = nn.Linear(28 * 28, num_classes)
+        self.head = nn.Linear(12 * 12, num_classes)
 
     def forward(self, images: Tensor) -> Any:
         return self.head(images.flatten(1))
@@ -169,11 +169,11 @@ class HoldsOther(Linear):
     [
         (lambda: SmallResNet(num_classes=5), "outputs are 4 × 5 for 4 images of 4 classes"),
         (Wide, "outputs are 4 × 9 for 4 images of 4 classes; .*set model.num_classes=9"),
-        (Pair, r"a tuple of 2 tensors \(4 × 4, 4 × 1 × 28 × 28\)"),
+        (Pair, r"a tuple of 2 tensors \(4 × 4, 4 × 1 × 12 × 12\)"),
         (PairInTraining, "use --set model.arguments={aux_logits=false}"),
         (NoLogitsInEvaluation, "a dict of 1 tensors .* in evaluation mode"),
         (ChangesWeights, "changes its parameters: head.weight"),
-        (FixedSize, "forward failed on 4 × 1 × 28 × 28 images: RuntimeError: .*data.image_size"),
+        (FixedSize, "forward failed on 4 × 1 × 12 × 12 images: RuntimeError: .*data.image_size"),
         (FailsInBackward, "failed at step 1 on 16 images: LookupError: no gradient today;"),
         (HoldsOther, "_extra_state, which is not a tensor"),
         (lambda num_classes: 3, "gives a int"),
@@ -275,7 +275,7 @@ class AfterTwoSteps(Callback):
 
 
 def new_layer(model: Any) -> None:
-    model.head = nn.Linear(28 * 28, 4)
+    model.head = nn.Linear(12 * 12, 4)
 
 
 def new_memory(model: Any) -> None:

@@ -27,7 +27,10 @@ from paceline.train.step import TrainStep
 
 _TAKEN_APART = 5
 # Settings of the run and of the data that the step depends on.
-_STEP = ("run.compile", "run.cuda_graphs", "run.channels_last", "run.fused_norm")
+_STEP = (
+    "run.compile", "run.cuda_graphs", "run.channels_last", "run.fused_norm",
+    "run.fused_convolutions", "run.recompute_norms",
+)  # fmt: skip
 _IMAGES = (
     "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",
     "data.crop_ratio", "data.cutout",

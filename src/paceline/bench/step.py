@@ -276,6 +276,8 @@ _OURS: dict[str, dict[str, Any]] = {
     "ours N>1": {"comm.algorithm": "native"},
     "ours muon": {"optim.name": "muon"},
     "ours no graphs": {"run.cuda_graphs": "off"},
+    # Bottlenecks only.
+    "ours fused convolutions": {"run.fused_convolutions": "auto"},
     "ours tf32": {"precision.amp_dtype": "fp32"},
     "ours fp32": {"precision.amp_dtype": "fp32", "precision.tf32": False},
 }
@@ -393,7 +395,7 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
     ):
         if "ours" in speed and below in speed:
             found[name] = speed["ours"] / speed[below]
-    for name in ("ours N>1", "ours muon", "ours no graphs"):
+    for name in ("ours N>1", "ours muon", "ours no graphs", "ours fused convolutions"):
         if "ours" in speed and name in speed:
             found[f"{name} / ours"] = speed[name] / speed["ours"]
     return found

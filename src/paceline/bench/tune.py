@@ -55,7 +55,7 @@ class Tuner:
     """Every method is called by all ranks alike."""
 
     def __init__(self, ranks: RankGroup, job: TuneJob) -> None:
-        self._ranks, self._job = ranks, job
+        self._ranks, self.job = ranks, job
         self._load = HostLoad()
         names = dict.fromkeys((NATIVE, *job.algorithms))
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
@@ -79,10 +79,10 @@ class Tuner:
         """All sizes that there is time for."""
         found: list[MeasuredSize] = []
         start, last_s = time.perf_counter(), 0.0
-        for at, size in enumerate(self._job.sizes):
+        for at, size in enumerate(self.job.sizes):
             begun = time.perf_counter()
-            left_s = self._job.limit_s - (begun - start)
-            share_s = left_s / (len(self._job.sizes) - at)
+            left_s = self.job.limit_s - (begun - start)
+            share_s = left_s / (len(self.job.sizes) - at)
             # Sizes ascend: the next takes as long as the last, at least. All go by rank 0's clock.
             late = self._ranks.rank == 0 and bool(found) and left_s < last_s
             if self._ranks.agree_max(float(late)) > 0:
@@ -106,7 +106,7 @@ class Tuner:
         )
         kept = self._ranks.decided(lambda: near_the_best(screened))
         samples = interleaved(
-            self._ranks, {name: ways[name] for name in kept}, iterations=self._job.iterations,
+            self._ranks, {name: ways[name] for name in kept}, iterations=self.job.iterations,
             warm_up=0, prepare=zero, limit_s=limit_s,
         )  # fmt: skip
         return MeasuredSize.of(size, {**screened, **samples})
@@ -124,7 +124,7 @@ class Tuner:
 
     def conclude(self, measured: list[MeasuredSize], probed: ProbedCluster) -> PlanFile:
         """Rank 0's choice."""
-        chosen = self._ranks.decided(lambda: choose_algorithms(measured, self._job.margin))
+        chosen = self._ranks.decided(lambda: choose_algorithms(measured, self.job.margin))
         return PlanFile(
             cluster=probed.facts, sizes=table_of(measured, chosen), measured=tuple(measured),
             chosen=tuple(chosen), probed=probed,

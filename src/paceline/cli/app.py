@@ -31,7 +31,6 @@ from paceline.cli import (
     report,
     train,
     tune,
-    watch,
 )
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
@@ -66,7 +65,7 @@ app.command("export")(evaluate.export_weights)
 app.command("models")(models.list_models)
 app.command("report")(report.report_run)
 app.command("compare")(report.compare_runs)
-app.command("watch")(watch.watch_runs)
+app.command("watch")(report.watch_runs)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)

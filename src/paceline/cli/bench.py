@@ -190,13 +190,9 @@ def bench_input(
         if train_step:
             fastest = max((r for r in results if r.row.kind == "ours"), key=lambda r: r.median)
             found["training"] = measure_training(
-                train_step,
-                fastest.row,
-                rounds=rounds,
-                steps=steps,
-                warm_up=warm_up,
+                train_step, fastest.row, rounds=rounds, steps=steps, warm_up=warm_up,
                 on_progress=_report_progress,
-            )
+            )  # fmt: skip
     if as_json:
         asked = {
             "split": split, "batch_size": batch_size, "image_size": image_size, "rounds": rounds,

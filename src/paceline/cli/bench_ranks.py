@@ -121,6 +121,16 @@ def run_on_ranks(placement: Placement) -> int | None:
         return show(cluster.ranks(["-m", "paceline", *arguments], placement.ranks_per_host))
 
 
+def parse_size_range(min_bytes: str, max_bytes: str, factor: float) -> tuple[int, int]:
+    """First and last size of a series that grows by `factor`."""
+    if factor <= 1:
+        raise ConfigError("--factor", factor, "must be above 1", "try 4")
+    low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
+    if low > high:
+        raise ConfigError("--min-bytes", min_bytes, f"is more than --max-bytes {max_bytes}")
+    return low, high
+
+
 def allreduce(
     hosts: int = HOSTS,
     ranks_per_host: int = RANKS_PER_HOST,
@@ -160,13 +170,9 @@ def allreduce(
     table = None if sizes is None else SizeTable.read(sizes)
     check_at_least(1, {"--iterations": iterations})
     check_at_least(0, {"--warm-up": warm_up})
-    if factor <= 1:
-        raise ConfigError("--factor", factor, "must be above 1", "try 2")
     parts = [part for part in byte_list.split(",") if part.strip()]
     given = tuple(parse_bytes("--bytes", part) for part in parts)
-    low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
-    if low > high:
-        raise ConfigError("--min-bytes", min_bytes, f"is more than --max-bytes {max_bytes}")
+    low, high = parse_size_range(min_bytes, max_bytes, factor)
     code = run_on_ranks(placement)
     if code is not None:
         return code
@@ -387,7 +393,7 @@ def check_settings(device: str, backend: str, group_size: int) -> None:
     )
 
 
-def check_at_least(least: int, values: Mapping[str, int]) -> None:
+def check_at_least(least: int, values: Mapping[str, float]) -> None:
     """`values` by option."""
     for option, value in values.items():
         if value < least:

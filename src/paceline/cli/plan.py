@@ -15,11 +15,11 @@ from paceline.core.untrusted import one_line
 from paceline.plan.plan_file import PlanFile
 
 if TYPE_CHECKING:
-    from paceline.plan.answer import Answer
+    from paceline.plan.answer import Answer, Question
     from paceline.plan.cluster import Accelerator, Cluster
     from paceline.plan.fusion_plan import FusionPlan
     from paceline.plan.layers import Network
-    from paceline.plan.plan_file import PlanFile
+    from paceline.plan.recommend import Limits
     from paceline.plan.workload import Workload
 
 
@@ -77,8 +77,6 @@ def plan(
     from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
     from paceline.plan.fusion_plan import wire_names
     from paceline.plan.memory import check_memory
-    from paceline.plan.optimizer import best_plan
-    from paceline.plan.plan_file import PlanFile
     from paceline.plan.prediction import predict
     from paceline.plan.recommend import (
         Job,
@@ -87,26 +85,16 @@ def plan(
         input_supply,
         limits_of,
         options,
-        recommended_batch,
     )
     from paceline.plan.schedules import algorithm_names
 
     if not 0 < epochs < float("inf") or dataset_size < 1:
         raise ConfigError("--epochs, --dataset-size", (epochs, dataset_size), "must be above 0")
-    flags = {
-        "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
-        "links": links, "oversubscription": oversubscription,
-    }  # fmt: skip
-    given = {name: value for name, value in flags.items() if value is not None}
-    if cluster is not None and given:
-        name, value = next(iter(given.items()))
-        flag = f"--{name.replace('_', '-')}"
-        raise ConfigError(flag, value, "is in the cluster file already", "leave out one of them")
-    file = PlanFile() if cluster is None else PlanFile.read(cluster, "--cluster")
-    if profile is not None:
-        file = replace(file, workload=PlanFile.read(profile, "--profile").profile)
-    elif gpu:
-        file = replace(file, workload=None)
+    given = _cluster_flags(
+        cluster, gpus_per_node=gpus_per_node, node_gbps=node_gbps, latency_us=latency_us,
+        links=links, oversubscription=oversubscription,
+    )  # fmt: skip
+    file = _read_files(cluster, profile, gpu)
     chip, net = _chip(gpu), _network(model, file.workload, image_size)
     work = _workload(model, chip, net, file.workload, image_size, software)
     place = _gpu_cluster(gpu, nodes, given) if cluster is None else file.planned_cluster()
@@ -120,26 +108,12 @@ def plan(
     most = min(accurate_batch(max_global_batch, noise_scale), dataset_size)
     limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour)
     question = Question(work, batch_size or 1, tuple(algorithm) or known, wires)
-    if batch_size is None:
-        batch_size = recommended_batch(question, place, limits)
-        recommended = True
-    else:
-        recommended = False
-    if batch_size < 1:
-        raise ConfigError("--batch-size", batch_size, "must be at least 1")
-    memory = None if net is None or chip is None else check_memory(net, chip, batch_size)
-    _check_batch(batch_size, place, dataset_size)
-    question = replace(question, batch=batch_size)
-    if with_plan is None:
-        chosen = best_plan(work, place, batch_size, question.algorithms, wires)
-    elif algorithm or wire:
-        raise ConfigError(
-            "--with-plan", str(with_plan), "decides algorithms and wire itself",
-            "leave out --algorithm and --wire",
-        )  # fmt: skip
-    else:
-        chosen = _given_plan(with_plan, work, place)
-    now = predict(work, place, chosen, batch_size)
+    batch = _batch(batch_size, question, place, limits)
+    memory = None if net is None or chip is None else check_memory(net, chip, batch)
+    _check_batch(batch, place, dataset_size)
+    question = replace(question, batch=batch)
+    chosen = _fusion_plan(with_plan, question, place, restricted=bool(algorithm or wire))
+    now = predict(work, place, chosen, batch)
     # Clusters of CPUs meet over Gloo.
     is_gpu = (chip is None or chip.name != "CPU") if file.probed is None else (
         file.probed.device == "cuda"
@@ -148,10 +122,12 @@ def plan(
     if chip is not None:
         job = Job(epochs, dataset_size, chip.watts, price_per_gpu_hour, nccl=is_gpu)
     answer = Answer(
-        work, place, now, tuple(scaling_curve(question, place)), largest_ranks(question, place),
-        tuple(advise(question, place, now, limits, _faster(net, chip, work, batch_size))), epochs,
-        dataset_size, limits, job, tuple(options(question, place, limits, job)) if job else (),
-        recommended, memory, chip.memory_bytes if chip else 0.0, supply, is_gpu=is_gpu,
+        workload=work, cluster=place, now=now, epochs=epochs, samples=dataset_size, limits=limits,
+        curve=tuple(scaling_curve(question, place)), most_ranks=largest_ranks(question, place),
+        advice=tuple(advise(question, place, now, limits, _faster(net, chip, work, batch))),
+        job=job, options=tuple(options(question, place, limits, job)) if job else (),
+        recommended=batch_size is None, memory=memory, is_gpu=is_gpu, supply=supply,
+        memory_bytes=chip.memory_bytes if chip else 0.0,
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -162,6 +138,36 @@ def plan(
     if html is not None:
         typer.echo(f"page: {_write_page(html, answer)}", err=as_json)
     return 0
+
+
+def _cluster_flags(cluster: Path | None, **flags: float | None) -> dict[str, Any]:
+    """Those that are given, which a cluster file excludes."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    if cluster is not None and given:
+        name, value = next(iter(given.items()))
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(flag, value, "is in the cluster file already", "leave out one of them")
+    return given
+
+
+def _read_files(cluster: Path | None, profile: Path | None, gpu: str) -> PlanFile:
+    """The cluster's file with the profile that counts: that of --profile; of the catalogue where a GPU is
+    named; else the one that tune has left in the cluster's file."""
+    file = PlanFile() if cluster is None else PlanFile.read(cluster, "--cluster")
+    if profile is not None:
+        return replace(file, workload=PlanFile.read(profile, "--profile").profile)
+    return replace(file, workload=None) if gpu else file
+
+
+def _batch(given: int | None, question: Question, place: Cluster, limits: Limits) -> int:
+    """Of one GPU: as given, or recommended."""
+    from paceline.plan.recommend import recommended_batch
+
+    if given is None:
+        return recommended_batch(question, place, limits)
+    if given < 1:
+        raise ConfigError("--batch-size", given, "must be at least 1")
+    return given
 
 
 def _check_batch(batch: int, place: Cluster, samples: int) -> None:
@@ -181,9 +187,21 @@ def _write_page(path: Path, answer: Answer) -> Path:
     return write_page(plan_page(answer), path, PAGE_NAME)
 
 
-def _given_plan(path: Path, work: Workload, place: Cluster) -> FusionPlan:
-    from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+def _fusion_plan(
+    path: Path | None, question: Question, place: Cluster, *, restricted: bool
+) -> FusionPlan:
+    """That of the file, or the best; `restricted`: flags say which algorithms and formats it may have."""
+    from paceline.plan.optimizer import best_plan
+    from paceline.plan.plan_file import ClusterFacts, ModelFacts
 
+    work = question.workload
+    if path is None:
+        return best_plan(work, place, question.batch, question.algorithms, question.wires)
+    if restricted:
+        raise ConfigError(
+            "--with-plan", str(path), "decides algorithms and wire itself",
+            "leave out --algorithm and --wire",
+        )  # fmt: skip
     file = PlanFile.read(path)
     model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
     file.check(model, ClusterFacts(place.ranks, place.nodes), str(path))
@@ -296,7 +314,7 @@ def _gpu_cluster(gpu: str, nodes: int | None, flags: dict[str, Any]) -> Cluster:
 
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
     """What the cluster's file has stays in the new one, unless it is for another number of nodes."""
-    from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
+    from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts
 
     work, place = answer.workload, answer.cluster
     cluster = ClusterFacts(place.ranks, place.nodes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,20 +25,23 @@ from paceline.cli.bench_ranks import (
     RANKS_PER_HOST,
     SHARE_GPUS,
     Placement,
+    check_at_least,
     check_settings,
     parse_algorithms,
+    parse_size_range,
     run_on_ranks,
 )
 from paceline.config import RunConfig, load_config, parse_assignment
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.topology import Topology
-from paceline.core.units import format_bytes, parse_bytes
+from paceline.core.units import format_bytes
 from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import tuned_names
 from paceline.plan.size_table import MARGIN, MeasuredSize, check_noise
 
 if TYPE_CHECKING:
     from paceline.bench.ranks import RankGroup
+    from paceline.bench.tune import Tuner
     from paceline.plan.workload import Workload
 
 
@@ -78,16 +82,11 @@ def tune(
                "model.num_classes": classes}  # fmt: skip
     config = _config(recipe, {name: value for name, value in trained.items() if value}, settings)
     names = parse_algorithms(algorithms) or tuned_names()
-    for flag, value, least in (("--iterations", iterations, 3), ("--limit-s", limit_s, 1)):
-        if value < least:
-            raise ConfigError(flag, value, f"must be at least {least}")
+    check_at_least(3, {"--iterations": iterations})
+    check_at_least(1, {"--limit-s": limit_s})
     if not 0 <= margin < 1:
         raise ConfigError("--margin", margin, "must be 0 or more and below 1", "try 0.05")
-    if factor <= 1:
-        raise ConfigError("--factor", factor, "must be above 1", "try 4")
-    low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
-    if low > high:
-        raise ConfigError("--min-bytes", min_bytes, f"is more than --max-bytes {max_bytes}")
+    low, high = parse_size_range(min_bytes, max_bytes, factor)
     if not placement.is_launched():
         check_output(output, force)
     code = run_on_ranks(placement)
@@ -114,36 +113,47 @@ def tune(
         # Only rank 0 writes; its folder counts, and all learn what is wrong with it.
         main = joined.rank == 0
         joined.group.agree_on("output", lambda: check_output(output, force) if main else output)
-
-        def show(text: str) -> None:
-            if main and text:
-                sys.stdout.write(text + "\n")
-                sys.stdout.flush()
-
-        tuner = Tuner(joined, job)
-        cluster = tuner.cluster()
-        links = [_link_line("inside a node", cluster.intra),
-                 _link_line("between nodes", cluster.inter), _hidden_line(cluster)]  # fmt: skip
-        for line in links:
-            show(line)
-        measured = tuner.measure(lambda row: show(_size_line(row)))
-        noisy = check_noise(measured, tuner.foreign_share(), accept_noise)
-        found = tuner.conclude(measured, cluster)
-        chosen = _size_lines(found, len(job.sizes))
-        why = [*(f"measured: {line}" for line in links if line),
-               *(f"chosen: {line}" for line in chosen)]  # fmt: skip
-        found = replace(found, why=tuple(why))
-        for line in chosen:
-            show(line)
+        show = _show if main else _ignore
+        found, noisy = _measure(Tuner(joined, job), accept_noise, show)
         if profiled is not None:
+            known = len(found.why)
             found = _planned(found, profiled, joined)
-            for line in found.why[len(why) :]:
+            for line in found.why[known:]:
                 show(line)
         if main:
             found.write(output)
         show(f"written to {output}; train with --plan {output}")
         show(f"warning: {noisy}" if noisy else "")
     return 0
+
+
+def _measure(tuner: Tuner, accept_noise: bool, show: Callable[[str], None]) -> tuple[PlanFile, str]:
+    """Links and all-reduces of the cluster, each shown as soon as it is measured; and what to know of
+    their noise."""
+    cluster = tuner.cluster()
+    links = [_link_line("inside a node", cluster.intra),
+             _link_line("between nodes", cluster.inter), _hidden_line(cluster)]  # fmt: skip
+    for line in links:
+        show(line)
+    measured = tuner.measure(lambda row: show(_size_line(row)))
+    noisy = check_noise(measured, tuner.foreign_share(), accept_noise)
+    found = tuner.conclude(measured, cluster)
+    chosen = _size_lines(found, len(tuner.job.sizes))
+    for line in chosen:
+        show(line)
+    why = [*(f"measured: {line}" for line in links if line),
+           *(f"chosen: {line}" for line in chosen)]  # fmt: skip
+    return replace(found, why=tuple(why)), noisy
+
+
+def _show(text: str) -> None:
+    if text:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def _ignore(text: str) -> None:
+    """Of ranks that print nothing."""
 
 
 def _config(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig | None:

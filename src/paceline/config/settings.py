@@ -65,9 +65,17 @@ class RunSettings:
     fused_norm: str = "auto"
     """Fused kernels for batch norm with ReLU, residual sum and pooling: `on`, `off`, or `auto` (on
     a GPU, for models that have them)."""
+    fused_convolutions: str = "off"
+    """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
+    precision on a GPU: `on`, `off`, or `auto` (where a timing at the first start shows that they are
+    faster; kept in `~/.cache/paceline/products`)."""
+    recompute_norms: bool = False
+    """With fused convolutions, store only the outputs of the convolutions in a block, and normalize them
+    again in backward: less memory, for one more pass over the narrow maps."""
     compile: str = "auto"
     """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
-    for models without fused kernels)."""
+    for models without fused kernels). Batches of another size than the usual one, such as a run's last,
+    are not compiled."""
     cuda_graphs: str = "auto"
     """Capture micro-step and update as CUDA graphs: `on`, `off`, or `auto` (on a GPU)."""
     output: str = ""
@@ -156,6 +164,7 @@ class RunSettings:
         check.known("device", DEVICES)
         check.known("eval_details", SWITCHES)
         check.known("fused_norm", SWITCHES)
+        check.known("fused_convolutions", SWITCHES)
         check.known("compile", COMPILE_MODES)
         check.known("cuda_graphs", SWITCHES)
         if self.fused_norm == "on" and self.compile not in ("auto", "off"):
@@ -163,6 +172,12 @@ class RunSettings:
                 "fused_norm", f"cannot be compiled by run.compile = {self.compile!r}",
                 "choose one of the two",
             )  # fmt: skip
+        if self.fused_convolutions == "on" and self.fused_norm == "off":
+            raise check.error("fused_convolutions", "needs run.fused_norm", "choose one of the two")
+        if self.recompute_norms and self.fused_convolutions == "off":
+            raise check.error(
+                "recompute_norms", "needs fused convolutions", "add run.fused_convolutions = 'auto'"
+            )
 
     def _check_shares(self) -> None:
         if self.shares in (EQUAL_SHARES, PROBED_SHARES):

@@ -221,13 +221,24 @@ class _Exchange:
         """A collective."""
         groups = ProcessGroups(topology_here(), timeout_s=timeout_here())
         try:
-            if self.file is not None and self.file.sizes is not None:
-                here = ClusterFacts(groups.world_size, len(groups.layout.groups))
-                checked_table(self.file, here, "plan")
+            problem = self._problem(ClusterFacts(groups.world_size, len(groups.layout.groups)))
+            # On all ranks: none may close its connections while another still opens them.
+            groups.check_same({"the plan": str(problem or "fits")})
+            if problem is not None:
+                raise problem
             return HybridAllReduce(groups, self.table or SizeTable.single(NATIVE), self.wire)
         except PacelineError:
             groups.close()
             raise
+
+    def _problem(self, here: ClusterFacts) -> PacelineError | None:
+        """Why the plan does not fit this cluster."""
+        if self.file is not None and self.file.sizes is not None:
+            try:
+                checked_table(self.file, here, "plan")
+            except PacelineError as error:
+                return error
+        return None
 
 
 def _named_wire(wire: str) -> str:

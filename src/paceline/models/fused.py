@@ -176,9 +176,20 @@ class _NormAct(torch.autograd.Function):
 def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
     """Mean, 1/σ, scale and shift as four rows. Updates the running statistics, as torch does, with
     those of x + `offset`."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    assert norm.num_batches_tracked is not None
+    return join_moments(moments(x), norm, offset)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and sum of squared deviations of parts of `span` rows, [2, parts, channels]. Without a
+    `span`, the sums and sums of squares of differences to the running mean, as products leave them."""
+
+    parts: Tensor
+    rows: int
+    span: int = 0
+
+
+def moments(x: Tensor) -> Moments:
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     c = cut(rows, channels, MOMENTS)
     parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
@@ -186,12 +197,22 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) ->
         x, parts, rows, channels, c.span,
         BLOCK_M=c.block_m, BLOCK_C=c.block_c, num_warps=c.warps,
     )  # fmt: skip
-    saved = x.new_empty((4, channels), dtype=torch.float32)
-    kernels.statistics_kernel[c.join_grid](
-        parts, norm.weight, norm.bias, norm.running_mean, norm.running_var,
+    return Moments(parts, rows, c.span)
+
+
+def join_moments(found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
+    """The rows of `statistics`; updates the running statistics."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    parts, channels = found.parts.shape[1:]
+    saved = found.parts.new_empty((4, channels))
+    kernel = kernels.statistics_kernel if found.span else kernels.centred_statistics_kernel
+    kernel[(-(-channels // _JOIN_CHANNELS),)](
+        found.parts, norm.weight, norm.bias, norm.running_mean, norm.running_var,
         norm.num_batches_tracked, saved, norm.bias if offset is None else offset,
-        rows, channels, c.span, c.parts, norm.momentum, norm.eps, OFFSET=offset is not None,
-        BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
+        found.rows, channels, found.span, parts, norm.momentum, norm.eps,
+        OFFSET=offset is not None, BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
     )  # fmt: skip
     return saved
 
@@ -225,6 +246,14 @@ def backward_sums(
     relu: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The rows of `join_sums`, and dz where the norm had a residual (`y` is given)."""
+    parts, dz = gradient_sums(dy, dy2, x, y, saved, relu)
+    return join_sums(parts, weight, saved, x.numel() // x.shape[1]), dz
+
+
+def gradient_sums(
+    dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, relu: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Partial sums for `join_sums`, and dz where `y` is given."""
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     c = cut(rows, channels, SUMS)
     parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
@@ -235,7 +264,7 @@ def backward_sums(
         RELU=relu, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
         num_warps=c.warps,
     )  # fmt: skip
-    return join_sums(parts, weight, saved, rows), dz
+    return parts, dz
 
 
 def backward_input(

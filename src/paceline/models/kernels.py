@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 NONE = tl.constexpr(255)
+FARTHEST_CENTRE = tl.constexpr(1e4)
 
 
 @triton.jit
@@ -50,6 +51,31 @@ def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def store_statistics(
+    mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
+    rows, channels, momentum, eps, cols, col_ok, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """The four rows of `saved`, mean, 1/σ, scale, shift, from mean and sum of squared deviations of
+    `rows` rows, and the running statistics."""
+    inverse = 1.0 / tl.sqrt(m2 / rows + eps)
+    scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
+    shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale
+    tl.store(saved + cols, mean, mask=col_ok)
+    tl.store(saved + channels + cols, inverse, mask=col_ok)
+    tl.store(saved + 2 * channels + cols, scale, mask=col_ok)
+    tl.store(saved + 3 * channels + cols, shift, mask=col_ok)
+    old_mean = tl.load(running_mean + cols, mask=col_ok, other=0.0)
+    old_var = tl.load(running_var + cols, mask=col_ok, other=0.0)
+    if OFFSET:
+        mean += tl.load(offset + cols, mask=col_ok, other=0.0)
+    tl.store(running_mean + cols, old_mean + momentum * (mean - old_mean), mask=col_ok)
+    # torch keeps the unbiased variance.
+    tl.store(running_var + cols, old_var + momentum * (m2 / (rows - 1) - old_var), mask=col_ok)
+    if tl.program_id(0) == 0:
+        tl.store(tracked, tl.load(tracked) + 1)
+
+
+@triton.jit
 def statistics_kernel(
     means, weight, bias, running_mean, running_var, tracked, saved, offset,
     rows, channels, span, parts, momentum, eps,
@@ -76,22 +102,46 @@ def statistics_kernel(
         inner = tl.load(m2s + part * channels + cols[None, :], mask=ok, other=0.0)
         spread += tl.where(ok, inner + away * away * size, 0.0)
     m2 = tl.sum(spread, 0)
-    inverse = 1.0 / tl.sqrt(m2 / rows + eps)
-    scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
-    shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale
-    tl.store(saved + cols, mean, mask=col_ok)
-    tl.store(saved + channels + cols, inverse, mask=col_ok)
-    tl.store(saved + 2 * channels + cols, scale, mask=col_ok)
-    tl.store(saved + 3 * channels + cols, shift, mask=col_ok)
-    old_mean = tl.load(running_mean + cols, mask=col_ok, other=0.0)
-    old_var = tl.load(running_var + cols, mask=col_ok, other=0.0)
-    if OFFSET:
-        mean += tl.load(offset + cols, mask=col_ok, other=0.0)
-    tl.store(running_mean + cols, old_mean + momentum * (mean - old_mean), mask=col_ok)
-    # torch keeps the unbiased variance.
-    tl.store(running_var + cols, old_var + momentum * (m2 / (rows - 1) - old_var), mask=col_ok)
-    if tl.program_id(0) == 0:
-        tl.store(tracked, tl.load(tracked) + 1)
+    store_statistics(
+        mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
+        rows, channels, momentum, eps, cols, col_ok, OFFSET,
+    )  # fmt: skip
+
+
+@triton.jit
+def centre_of(running_mean, cols, col_ok):
+    """About which products sum: sums about a value near the mean keep their precision. An infinite
+    running mean or NaN, after an overflow, is none."""
+    centre = tl.load(running_mean + cols, mask=col_ok, other=0.0)
+    return tl.where(tl.abs(centre) < FARTHEST_CENTRE, centre, 0.0)
+
+
+@triton.jit
+def centred_statistics_kernel(
+    sums, weight, bias, running_mean, running_var, tracked, saved, offset,
+    rows, channels, span, parts, momentum, eps,
+    OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`statistics_kernel` for parts that are sums, and sums of squares, of y − centre."""
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col_ok = cols < channels
+    lines = tl.arange(0, BLOCK_P)[:, None]
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    square = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        ok = (start + lines < parts) & col_ok[None, :]
+        at = (start + lines) * channels + cols[None, :]
+        total += tl.load(sums + at, mask=ok, other=0.0)
+        square += tl.load(sums + parts * channels + at, mask=ok, other=0.0)
+    away = tl.sum(total, 0) / rows
+    m2 = tl.sum(square, 0) - away * away * rows
+    # Rounding may leave less than nothing of a constant channel; NaN stays.
+    m2 = tl.maximum(m2, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    store_statistics(
+        centre_of(running_mean, cols, col_ok) + away, m2,
+        weight, bias, running_mean, running_var, tracked, saved, offset,
+        rows, channels, momentum, eps, cols, col_ok, OFFSET,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -9,14 +9,18 @@ and a fused form, our Triton kernels in training mode on a GPU.
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# A feature map, or the same map twice: for the branch and for the shortcut (see `norm_act_twice`).
-Uses = Tensor | tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from paceline.models.fused_blocks import Pending
+
+# A feature map, or the same map twice: for the branch and for the shortcut (see `norm_act_twice`), or
+# one that its user computes.
+Uses: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Pending"
 STAGE_CHANNELS = (64, 128, 256, 512)
 PADDED_CHANNELS = 4
 
@@ -40,7 +44,9 @@ def can_launch(x: Tensor) -> bool:
 
 
 def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
-    return x if isinstance(x, tuple) else (x, x)
+    if isinstance(x, Tensor):
+        return x, x
+    return x if isinstance(x, tuple) else x.output()
 
 
 def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
@@ -105,6 +111,15 @@ def fused_stem(x: Tensor, norm: nn.BatchNorm2d, *, pooled: bool) -> Uses:
     from paceline.models.fused import norm_act_pool
 
     return norm_act_pool(x, norm)
+
+
+def fuse_products(model: nn.Module, fused: bool = True, *, recompute: bool = False) -> int:
+    """Switches the fused 1 × 1 convolutions of every `Bottleneck`; returns their number. They need the
+    fused norms. `recompute`: store no map that a norm gives again."""
+    blocks = [module for module in model.modules() if isinstance(module, Bottleneck)]
+    for block in blocks:
+        block.fused_products, block.recompute = fused, recompute
+    return len(blocks)
 
 
 def fuse_norms(model: nn.Module, fused: bool = True) -> int:
@@ -178,6 +193,8 @@ class Bottleneck(ResidualBlock):
     """1x1 down, 3x3 with the stride, 1x1 up to four times the channels."""
 
     expansion: ClassVar[int] = 4
+    fused_products = False
+    recompute = False
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -196,6 +213,11 @@ class Bottleneck(ResidualBlock):
         return self.bn3
 
     def forward(self, x: Uses) -> Uses:
+        if self.fused and self.fused_products:
+            from paceline.models.fused_blocks import can_fuse_block, fused_bottleneck
+
+            if can_fuse_block(self, x):
+                return fused_bottleneck(self, x)
         branch_in, shortcut_in = split_uses(x)
         branch = self.norm_relu(self.conv1(branch_in), self.bn1)
         branch = self.norm_relu(self.conv2(branch), self.bn2)

@@ -8,6 +8,7 @@ captured CUDA graph replays without a gradient for the parameter.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +16,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.core.errors import RunError
-from paceline.optim import adam_foreach
+from paceline.optim import foreach
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import AdamStep
-from paceline.optim.state import STEP, AdamHyper, Gates, HyperTable, Outcome, Row, capturing
+from paceline.optim.state import (
+    STEP,
+    AdamHyper,
+    Gates,
+    HyperTable,
+    Outcome,
+    Row,
+    capturing,
+    check_hyper,
+)
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 
@@ -84,9 +94,7 @@ class AdamW(MasterOptimizer):
         return outcome
 
     def _hyper_of(self, group: dict[str, Any]) -> AdamHyper:
-        hyper = AdamHyper.of(group)
-        hyper.check()
-        return hyper
+        return check_hyper(AdamHyper.of(group))
 
     def _create_engine(self) -> AdamStep:
         return AdamStep(adapts=self._adapts)
@@ -113,7 +121,7 @@ class AdamW(MasterOptimizer):
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         hypers = [AdamHyper.of(group) for group in self.param_groups]
-        adam_foreach.run(rows, hypers, gates, outcome, self._steps, self._corrections)
+        _run(rows, hypers, gates, outcome, self._steps, self._corrections)
 
 
 class LAMB(AdamW):
@@ -127,7 +135,6 @@ class LAMB(AdamW):
     """
 
     _adapts = True
-    adapt_bias_norm = False
 
     def __init__(
         self,
@@ -143,9 +150,83 @@ class LAMB(AdamW):
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
     ) -> None:
-        self.adapt_bias_norm = adapt_bias_norm
         values = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
             "clip": clip, "trust_eps": trust_eps, "adapt": adapt,
         }  # fmt: skip
-        MasterOptimizer.__init__(self, params, values, fused=fused)
+        MasterOptimizer.__init__(self, params, values, fused=fused, adapt_bias_norm=adapt_bias_norm)
+
+
+def _run(
+    rows: Sequence[Row],
+    hypers: Sequence[AdamHyper],
+    gates: Gates,
+    outcome: Outcome,
+    steps: Tensor,
+    corrections: Tensor,
+) -> None:
+    """A step in torch's list operations: changes masters, averages, parameters and step counts in place,
+    or leaves them bit-identical. `corrections` are 1 − β₁ᵗ and 1 − β₂ᵗ of each parameter."""
+    gradients = foreach.unscaled(rows, gates.grad_scale)
+    allowed = foreach.check_finite(rows, list(torch._foreach_norm(gradients, 2)), gates, outcome)
+    go = allowed.tolist() if foreach.on_host(allowed.device) else None
+    first, roots = corrections[0].unbind(), corrections[1].sqrt().unbind()
+    buckets: dict[tuple[int, torch.dtype], list[int]] = {}
+    for position, row in enumerate(rows):
+        if go is None or go[position]:
+            buckets.setdefault((row.group, row.parameter.dtype), []).append(position)
+    for (group, _), positions in buckets.items():
+        members, hyper = [rows[i] for i in positions], hypers[group]
+        own = [gradients[i] for i in positions]
+        seconds = [row.second for row in members if row.second is not None]
+        averages = list(torch._foreach_mul([row.momentum for row in members], hyper.beta1))
+        torch._foreach_add_(averages, own, alpha=1 - hyper.beta1)
+        squares = list(torch._foreach_mul(seconds, hyper.beta2))
+        torch._foreach_addcmul_(squares, own, own, value=1 - hyper.beta2)
+        below = list(torch._foreach_sqrt(squares))
+        torch._foreach_div_(below, [roots[row.index] for row in members])
+        torch._foreach_add_(below, hyper.adam_eps)
+        pushes = list(torch._foreach_div(averages, [first[row.index] for row in members]))
+        torch._foreach_div_(pushes, below)
+        masters = [row.master for row in members]
+        if hyper.weight_decay:
+            torch._foreach_add_(pushes, masters, alpha=hyper.weight_decay)
+        if hyper.adapt:
+            ratios = _trust_ratio(foreach.norms_of(masters), foreach.norms_of(pushes), hyper)
+            foreach.put(outcome.ratios, members, torch.where(_at(allowed, positions), ratios, 1.0))
+            torch._foreach_mul_(pushes, list(ratios.unbind()))
+        weights = torch._foreach_add(masters, pushes, alpha=-hyper.lr)
+        flags = None if go is not None else [allowed[i] for i in positions]
+        _commit(masters, weights, flags)
+        _commit([row.momentum for row in members], averages, flags)
+        _commit(seconds, squares, flags)
+        if members[0].parameter.dtype != masters[0].dtype:
+            halves = [row.parameter for row in members]
+            _commit(halves, [master.to(halves[0].dtype) for master in masters], flags)
+    done = torch.zeros_like(steps)
+    foreach.put(done, rows, allowed.to(steps.dtype))
+    steps.add_(done)
+
+
+def _at(flags: Tensor, positions: Sequence[int]) -> Tensor:
+    """Without an index tensor, whose copy to the device would synchronize."""
+    return torch.stack([flags[i] for i in positions])
+
+
+def _trust_ratio(weights: Sequence[Tensor], pushes: Sequence[Tensor], hyper: AdamHyper) -> Tensor:
+    """‖w‖ / (‖u‖ + eps) from norms; 1 where a squared norm is 0."""
+    weight, push = torch.stack(list(weights)), torch.stack(list(pushes))
+    ratio = weight / (push + hyper.eps)
+    if hyper.clip:
+        ratio = ratio.clamp(max=1.0)
+    usable = (weight.square() > 0) & (push.square() > 0) & torch.isfinite(ratio)
+    return torch.where(usable, ratio, torch.ones_like(ratio))
+
+
+def _commit(old: Sequence[Tensor], new: Sequence[Tensor], flags: Sequence[Tensor] | None) -> None:
+    """Copies, or selects on the device. A product with 0 would let NaN through."""
+    if flags is None:
+        torch._foreach_copy_(list(old), list(new))
+        return
+    for target, value, flag in zip(old, new, flags, strict=True):
+        torch.where(flag, value, target, out=target)

@@ -52,9 +52,6 @@ class MasterOptimizer(Optimizer):
     found_inf: Tensor | None
     hold: Tensor | None = None
     active: Tensor | None = None
-    in_half = False
-    # False: groups of role `bias_norm` have no trust ratio unless they say so.
-    adapt_bias_norm = True
     # True: state is loaded into existing tensors, whose formats torch would not keep.
     loads_into_state = False
     # Whether `step` can be captured in a CUDA graph.
@@ -65,11 +62,24 @@ class MasterOptimizer(Optimizer):
     NUMBERS: ClassVar[tuple[str, ...]] = ()
     # Formats of parameters.
     FORMATS: ClassVar[tuple[torch.dtype, ...]] = FORMATS
+    # Attributes from the constructor, beside the groups' defaults, that copies keep.
+    CHOICES: ClassVar[tuple[str, ...]] = ("fused", "in_half", "adapt_bias_norm")
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, fused: bool | None = None
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        fused: bool | None = None,
+        in_half: bool = False,
+        adapt_bias_norm: bool = True,
     ) -> None:
-        self.fused = fused
+        """`defaults`: hyper-parameters of groups that do not have their own. `in_half`: state in the
+        parameters' own format, without masters. `adapt_bias_norm` False: groups of role `bias_norm`
+        have no trust ratio unless they say so."""
+        if in_half and fused:
+            raise ValueError("in_half = True: there are no fused kernels for it; leave fused unset")
+        self.fused, self.in_half, self.adapt_bias_norm = fused, in_half, adapt_bias_norm
         self._set_up()
         self._hyper_of(defaults)
         super().__init__(params, defaults)
@@ -307,7 +317,7 @@ class MasterOptimizer(Optimizer):
             after.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "fused": self.fused, "in_half": self.in_half}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.CHOICES}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))

@@ -57,7 +57,7 @@ def create_optimizer(
         return SGD(groups, **common, in_half=settings.in_half)
     common |= {"trust_coefficient": settings.trust_coefficient, "eps": settings.eps}
     if settings.name == "muon":
-        return Muon(_muon_groups(settings, groups), **common)
+        return Muon(_muon_groups(settings, groups), **common, products=settings.muon_products)
     if settings.name == "soap":
         beta2 = SOAP_BETA2 if settings.beta2 == OptimSettings.beta2 else settings.beta2
         interval = settings.soap_interval

@@ -1,7 +1,8 @@
 """Optimizer steps in Triton kernels: tables of addresses on the device, and a few launches over all
 tensors.
 
-`FusedStep` keeps the tables; `LarsStep` and `AdamStep` launch their kernels. Tables are rebuilt only
+`FusedStep` keeps the tables; `LarsStep` and `AdamStep` launch their kernels, as `fused_muon.MuonStep`
+does. Tables are rebuilt only
 where an address changed. No synchronization, and no allocation that depends on values.
 """
 
@@ -62,7 +63,7 @@ class _Bucket:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """The part of the tables that depends on the alignment of addresses only. `order` lists rows by
     bucket."""
 
@@ -75,9 +76,9 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class _Tables:
+class Tables:
     key: tuple[Any, ...]
-    layout: _Layout
+    layout: Layout
     tensors: Tensor
 
 
@@ -85,12 +86,18 @@ class _Tables:
 class FusedStep(ABC):
     """Caches the tables of the last step, and constants for switches that are not set."""
 
-    _tables: _Tables | None = None
+    _tables: Tables | None = None
     _constants: tuple[Tensor, Tensor, Tensor] | None = None
     _captured: list[tuple[Any, ...]] = field(default_factory=list)  # kept for graphs that read them
 
     def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         """Launches one step on the current stream."""
+        tables = self.ready(rows, hyper, outcome)
+        with on_device(hyper.device):
+            self.launch(tables, hyper, gates, outcome)
+
+    def ready(self, rows: Sequence[Row], hyper: Tensor, outcome: Outcome) -> Tables:
+        """The tables of such rows: those of the last step, or new ones."""
         device = hyper.device
         in_graph = capturing(device)
         key = tuple(_address_key(row) for row in rows)
@@ -106,14 +113,12 @@ class FusedStep(ABC):
             self._constants = (zero, one, torch.ones_like(outcome.bad))
         if in_graph:
             self._captured.append((self._tables, self._constants, hyper, outcome))
-        guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with guard:
-            self._launch(self._tables, hyper, gates, outcome)
+        return self._tables
 
-    def _build(self, rows: Sequence[Row], key: tuple[Any, ...], outcome: Outcome) -> _Tables:
+    def _build(self, rows: Sequence[Row], key: tuple[Any, ...], outcome: Outcome) -> Tables:
         """New addresses, and a new layout if formats, sizes or alignment changed."""
         device = outcome.bad.device
-        layout_key = tuple(map(_layout_key, rows, key))
+        layout_key = tuple(map(self._layout_key, rows, key))
         layout = None if self._tables is None else self._tables.layout
         if layout is None or layout.key != layout_key:
             outcome.clear()  # parameters of the old rows may be missing from the new ones
@@ -125,7 +130,17 @@ class FusedStep(ABC):
             numbers = [row.parameter.numel(), first, row.group, row.index]
             columns.append([*addresses, *numbers, second])
         table = torch.tensor(columns, dtype=torch.int64).t().contiguous()
-        return _Tables(key, layout, _sent(table, device))
+        return Tables(key, layout, to_device(table, device))
+
+    def _layout_key(self, row: Row, addresses: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Formats and alignment, by which rows share a bucket, then index and size."""
+        sizes = row.gradient.element_size(), row.parameter.element_size()
+        align = ALIGN if self._is_aligned(row, addresses) else min(sizes)
+        return row.gradient.dtype, row.parameter.dtype, align, row.index, row.parameter.numel()
+
+    def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
+        """Whether all memory of a row can be read and written 16 bytes at a time."""
+        return all(address % ALIGN == 0 for address in addresses[2:])
 
     def _switches(self, gates: Gates) -> Switches:
         assert self._constants is not None
@@ -137,7 +152,7 @@ class FusedStep(ABC):
             ones if gates.active is None else gates.active,
         )
 
-    def _launch_norms(self, tables: _Tables, hyper: Tensor, scale: Tensor) -> None:
+    def _launch_norms(self, tables: Tables, hyper: Tensor, scale: Tensor) -> None:
         """Sums of squares of the gradients, chunk by chunk."""
         from paceline.optim import lars_kernels as kernels
 
@@ -151,14 +166,14 @@ class FusedStep(ABC):
             )  # fmt: skip
 
     @abstractmethod
-    def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+    def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         """Launches the kernels of one step."""
 
 
 class LarsStep(FusedStep):
-    """Norms, trust ratios and update of LARS, of SGD and, along other directions, of Muon."""
+    """Norms, trust ratios and update of LARS, of SGD and, along other directions, of SOAP."""
 
-    def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+    def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         from paceline.optim import lars_kernels as kernels
 
         scale, found_inf, hold, active = self._switches(gates)
@@ -189,7 +204,7 @@ class AdamStep(FusedStep):
     corrections: Tensor = field(default_factory=lambda: torch.zeros(2, 0))
     adapts: bool = False
 
-    def _launch(self, tables: _Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+    def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         from paceline.optim import adam_kernels as kernels
 
         scale, found_inf, hold, active = self._switches(gates)
@@ -257,15 +272,7 @@ def _check_strides(row: Row) -> None:
             )
 
 
-def _layout_key(row: Row, addresses: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Formats and alignment, by which rows share a bucket, then index and size."""
-    aligned = all(address % ALIGN == 0 for address in addresses[2:])
-    sizes = row.gradient.element_size(), row.parameter.element_size()
-    align = ALIGN if aligned else min(sizes)
-    return row.gradient.dtype, row.parameter.dtype, align, row.index, row.parameter.numel()
-
-
-def _lay_out(key: tuple[Any, ...], device: torch.device) -> _Layout:
+def _lay_out(key: tuple[Any, ...], device: torch.device) -> Layout:
     order = sorted(range(len(key)), key=lambda row: [str(part) for part in key[row][:3]])
     chunk_tensor: list[int] = []
     first_chunks, buckets, start = [], [], 0
@@ -277,16 +284,21 @@ def _lay_out(key: tuple[Any, ...], device: torch.device) -> _Layout:
             count = len(chunk_tensor) - start
             buckets.append(_Bucket(gradient, parameter, align, start, count))
             start = len(chunk_tensor)
-    return _Layout(
+    return Layout(
         key,
         tuple(order),
         tuple(first_chunks),
-        _sent(torch.tensor(chunk_tensor, dtype=torch.int32), device),
+        to_device(torch.tensor(chunk_tensor, dtype=torch.int32), device),
         torch.empty(2, len(chunk_tensor), device=device),
         tuple(buckets),
     )
 
 
-def _sent(host: Tensor, device: torch.device) -> Tensor:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copies to the device asynchronously."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

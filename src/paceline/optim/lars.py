@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from paceline.optim import lars_foreach
+from paceline.optim import foreach
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.fused import LarsStep
-from paceline.optim.state import MOMENTUM, Gates, Hyper, Outcome, Row
+from paceline.optim.fused import FusedStep, LarsStep
+from paceline.optim.state import MOMENTUM, Gates, Hyper, Outcome, Row, check_hyper, read_hyper
 
 
 class LARS(MasterOptimizer):
@@ -29,7 +32,6 @@ class LARS(MasterOptimizer):
     """
 
     BUFFERS: ClassVar[tuple[str, ...]] = (MOMENTUM,)
-    adapt_bias_norm = False
 
     def __init__(
         self,
@@ -48,36 +50,26 @@ class LARS(MasterOptimizer):
         fused: bool | None = None,
         in_half: bool = False,
     ) -> None:
-        if in_half and fused:
-            raise ValueError("in_half = True: there are no fused kernels for it; leave fused unset")
-        self.in_half, self.adapt_bias_norm = in_half, adapt_bias_norm
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "lr_in_momentum": lr_in_momentum,
-            "clip": clip,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults, fused=fused)
+        defaults = Hyper(
+            lr, momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, clip, adapt
+        )._asdict()  # fmt: skip
+        super().__init__(
+            params, defaults, fused=fused, in_half=in_half, adapt_bias_norm=adapt_bias_norm
+        )
 
     def _hyper_of(self, group: dict[str, Any]) -> Hyper:
-        hyper = Hyper.of(group)
-        hyper.check()
-        return hyper
+        return check_hyper(read_hyper(Hyper, group))
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return Hyper.of(group)
+        # Not checked: a schedule may lower the momentum of a Nesterov group to 0.
+        return read_hyper(Hyper, group)
 
-    def _create_engine(self) -> LarsStep:
+    def _create_engine(self) -> FusedStep:
         return LarsStep()
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         hypers = [self._hyper(group) for group in self.param_groups]
-        lars_foreach.run(rows, hypers, gates, outcome, self.in_half)
+        _run(rows, hypers, gates, outcome, self.in_half)
 
 
 class SGD(LARS):
@@ -105,3 +97,93 @@ class SGD(LARS):
             fused=fused,
             in_half=in_half,
         )
+
+
+def _run(
+    rows: Sequence[Row], hypers: Sequence[Hyper], gates: Gates, outcome: Outcome, in_half: bool
+) -> None:
+    """A step in torch's list operations: changes masters, momenta and parameters in place, or leaves them
+    bit-identical. All norms come first, because one non-finite gradient skips all updates."""
+    gradients = foreach.unscaled(rows, gates.grad_scale)
+    if in_half or any(hyper.adapt for hyper in hypers):
+        norms = foreach.norms_of(gradients, in_half)
+    else:  # used by the finite check only, which needs no accuracy
+        norms = list(torch._foreach_norm(gradients, 2))
+    allowed = foreach.check_finite(rows, norms, gates, outcome)
+    go = allowed.tolist() if foreach.on_host(allowed.device) else None
+    buckets: dict[tuple[int, torch.dtype], list[int]] = {}
+    for position, row in enumerate(rows):
+        buckets.setdefault((row.group, row.parameter.dtype), []).append(position)
+    for (group, _), positions in buckets.items():
+        members = [rows[i] for i in positions]
+        own = [gradients[i] for i in positions]
+        hyper = hypers[group]
+        ratios: Tensor | None = None
+        if hyper.adapt:
+            weights = torch.stack(foreach.norms_of([row.master for row in members], in_half))
+            ratios = _trust_ratio(weights, torch.stack([norms[i] for i in positions]), hyper)
+            foreach.put(outcome.ratios, members, ratios.float())
+        pushes = _pushes(members, own, hyper, ratios)
+        if go is None:
+            _select(members, pushes, hyper, [allowed[i] for i in positions])
+            continue
+        chosen = [i for i, position in enumerate(positions) if go[position]]
+        if chosen:
+            _apply([members[i] for i in chosen], [pushes[i] for i in chosen], hyper)
+
+
+def _trust_ratio(weight_norm: Tensor, gradient_norm: Tensor, hyper: Hyper) -> Tensor:
+    """λ in the format of the norms; 1 where a squared norm is 0 or λ is not finite."""
+    below = gradient_norm + hyper.weight_decay * weight_norm + hyper.eps
+    ratio = hyper.trust_coefficient * weight_norm / below
+    if hyper.clip:
+        # With lr = 0 the ratio does not matter, and 0 / 0 would give NaN.
+        ratio = torch.clamp(ratio / hyper.lr, max=1.0) if hyper.lr > 0 else torch.ones_like(ratio)
+    usable = (weight_norm.square() > 0) & (gradient_norm.square() > 0) & torch.isfinite(ratio)
+    return torch.where(usable, ratio, torch.ones_like(ratio))
+
+
+def _pushes(
+    rows: Sequence[Row], gradients: list[Tensor], hyper: Hyper, ratios: Tensor | None
+) -> list[Tensor]:
+    """λ·(g + βw), times lr with `lr_in_momentum`: what is added to the momentum."""
+    if hyper.weight_decay:
+        masters = [row.master for row in rows]
+        gradients = list(torch._foreach_add(gradients, masters, alpha=hyper.weight_decay))
+    inside = hyper.lr if hyper.lr_in_momentum else 1.0
+    if ratios is None and inside == 1.0 and hyper.weight_decay:
+        return gradients  # fresh tensors; without decay they may be the caller's
+    if ratios is None:
+        return list(torch._foreach_mul(gradients, inside))
+    return list(torch._foreach_mul(gradients, list((ratios * inside).unbind())))
+
+
+def _apply(rows: Sequence[Row], pushes: list[Tensor], hyper: Hyper) -> None:
+    """v ← m·v + push; w ← w − v, in place."""
+    masters, momenta = [row.master for row in rows], [row.momentum for row in rows]
+    torch._foreach_mul_(momenta, hyper.momentum)
+    torch._foreach_add_(momenta, pushes)
+    if hyper.nesterov:
+        torch._foreach_add_(pushes, momenta, alpha=hyper.momentum)
+    outside = 1.0 if hyper.lr_in_momentum else hyper.lr
+    torch._foreach_add_(masters, pushes if hyper.nesterov else momenta, alpha=-outside)
+    for row in rows:
+        if row.master is not row.parameter:
+            row.parameter.copy_(row.master)
+
+
+def _select(
+    rows: Sequence[Row], pushes: list[Tensor], hyper: Hyper, allowed: Sequence[Tensor]
+) -> None:
+    """`_apply` on copies, then a selection on the device. A product with 0 would let NaN through."""
+    copies = []
+    for row in rows:
+        master, momentum = row.master.clone(), row.momentum.clone()
+        parameter = master if row.master is row.parameter else row.parameter.clone()
+        copies.append(Row(row.index, row.group, parameter, row.gradient, master, momentum))
+    _apply(copies, pushes, hyper)
+    for old, new, go in zip(rows, copies, allowed, strict=True):
+        torch.where(go, new.momentum, old.momentum, out=old.momentum)
+        torch.where(go, new.master, old.master, out=old.master)
+        if old.master is not old.parameter:
+            torch.where(go, new.parameter, old.parameter, out=old.parameter)

@@ -103,6 +103,19 @@ def _ordered_sum(values, count, WIDTH: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
+@triton.jit
+def _trust_ratio(row, weight_sum, gradient_sum):
+    """λ of a tensor whose group has the hyper-parameters `row`, from sums of squares."""
+    lr, weight_norm = tl.load(row + LR), tl.sqrt_rn(weight_sum)
+    below = tl.sqrt_rn(gradient_sum) + tl.load(row + DECAY) * weight_norm + tl.load(row + EPS)
+    value = tl.load(row + TRUST) * weight_norm / below
+    clipped = tl.where(lr > 0, tl.minimum(value / lr, 1.0), 1.0)
+    value = tl.where(tl.load(row + CLIP) != 0, clipped, value)
+    usable = (weight_sum > 0) & (gradient_sum > 0) & (tl.abs(value) < float("inf"))
+    usable = usable & (tl.load(row + ADAPT) != 0)
+    return tl.where(usable, value, 1.0)
+
+
 @triton.jit(do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=ANYWHERE)
 def ratios(
     table, hyper, active, partials, ratio, bad, tensors, chunks,
@@ -121,14 +134,7 @@ def ratios(
     flagged = (tl.load(active + index) != 0) & (finite == 0)
     tl.store(bad + index, flagged.to(tl.float32))
 
-    lr, weight_norm = tl.load(row + LR), tl.sqrt_rn(weight_sum)
-    below = tl.sqrt_rn(gradient_sum) + tl.load(row + DECAY) * weight_norm + tl.load(row + EPS)
-    value = tl.load(row + TRUST) * weight_norm / below
-    clipped = tl.where(lr > 0, tl.minimum(value / lr, 1.0), 1.0)
-    value = tl.where(tl.load(row + CLIP) != 0, clipped, value)
-    usable = (weight_sum > 0) & (gradient_sum > 0) & (tl.abs(value) < float("inf"))
-    usable = usable & (tl.load(row + ADAPT) != 0)
-    tl.store(ratio + index, tl.where(usable, value, 1.0))
+    tl.store(ratio + index, _trust_ratio(row, weight_sum, gradient_sum))
 
 
 @triton.jit

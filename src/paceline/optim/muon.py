@@ -1,14 +1,15 @@
 """Muon: LARS along orthogonalized momentum, for batches so large that LARS has too few steps.
 
 Filters move in the direction of their momentum with all singular values made equal (K. Jordan et al.
-2024). Masters, kernels, device switches and checkpoints are those of LARS.
+2024). Masters, device switches and checkpoints are those of LARS. With Triton the whole step runs in
+kernels (`fused_muon`); elsewhere list operations of torch prepare directions for the update of LARS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +17,21 @@ from torch.optim.optimizer import ParamsT
 
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim.base import BIAS_NORM
+from paceline.optim.fused import FusedStep, LarsStep
+from paceline.optim.fused_muon import MuonStep, products_unavailable, rows_are_outermost
 from paceline.optim.lars import LARS
 from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
-from paceline.optim.state import MOMENTUM, Gates, Hyper, HyperTable, Outcome, Row, capturing
+from paceline.optim.setting_rules import PRODUCTS
+from paceline.optim.state import (
+    MOMENTUM,
+    Gates,
+    Hyper,
+    HyperTable,
+    Outcome,
+    Row,
+    capturing,
+    read_hyper,
+)
 
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
 
@@ -43,11 +56,17 @@ class Muon(LARS):
     others all matrices; what remains moves as by LARS at η·(1−m). Momentum is an average here and does
     not multiply the layer's rate: η must be 1/(1−m) times that of LARS for equal step sizes. With a
     zero gradient only the decay applies, at λ = 1 as in LARS, and v keeps fading. The finite check
-    applies to v.
+    applies to v. `products`: matrix products on a GPU by Triton's `kernels` or by `torch`; `auto` means
+    kernels, unless ranks share the products out.
 
     Example:
         optimizer = Muon(parameter_groups(model, 5e-5), lr=4.0)
     """
+
+    # Whether Triton's kernels can compute the directions too, not only the update.
+    directions_in_kernels: ClassVar[bool] = True
+    CHOICES: ClassVar[tuple[str, ...]] = (*LARS.CHOICES, "products")
+    products = "auto"
 
     def __init__(
         self,
@@ -62,7 +81,11 @@ class Muon(LARS):
         adapt: bool = True,
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
+        products: str = "auto",
     ) -> None:
+        if products not in PRODUCTS:
+            raise ValueError(f"products = {products!r}: use {', '.join(PRODUCTS)}")
+        self.products = products
         super().__init__(
             params,
             lr,
@@ -85,9 +108,30 @@ class Muon(LARS):
         # Where set, ranks share the products out instead of each computing all of them.
         self.shared: SharedProducts | None = None
 
+    def _create_engine(self) -> FusedStep:
+        return LarsStep() if self._products_in_torch() else MuonStep()
+
+    def _products_in_torch(self) -> str:
+        """Why torch computes the directions beside Triton's update; empty where it does not."""
+        if not self.directions_in_kernels:
+            return "the rule has no kernels for them"
+        if self.products == "torch":
+            return "as asked for"
+        if self.products == "auto" and self.shared is not None and self.shared.ranks > 1:
+            return "not yet run with products that ranks share"
+        matrices = [
+            p for group in self.param_groups if group["orthogonal"] for p in group["params"]
+        ]
+        if not all(rows_are_outermost(p) for p in matrices):
+            return "a matrix whose rows are not outermost in memory"
+        return products_unavailable(self._device())
+
     def describe(self) -> str:
         shared = f", products shared by {self.shared.ranks} ranks" if self.shared else ""
-        return f"{super().describe()}{shared}"
+        directions = ""
+        if self.directions_in_kernels and self.path == "triton" and self._products_in_torch():
+            directions = ", directions by torch"
+        return f"{super().describe()}{directions}{shared}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, or two where the group does not say whether it is `orthogonal`."""
@@ -128,14 +172,23 @@ class Muon(LARS):
         super().upload()
         if self._own is None or len(self._own.values) != len(self.param_groups):
             self._own = HyperTable(len(self.param_groups), len(Hyper._fields), self._device())
-        self._own.send(tuple(Hyper.of(group) for group in self.param_groups))
+        self._own.send(tuple(read_hyper(Hyper, group) for group in self.param_groups))
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         hyper = super()._hyper(group)
-        return hyper._replace(momentum=0.0) if group["orthogonal"] else hyper
+        if group["orthogonal"] and not isinstance(self._engine, MuonStep):
+            return hyper._replace(momentum=0.0)  # it is in the direction already
+        return hyper
 
     def _transform(self, rows: list[Row], gates: Gates) -> list[Row]:
-        """Rows with orthogonalized directions as gradients; the new momenta are kept in `_next`."""
+        """Rows with orthogonalized directions as gradients; the new momenta are kept in `_next`.
+        `MuonStep` takes the rows as they are."""
+        if isinstance(self._engine, MuonStep):
+            self._engine.groups = frozenset(
+                number for number, group in enumerate(self.param_groups) if group["orthogonal"]
+            )
+            self._engine.shared = self.shared
+            return rows
         groups = [
             (number, [row for row in rows if row.group == number])
             for number, group in enumerate(self.param_groups)
@@ -197,6 +250,8 @@ class Muon(LARS):
 
     def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
+        if isinstance(self._engine, MuonStep):
+            return
         flags = self._allowed(rows, gates, outcome)
         for row in rows:
             if not self.param_groups[row.group]["orthogonal"]:

@@ -14,8 +14,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.lars_foreach import check_finite, unscaled
-from paceline.optim.state import MOMENTUM, Gates, Outcome, Row, check_hyper
+from paceline.optim.foreach import check_finite, unscaled
+from paceline.optim.state import MOMENTUM, Gates, Outcome, Row, check_hyper, read_hyper
 
 SQUARES = "square_avg"
 SGD_SHARE = "sgd_share"
@@ -31,13 +31,6 @@ class RmsHyper(NamedTuple):
     eps: float
     rms_rate: float
     sgd_share: float
-
-    def check(self) -> None:
-        check_hyper(
-            self, finite=("lr", "weight_decay", "eps", "rms_rate"), below_one=("momentum", "beta2")
-        )
-        if not 0 <= self.sgd_share <= 1:
-            raise ValueError(f"sgd_share = {self.sgd_share}: must be in [0, 1]")
 
 
 class RMSpropWarmup(MasterOptimizer):
@@ -65,19 +58,14 @@ class RMSpropWarmup(MasterOptimizer):
         rms_rate: float = 3e-4,
         sgd_share: float = 1.0,
     ) -> None:
-        values = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "beta2": beta2,
-            "eps": eps, "rms_rate": rms_rate, SGD_SHARE: sgd_share,
-        }  # fmt: skip
-        super().__init__(params, values, fused=False)
+        defaults = RmsHyper(lr, momentum, weight_decay, beta2, eps, rms_rate, sgd_share)._asdict()
+        super().__init__(params, defaults, fused=False)
 
     def describe(self) -> str:
         return "SGD with RMSprop warm-up, foreach"
 
     def _hyper_of(self, group: dict[str, Any]) -> RmsHyper:
-        hyper = RmsHyper(**{name: float(group[name]) for name in RmsHyper._fields})
-        hyper.check()
-        return hyper
+        return check_hyper(read_hyper(RmsHyper, group))
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         gradients = unscaled(rows, gates.grad_scale)

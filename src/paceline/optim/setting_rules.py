@@ -28,6 +28,7 @@ PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all")
 SCALINGS = ("off", "auto")
 SHARES = ("auto", "on", "off")
+PRODUCTS = ("auto", "kernels", "torch")
 CYCLES = ("one_cycle", "triangular")
 SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
 
@@ -187,6 +188,7 @@ def _check_lars(optim: OptimSettings, check: SettingChecks) -> None:
 def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("orthogonal", ORTHOGONALS)
     check.known("share_products", SHARES)
+    check.known("muon_products", PRODUCTS)
     check.number("soap_interval", "at least 1")
     if optim.name not in ORTHOGONAL_OPTIMIZERS:
         remedy = "use optim.name = 'muon', or leave it out"

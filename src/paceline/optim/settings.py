@@ -149,6 +149,9 @@ class OptimSettings:
     share_products: str = "auto"
     """Muon and SOAP: ranks share the matrix products out, each computes its part and all get the
     results: `on`, `off`, or `auto` (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
+    muon_products: str = "auto"
+    """Muon on a GPU: matrix products by Triton's `kernels` or by `torch`; `auto`: kernels, unless ranks
+    share the products out."""
     trust_log_interval: int = 0
     """Steps between two records of the trust ratios in `metrics.jsonl`; 0 records none."""
     in_half: bool = False

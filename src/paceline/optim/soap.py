@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from paceline.core.errors import RunError
 from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import as_matrix, like_tensor, share_out
-from paceline.optim.state import MOMENTUM, Gates, Outcome, Row, capturing
+from paceline.optim.state import MOMENTUM, Gates, Outcome, Row, capturing, check_range
 
 SECOND = "second_buffer"
 COVARIANCE, BASIS, STEPS = "covariance", "basis", "steps"
@@ -42,7 +42,9 @@ class SOAP(Muon):
 
     BUFFERS: ClassVar[tuple[str, ...]] = (MOMENTUM, SECOND)
     NUMBERS: ClassVar[tuple[str, ...]] = (COVARIANCE, BASIS, STEPS)
+    CHOICES: ClassVar[tuple[str, ...]] = (*Muon.CHOICES, "_beta2", "_interval")
     capturable = False
+    directions_in_kernels = False
     loads_into_state = True  # counts of steps, integers on the host
 
     def __init__(
@@ -56,8 +58,7 @@ class SOAP(Muon):
         interval: int = 10,
         **options: Any,
     ) -> None:
-        if not 0 <= beta2 < 1:
-            raise ValueError(f"beta2 = {beta2}: must be in [0, 1); try 0.95")
+        check_range("beta2", beta2)
         if interval < 1:
             raise ValueError(f"interval = {interval}: must be at least 1; try 10")
         self._beta2, self._interval = beta2, interval
@@ -66,10 +67,6 @@ class SOAP(Muon):
     def _set_up(self) -> None:
         super()._set_up()
         self._pending: dict[int, dict[str, Tensor]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"_beta2": self._beta2, "_interval": self._interval}
-        return {**super().__getstate__(), **own}
 
     def describe(self) -> str:
         return f"{super().describe()}, basis every {self._interval} steps, update not captured"

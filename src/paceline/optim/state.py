@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ MASTER = "master"
 MOMENTUM = "momentum_buffer"
 STEP = "step"  # Adam's count of a parameter's updates: a number on the device
 State = dict[str, Any]
+AnyHyper = TypeVar("AnyHyper", bound=NamedTuple)
+# Hyper-parameters by their range; behind a name what to try.
+_FINITE = ("lr", "weight_decay", "trust_coefficient", "eps", "adam_eps", "rms_rate")
+_BELOW_ONE = {"momentum": "; try 0.9", "beta1": "", "beta2": ""}
 _FLAGS = ("nesterov", "lr_in_momentum", "clip", "adapt")
 
 
@@ -122,16 +126,33 @@ def require_dense(parameter: Tensor) -> None:
         expected *= size
 
 
-def check_hyper(hyper: NamedTuple, finite: Sequence[str], below_one: Sequence[str] = ()) -> None:
-    """Raises ValueError for a hyper-parameter out of range."""
-    for name in finite:
-        value = getattr(hyper, name)
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
-    for name in below_one:
-        value = getattr(hyper, name)
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} = {value}: must be in [0, 1)")
+def check_range(name: str, value: float) -> None:
+    """Raises ValueError for a hyper-parameter out of the range that its name has in every optimizer."""
+    if name in _FINITE and not 0 <= value < math.inf:
+        raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
+    if name in _BELOW_ONE and not 0 <= value < 1:
+        raise ValueError(f"{name} = {value}: must be in [0, 1){_BELOW_ONE[name]}")
+    if name == "sgd_share" and not 0 <= value <= 1:
+        raise ValueError(f"{name} = {value}: must be in [0, 1]")
+    if name == "mu" and not 0 < value < math.inf:
+        raise ValueError(f"{name} = {value}: must be above 0, and finite")
+
+
+def check_hyper(hyper: AnyHyper) -> AnyHyper:
+    """Returns the hyper-parameters of a group; raises ValueError for one that cannot be used."""
+    for name, value in hyper._asdict().items():
+        check_range(name, value)
+    if getattr(hyper, "nesterov", False) and getattr(hyper, "momentum", 0.0) == 0:
+        raise ValueError("nesterov = True: needs momentum; try momentum=0.9")
+    return hyper
+
+
+def read_hyper(kind: type[AnyHyper], group: Mapping[str, Any]) -> AnyHyper:
+    """The hyper-parameters of a group. Reading a learning rate that is a CUDA tensor synchronizes with
+    the device."""
+    return kind._make(
+        bool(group[name]) if name in _FLAGS else float(group[name]) for name in kind._fields
+    )
 
 
 class Hyper(NamedTuple):
@@ -146,19 +167,6 @@ class Hyper(NamedTuple):
     lr_in_momentum: bool
     clip: bool
     adapt: bool
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> Hyper:
-        """Reading a learning rate that is a CUDA tensor synchronizes with the device."""
-        values: dict[str, Any] = {name: float(group[name]) for name in cls._fields}
-        return cls(**values | {name: bool(group[name]) for name in _FLAGS})
-
-    def check(self) -> None:
-        check_hyper(self, finite=("lr", "weight_decay", "trust_coefficient", "eps"))
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum = {self.momentum}: must be in [0, 1); try 0.9")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov = True: needs momentum; try momentum=0.9")
 
 
 class AdamHyper(NamedTuple):
@@ -185,11 +193,6 @@ class AdamHyper(NamedTuple):
             float(group.get("trust_eps", 0.0)), float(group["eps"]), 1 - beta2,
             bool(group.get("clip", False)), bool(group.get("adapt", False)),
         )  # fmt: skip
-
-    def check(self) -> None:
-        check_hyper(
-            self, finite=("lr", "weight_decay", "eps", "adam_eps"), below_one=("beta1", "beta2")
-        )
 
 
 class HyperTable:

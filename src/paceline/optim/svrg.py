@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.lars_foreach import check_finite, unscaled
+from paceline.optim.foreach import check_finite, unscaled
 from paceline.optim.setting_rules import ANCHORED, OPTIMIZERS_OF_SVRG
-from paceline.optim.state import Gates, Outcome, Row, check_hyper
+from paceline.optim.state import Gates, Outcome, Row, check_hyper, read_hyper
 
 FORMS = tuple(sorted(OPTIMIZERS_OF_SVRG))
 INTEGERS = {8: torch.int8, 16: torch.int16}
@@ -43,11 +43,6 @@ class SvrgHyper(NamedTuple):
     lr: float
     weight_decay: float
     mu: float
-
-    def check(self) -> None:
-        check_hyper(self, finite=("lr", "weight_decay"))
-        if not 0 < self.mu < math.inf:
-            raise ValueError(f"mu = {self.mu}: must be above 0, and finite")
 
 
 class SVRG(MasterOptimizer):
@@ -77,7 +72,9 @@ class SVRG(MasterOptimizer):
     BUFFERS: ClassVar[tuple[str, ...]] = ()
     NUMBERS: ClassVar[tuple[str, ...]] = (ANCHOR, FULL, OFFSET, STEP_SIZE)
     FORMATS: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
-    in_half = True  # state in the parameters' own format, without masters
+    CHOICES: ClassVar[tuple[str, ...]] = (
+        *MasterOptimizer.CHOICES, "form", "bits", "_span", "_seed",
+    )  # fmt: skip
     loads_into_state = True  # integers
 
     def __init__(
@@ -99,8 +96,8 @@ class SVRG(MasterOptimizer):
         if not 0 <= span < math.inf:
             raise ValueError(f"span = {span}: must be 0 (automatic) or more")
         self.form, self.bits, self._span, self._seed = form, bits, span, seed
-        values = {"lr": lr, "weight_decay": weight_decay, "mu": mu, DRAW: 0}
-        super().__init__(params, values, fused=False)
+        defaults = {**SvrgHyper(lr, weight_decay, mu)._asdict(), DRAW: 0}
+        super().__init__(params, defaults, fused=False, in_half=True)
 
     @property
     def anchored(self) -> bool:
@@ -191,9 +188,7 @@ class SVRG(MasterOptimizer):
                 torch._foreach_copy_(parameters, now)
 
     def _hyper_of(self, group: dict[str, Any]) -> SvrgHyper:
-        hyper = SvrgHyper(**{name: float(group[name]) for name in SvrgHyper._fields})
-        hyper.check()
-        return hyper
+        return check_hyper(read_hyper(SvrgHyper, group))
 
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
         """As it is, in fp64 too: there are no kernels that would read it."""

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.optim.base import MasterOptimizer, tensor_bytes
-from paceline.optim.lars_foreach import check_finite, unscaled
+from paceline.optim.foreach import check_finite, unscaled
 from paceline.optim.state import MASTER, Gates, Outcome, Row
 
 Groups = Sequence[dict[str, Any]]

@@ -173,7 +173,7 @@ def _fed(question: Question) -> Question:
     return replace(question, workload=replace(question.workload, input=Affine(0.0, 0.0)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """Everything that `paceline plan` tells."""
 

@@ -395,8 +395,10 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
     expected = Expected.from_table(tables.get("expected"))
     start_up = StartUp.from_table(tables.get("start_up"))
     return PlanFile(
-        fusion, model, cluster, expected, sizes, measured, chosen, probed, workload, why, start_up
-    )
+        fusion=fusion, model=model, cluster=cluster, expected=expected, sizes=sizes,
+        measured=measured, chosen=chosen, probed=probed, workload=workload, why=why,
+        start_up=start_up,
+    )  # fmt: skip
 
 
 def _facts(kind: type[Facts], table: object, section: str) -> Facts:

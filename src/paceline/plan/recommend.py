@@ -122,8 +122,9 @@ class Job:
         startup_s = start_up(found, nodes, nccl=self.nccl).total_s
         hours = found.ranks * (startup_s + train_s) / 3600
         return Option(
-            nodes, found.ranks, found.batch, found.images_per_s, found.efficiency, train_s, startup_s,
-            hours, hours * self.price, hours * self.watts / 1000,
+            nodes=nodes, ranks=found.ranks, batch=found.batch, images_per_s=found.images_per_s,
+            efficiency=found.efficiency, train_s=train_s, startup_s=startup_s, gpu_hours=hours,
+            cost=hours * self.price, energy_kwh=hours * self.watts / 1000,
         )  # fmt: skip
 
 

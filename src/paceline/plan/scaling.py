@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,8 @@ def predict_scaling(
         rows = [_row(question, place.with_nodes(count)) for count in _counts(question, place)]
     now = next(row for row in rows if row.nodes == place.nodes)
     return ScalingPrediction(
-        work.model, work.source, now.nodes, now.ranks, batch_size, now.images_per_s, now.efficiency,
-        now.step_s, now.exposed_s, now.uncertainty, tuple(rows),
-    )  # fmt: skip
+        model=work.model, source=work.source, batch_size=batch_size, rows=tuple(rows), **asdict(now)
+    )
 
 
 def _cluster(
@@ -176,8 +175,9 @@ def _counts(question: Question, place: Cluster) -> list[int]:
 def _row(question: Question, place: Cluster) -> ScalingRow:
     found: Prediction = question.answer(place)
     return ScalingRow(
-        place.nodes, found.ranks, found.images_per_s, found.efficiency, found.step_s,
-        found.exposed_comm_s, found.uncertainty,
+        nodes=place.nodes, ranks=found.ranks, images_per_s=found.images_per_s,
+        efficiency=found.efficiency, step_s=found.step_s, exposed_s=found.exposed_comm_s,
+        uncertainty=found.uncertainty,
     )  # fmt: skip
 
 

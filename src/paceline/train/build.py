@@ -7,7 +7,7 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
+from paceline.models.synced_norm import NormGroup
 from paceline.optim.schedule import LrSchedule
 from paceline.optim.setting_rules import ANCHORED
 from paceline.optim.settings import OptimSettings
@@ -29,16 +30,9 @@ from paceline.train.anchors import create_anchors
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
-from paceline.train.chosen import (
-    data_notes,
-    describe_data,
-    describe_model,
-    describe_rehearsal,
-    given_objects,
-    optional_notes,
-)
+from paceline.train.chosen import describe_run
 from paceline.train.components import Components
-from paceline.train.fast_path import describe_norms, eager_norms, share_norms
+from paceline.train.fast_path import eager_norms, share_norms
 from paceline.train.inputs import (
     BatchSizes,
     RunInputs,
@@ -111,42 +105,19 @@ def _assemble(
 ) -> Training:
     source, folder = inputs.source, inputs.folder
     threads = _set_threads(config, group, checkpoint)
-    plan = BatchPlan(
-        samples=len(source),
-        epochs=config.run.epochs,
-        global_batch=sizes.global_batch,
-        micro_batch=sizes.micro_batch,
-        world_size=_ranks(config, group),
-        growth=batch_stages(config.optim, sizes, group.world_size),
-    )
+    plan = _batch_plan(config, group, len(source), sizes)
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = create_schedule(config.optim, peak, plan)
-    with group.phase("model"):
-        model, pretrained = _create_model(config, source, group, components)
-        model_notes = _check_model(config, model, source, sizes, group, components)
-    if isinstance(components.model, nn.Module):
-        model_notes += filter(None, [share_weights(model, group)])
-    # Before kernels and formats of this device take the place of the model's own layers.
-    layers = _cluster_layers(config, model, source)
-    norm_group = share_norms(config, model, group)
-    graphs_config = _graphs_for(eager_norms(config, norm_group), model_notes, group)
-    parts = create_parts(
-        graphs_config, model, group, rate=schedule.rate(0), micro_batch=sizes.micro_batch,
-        accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
-        pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
-        steps_per_epoch=plan.samples / plan.last_batch, components=components,
-        classes=config.model.num_classes or len(source.classes),
-    )  # fmt: skip
+    built = _build_model(config, group, source, plan, schedule.rate(0), checkpoint, components)
+    model, parts = built.model, built.parts
     plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
 
-    clock = _cluster_clock(config, parts, plan, inputs, layers)
-    runner: list[CallbackRunner] = []
+    clock = _cluster_clock(config, parts, plan, inputs, built.layers)
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
         average=parts.average, group=group, memory=parts.exchange.memory,
-        callbacks=lambda: runner[0].state() if runner else {},
     )  # fmt: skip
     progress = Progress()
 
@@ -162,48 +133,82 @@ def _assemble(
             progress = state.restore(checkpoint, path, elsewhere=elsewhere)
         loader = make_loader(plan, progress.step)
     anchors = create_anchors(config, source, plan, parts.optimizer, group, components)
-    step = create_step(config, parts, loader, plan, group, stop, components, norm_group, anchors)
-    buffers = parts.exchange.bucket_info()
-    group.name_buckets(buffers)
-    trace = RunTrace(config.run, group, buffers, folder.path, progress.step)
+    step = create_step(
+        config, parts, loader, plan, group, stop, components, built.norm_group, anchors
+    )
+    buckets = parts.exchange.bucket_info()
+    group.name_buckets(buckets)
+    trace = RunTrace(config.run, group, buckets, folder.path, progress.step)
     parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
-    chosen = {
-        "device": str(group.device),
-        "backend": group.backend,
-        "launcher": group.topology.launcher,
-        "threads": threads,
-        "data": describe_data(inputs),
-        "input": loader.describe(),
-        "model": describe_model(config, model, components),
-        **({"model notes": "; ".join(model_notes)} if model_notes else {}),
-        **data_notes(config, inputs, components, loader.describe()),
-        **parts.describe(),
-        "batch": sizes.describe(plan.world_size),
-        **({"shares": shares} if shares else {}),
-        "peak_lr": f"{peak:g}",
-        **({"scaling": scaling} if scaling else {}),
-        **({"full gradient": anchors.describe()} if anchors else {}),
-        **describe_norms(config, group, norm_group),
-        **optional_notes(config, folder, checkpoint, parts, pretrained, schedule, plan),
-        **({"exchange state": "; ".join(state.notes)} if state.notes else {}),
-        **describe_rehearsal(config, clock),
-        **given_objects(components),
-    }
     training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
-        trace=trace, chosen=chosen, make_loader=make_loader, clock=clock,
+        trace=trace, make_loader=make_loader, clock=clock,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         writer=CheckpointWriter(background=config.checkpoint.background),
+    )  # fmt: skip
+    training.chosen = describe_run(
+        training, inputs, components, checkpoint, parts, threads=threads, shares=shares,
+        scaling=scaling, model_notes=built.notes, pretrained=built.pretrained,
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:
         training.callbacks = CallbackRunner(components.callbacks, training)
-        runner.append(training.callbacks)
+        training.state = replace(state, callbacks=training.callbacks.state)
         if checkpoint is not None:
             training.callbacks.restore(checkpoint.callbacks)
     return training
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BuiltModel:
+    """The model and the parts of its step; `pretrained` and `notes` are for display. `layers`: of a
+    rehearsal, what its clock is predicted from."""
+
+    model: nn.Module
+    parts: StepParts
+    norm_group: NormGroup | None
+    layers: Network | None
+    pretrained: list[str]
+    notes: list[str]
+
+
+def _build_model(
+    config: RunConfig, group: Group, source: Source, plan: BatchPlan, rate: float,
+    checkpoint: Checkpoint | None, components: Components,
+) -> _BuiltModel:  # fmt: skip
+    with group.phase("model"):
+        model, pretrained = _create_model(config, source, group, components)
+        notes = _check_model(config, model, source, plan, components)
+    if isinstance(components.model, nn.Module):
+        notes += filter(None, [share_weights(model, group)])
+    # Before kernels and formats of this device take the place of the model's own layers.
+    layers = _cluster_layers(config, model, source)
+    norm_group = share_norms(config, model, group)
+    parts = create_parts(
+        _graphs_for(eager_norms(config, norm_group), notes, group), model, group, rate=rate,
+        micro_batch=plan.micro_batch,
+        accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
+        pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
+        steps_per_epoch=plan.samples / plan.last_batch, components=components,
+        classes=config.model.num_classes or len(source.classes),
+    )  # fmt: skip
+    return _BuiltModel(
+        model=model, parts=parts, norm_group=norm_group, layers=layers, pretrained=pretrained,
+        notes=notes,
+    )  # fmt: skip
+
+
+def _batch_plan(config: RunConfig, group: Group, samples: int, sizes: BatchSizes) -> BatchPlan:
+    return BatchPlan(
+        samples=samples,
+        epochs=config.run.epochs,
+        global_batch=sizes.global_batch,
+        micro_batch=sizes.micro_batch,
+        world_size=_ranks(config, group),
+        growth=batch_stages(config.optim, sizes, group.world_size),
+    )
 
 
 def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
@@ -317,17 +322,16 @@ def _graphs_for(config: RunConfig, notes: list[str], group: Group) -> RunConfig:
 
 
 def _check_model(
-    config: RunConfig, model: nn.Module, source: Source, sizes: BatchSizes, group: Group,
-    components: Components,
-) -> list[str]:  # fmt: skip
+    config: RunConfig, model: nn.Module, source: Source, plan: BatchPlan, components: Components
+) -> list[str]:
     """Notes on a model that Paceline has not made; raises where it cannot be trained."""
     if is_own(model) and components.model is None:
         return []
     pixels = config.data.image_size
     return check_model(
-        model, (sizes.micro_batch, config.data.channels, pixels, pixels),
+        model, (plan.micro_batch, config.data.channels, pixels, pixels),
         config.model.num_classes or len(source.classes),
         own_loss=components.loss is not None or config.run.loss not in LOSSES,
-        ranks=_ranks(config, group),
+        ranks=plan.world_size,
         nhwc=config.run.channels_last,
     )  # fmt: skip

@@ -9,18 +9,66 @@ from paceline.data import BatchPlan, describe_channels
 from paceline.models.freeze import count_frozen
 from paceline.models.names import MODEL_NAMES
 from paceline.optim.batch_growth import describe_stages
-from paceline.optim.schedule import LrSchedule
 from paceline.plan.rehearsal import ClusterClock
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
+from paceline.train.fast_path import describe_norms
 from paceline.train.inputs import RunInputs
 from paceline.train.model_checks import given_name
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder
 from paceline.train.run_state import changes
 from paceline.train.step_parts import StepParts
+from paceline.train.training import Training
 
 
-def describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[str, str]:
+def describe_run(
+    training: Training,
+    inputs: RunInputs,
+    components: Components,
+    checkpoint: Checkpoint | None,
+    parts: StepParts,
+    *,
+    threads: str,
+    shares: str,
+    scaling: str,
+    model_notes: list[str],
+    pretrained: list[str],
+) -> dict[str, str]:
+    """In the order in which it is shown, without what does not apply."""
+    config, group, plan, step = training.config, training.group, training.plan, training.step
+    loader = step.loader.describe()
+    chosen = {
+        "device": str(group.device),
+        "backend": group.backend,
+        "launcher": group.topology.launcher,
+        "threads": threads,
+        "data": _describe_data(inputs),
+        "input": loader,
+        "model": _describe_model(config, training.model, components),
+        "model notes": "; ".join(model_notes),
+        **_describe_input(config, inputs, components, loader),
+        **parts.describe(),
+        "batch": training.sizes.describe(plan.world_size),
+        "shares": shares,
+        "peak_lr": f"{training.state.peak_lr:g}",
+        "scaling": scaling,
+        "full gradient": step.anchors.describe() if step.anchors else "",
+        **describe_norms(config, group, step.norm_group),
+        "warm-up": training.schedule.describe_cut(),
+        "noise scale": _describe_noise_scale(config, plan),
+        "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
+        "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
+        "pretrained": "; ".join(pretrained),
+        "resume": _describe_resume(training.folder, checkpoint),
+        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
+        "exchange state": "; ".join(training.state.notes),
+        **_describe_rehearsal(config, training.clock),
+        **_given_objects(components),
+    }
+    return {name: text for name, text in chosen.items() if text}
+
+
+def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[str, str]:
     settings = config.rehearse
     if not settings.ranks:
         return {}
@@ -31,7 +79,7 @@ def describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[st
     }
 
 
-def given_objects(components: Components) -> dict[str, str]:
+def _given_objects(components: Components) -> dict[str, str]:
     """Objects of the program that the command line cannot make again."""
     names = [name for name in components.names() if name != "callbacks"]
     if not names:
@@ -43,7 +91,7 @@ def given_objects(components: Components) -> dict[str, str]:
     }
 
 
-def describe_data(inputs: RunInputs) -> str:
+def _describe_data(inputs: RunInputs) -> str:
     source = inputs.source
     return (
         f"{source.kind}, {len(source):,} training and {len(inputs.validation):,} "
@@ -51,24 +99,23 @@ def describe_data(inputs: RunInputs) -> str:
     )
 
 
-def data_notes(
+def _describe_input(
     config: RunConfig, inputs: RunInputs, components: Components, described: str
 ) -> dict[str, str]:
     """What the user should know about the data beyond what `described` says of the input."""
     sources = (inputs.source, inputs.validation)
     notes = [s.note for s in sources if s.note and s.note not in described]
     own = {"augment": components.augment, "device_augment": components.device_augment}
-    found = {
+    return {
         "data notes": "; ".join(dict.fromkeys(notes)),
         "channels": describe_channels(inputs.source, config.data.channels),
         "augmentation": ", ".join(
             f"own {name}" for name, value in own.items() if value is not None
         ),
     }
-    return {name: note for name, note in found.items() if note}
 
 
-def describe_model(config: RunConfig, model: nn.Module, components: Components) -> str:
+def _describe_model(config: RunConfig, model: nn.Module, components: Components) -> str:
     weights = sum(parameter.numel() for parameter in model.parameters())
     stem = config.model.stem_for(config.data.image_size)
     is_resnet = config.model.name in MODEL_NAMES and config.model.name.startswith("resnet")
@@ -82,31 +129,14 @@ def describe_model(config: RunConfig, model: nn.Module, components: Components) 
     return f"{config.model.name}{with_stem}, {weights:,} parameters{with_frozen}"
 
 
-def optional_notes(
-    config: RunConfig,
-    folder: RunFolder,
-    checkpoint: Checkpoint | None,
-    parts: StepParts,
-    pretrained: list[str],
-    schedule: LrSchedule,
-    plan: BatchPlan,
-) -> dict[str, str]:
+def _describe_resume(folder: RunFolder, checkpoint: Checkpoint | None) -> str:
     salvaged = ""
     if checkpoint is not None and checkpoint.salvaged_by is not None:
         salvaged = (
             f"not bit-exact: salvaged by rank {checkpoint.salvaged_by} after the loss of another rank; "
             "weights and momenta are exact, batch-norm statistics are of that rank only"
         )
-    notes = {
-        "warm-up": schedule.describe_cut(),
-        "noise scale": _describe_noise_scale(config, plan),
-        "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
-        "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
-        "pretrained": "; ".join(pretrained),
-        "resume": "; ".join(filter(None, (folder.note, salvaged))),
-        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
-    }
-    return {name: note for name, note in notes.items() if note}
+    return "; ".join(filter(None, (folder.note, salvaged)))
 
 
 def _describe_noise_scale(config: RunConfig, plan: BatchPlan) -> str:

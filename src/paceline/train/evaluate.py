@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def evaluate(
     policy: Policy,
     group: Group,
     stop: StopSignals,
+    *,
     corrupt_limit: int | None = None,
     classes: int | None = None,
     loss_function: TrainingLoss | None = None,
@@ -86,53 +88,38 @@ def evaluate(
     outputs of a model that has several. `details` collects what was wrong.
     """
     started = time.perf_counter()
-    modes = [(module, module.training) for module in model.modules()]
     loss_function = loss_function or CrossEntropy()
-    model.eval()
-    correct1 = torch.zeros((), dtype=torch.float64, device=group.device)
-    correct5, loss = correct1.clone(), correct1.clone()
-    seen, failed, size = 0, 0, 0
-    corrupt: list[CorruptSample] = []
+    all_outputs = isinstance(loss_function, OwnLoss) and loss_function.in_evaluation
+    sums, failed = _Sums(group.device), False
     try:
-        # Eager, because blocks compiled for training would be compiled again.
-        # A model that is not ours may keep tensors, which inference mode would spoil for training.
-        no_gradients = torch.inference_mode() if is_own(model) else torch.no_grad()
-        with no_gradients, torch.compiler.set_stance("force_eager"), policy.compute():
+        with _evaluation_mode(model), policy.compute():
             for batch in batches:
                 if stop.received is not None:
                     group.announce_stop()
                 if stop.received is not None or group.stop_announced():
                     break
-                size = len(batch)
+                sums.batch_size = len(batch)
                 found = _outputs(model, normalize(batch.images, group.device))
                 outputs = find_logits(found, classes).float()
                 labels = batch.labels.to(group.device, non_blocking=True)
-                ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
-                correct1 += ranked[:, 0].sum()
-                correct5 += ranked.sum()
-                whole = isinstance(loss_function, OwnLoss) and loss_function.in_evaluation
-                loss += loss_function.evaluated(found if whole else outputs, labels)
+                loss = loss_function.evaluated(found if all_outputs else outputs, labels)
+                sums.add(outputs, labels, loss, batch.corrupt)
                 if details is not None:
                     details.add(outputs, labels, batch.images)
-                seen += len(labels)
-                corrupt += batch.corrupt
     except (PacelineError, RuntimeError, MemoryError) as error:
         # The other ranks wait in the sum below, where they learn of it.
-        fault = error if isinstance(error, PacelineError) else _out_of_memory(error, size)
+        fault = (
+            error if isinstance(error, PacelineError) else _out_of_memory(error, sums.batch_size)
+        )
         if fault is None:
             raise
         group.post_fault(fault)
-        failed = 1
-    finally:
-        # Frozen batch norms stay in evaluation mode.
-        for module, training in modes:
-            module.training = training
+        failed = True
     if isinstance(batches, EvalBatches):
         # Includes corrupt samples of a last batch that had no other samples.
-        corrupt = list(batches.corrupt)
+        sums.corrupt = list(batches.corrupt)
     asked = stop.stop_flags().values()
-    own = torch.tensor([seen, len(corrupt), failed, *asked], dtype=torch.float64)
-    total = torch.cat([torch.stack([correct1, correct5, loss]), own.to(group.device)])
+    total = sums.to_tensor(float(failed), *asked)
     group.all_reduce_sum(total)
     right1, right5, loss_sum, samples, bad, failures, *stops = total.tolist()
     if failures:
@@ -147,9 +134,53 @@ def evaluate(
         loss=loss_sum / samples,
         samples=round(samples),
         corrupt_count=round(bad),
-        corrupt_here=tuple(corrupt),
+        corrupt_here=tuple(sums.corrupt),
         eval_s=time.perf_counter() - started,
     )
+
+
+class _Sums:
+    """What this rank has evaluated. Sums stay on the device until the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._right1 = torch.zeros((), dtype=torch.float64, device=device)
+        self._right5, self._loss = self._right1.clone(), self._right1.clone()
+        self._samples = 0
+        self.corrupt: list[CorruptSample] = []
+        # Of the batch that is being evaluated.
+        self.batch_size = 0
+
+    def add(
+        self, outputs: Tensor, labels: Tensor, loss: Tensor, corrupt: Sequence[CorruptSample]
+    ) -> None:
+        ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
+        self._right1 += ranked[:, 0].sum()
+        self._right5 += ranked.sum()
+        self._loss += loss
+        self._samples += len(labels)
+        self.corrupt += corrupt
+
+    def to_tensor(self, *others: float) -> Tensor:
+        counts = torch.tensor([self._samples, len(self.corrupt), *others], dtype=torch.float64)
+        sums = torch.stack([self._right1, self._right5, self._loss])
+        return torch.cat([sums, counts.to(sums.device)])
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Without gradients. Afterwards every module has the mode that it had: frozen batch norms are in
+    evaluation mode during training, too."""
+    modes = [(module, module.training) for module in model.modules()]
+    # A model that is not ours may keep tensors, which inference mode would spoil for training.
+    no_gradients = torch.inference_mode() if is_own(model) else torch.no_grad()
+    model.eval()
+    try:
+        # Eager, because blocks compiled for training would be compiled again.
+        with no_gradients, torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _outputs(model: nn.Module, images: Tensor) -> object:
@@ -222,7 +253,10 @@ def evaluate_file(
         with loader, StopSignals() as stop:
             classes = config.model.num_classes or len(checkpoint.classes)
             loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
-            result = evaluate(model, loader, normalize, policy, group, stop, limit, classes, loss)
+            result = evaluate(
+                model, loader, normalize, policy, group, stop, corrupt_limit=limit,
+                classes=classes, loss_function=loss,
+            )  # fmt: skip
         if config.run.loss not in LOSSES and group.rank == 0:
             # It is code of whoever wrote the file.
             note = f"run.loss = {config.run.loss} is not run here; the loss is cross_entropy"

@@ -25,7 +25,13 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.imports import first_line
-from paceline.models.resnet import PADDED_CHANNELS, ResidualBlock, fuse_norms, use_torch_norms
+from paceline.models.resnet import (
+    PADDED_CHANNELS,
+    ResidualBlock,
+    fuse_norms,
+    fuse_products,
+    use_torch_norms,
+)
 from paceline.models.synced_norm import NormGroup, keep_last_statistics, synchronize_norms
 from paceline.train.machine import out_of_memory
 from paceline.train.micro_step import compile_reason, is_compile_error
@@ -46,6 +52,8 @@ class FastPath:
     image_channels: int | None = None
     # Whether the model has kernels that fuse its norms.
     can_fuse: bool = True
+    # `run.fused_convolutions` as it applies to this model.
+    products: str = "off"
 
     def describe(self) -> str:
         def switch(on: bool) -> str:
@@ -65,8 +73,10 @@ def choose_fast_path(
     triton_problem: str,
     *,
     shared_gpu: bool = False,
+    half: bool = True,
 ) -> FastPath:
     """Decides the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
+    `half`: the model computes in half precision.
     `shared_gpu`: other ranks use the same GPU; cuDNN's batch norm hangs beside their collectives."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -87,7 +97,10 @@ def choose_fast_path(
         remark += ", no batch norm by cuDNN (shared GPU)"
     forward = compiled(model, how)
     can_fuse = fused or fuse_norms(model, False) > 0
-    return FastPath(forward, settings.channels_last, fused, how, graphs, remark, channels, can_fuse)
+    products = _choose_products(settings, model, fused, half)
+    return FastPath(
+        forward, settings.channels_last, fused, how, graphs, remark, channels, can_fuse, products
+    )
 
 
 def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool:
@@ -100,6 +113,26 @@ def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool
     if settings.fused_norm == "off" or problem or settings.compile not in ("auto", "off"):
         return False
     return fuse_norms(model, True) > 0
+
+
+def _choose_products(settings: RunSettings, model: nn.Module, fused: bool, half: bool) -> str:
+    problem = ""
+    if not fused:
+        problem = "needs fused norms, which this run does not have"
+    elif not fuse_products(model, False):
+        problem = "this model has no bottlenecks"
+    elif not half:
+        problem = "needs half precision"
+    if settings.fused_convolutions == "on" and problem:
+        raise ConfigError("run.fused_convolutions", "on", problem, "use 'auto'")
+    if settings.recompute_norms and problem:
+        raise ConfigError(
+            "run.recompute_norms", True, f"fused convolutions: {problem}", "use false"
+        )
+    if settings.fused_convolutions == "off" or problem:
+        return "off"
+    fuse_products(model, True, recompute=settings.recompute_norms)
+    return settings.fused_convolutions
 
 
 def compiled(model: nn.Module, how: str) -> Forward:
@@ -139,7 +172,16 @@ def try_fast_path(
 ) -> FastPath:  # fmt: skip
     """`fast` without torch.compile where the compiler fails and `run.compile` is `auto`, and without
     CUDA graphs where a `foreign` model waits for the device, which a graph cannot repeat, and
-    `run.cuda_graphs` is `auto`. All ranks decide alike."""
+    `run.cuda_graphs` is `auto`. All ranks decide alike. Forms of fused convolutions are chosen by each
+    rank: they affect rounding only."""
+    if fast.products != "off":
+        from paceline.models import product_choice
+
+        product_choice.begin(fast.products, group.device)
+        group.agree_on("trial of fused convolutions", lambda: trial(fast.forward))
+        fast = replace(
+            fast, remark=f"{fast.remark}, convolutions: {product_choice.choices.describe()}"
+        )
     if fast.compile == "model" and settings.compile == "auto":
         attempt = functools.partial(_compile_problem, trial, fast.forward, foreign)
         if reason := _on_any_rank(group, "compile", attempt):
@@ -273,6 +315,7 @@ def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
     run = config.run
     for name, value, allowed in (
         ("fused_norm", run.fused_norm, ("auto", "off")),
+        ("fused_convolutions", run.fused_convolutions, ("auto", "off")),
         ("compile", run.compile, ("auto", "off")),
         ("cuda_graphs", run.cuda_graphs, ("auto", "off")),
     ):
@@ -282,8 +325,9 @@ def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
                 "use 'auto', or model.norm_group=1",
             )  # fmt: skip
     return config.with_values(
-        {"run.fused_norm": "off", "run.compile": "off", "run.cuda_graphs": "off"}
-    )
+        {"run.fused_norm": "off", "run.fused_convolutions": "off", "run.compile": "off",
+         "run.cuda_graphs": "off"}
+    )  # fmt: skip
 
 
 def describe_norms(config: RunConfig, group: Group, norm_group: NormGroup | None) -> dict[str, str]:

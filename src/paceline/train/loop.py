@@ -256,8 +256,9 @@ class TrainingLoop:
         shared = shared_weights(t.state.memory)
         with shared, applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
-                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop, limit,
-                classes, t.step.micro.loss_function, details,
+                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop,
+                corrupt_limit=limit, classes=classes, loss_function=t.step.micro.loss_function,
+                details=details,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")

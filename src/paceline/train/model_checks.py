@@ -2,13 +2,14 @@
 
 `check_model` runs a few images through the model in training and in evaluation mode, and restores
 everything. What cannot be trained raises one line that names the cause; what can be trained, but with
-limits, becomes a note of the run.
+limits, becomes a note of the run. `check_parameters` looks for parameters that user code has replaced
+since.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -349,3 +350,24 @@ def share_weights(model: nn.Module, group: Group) -> str:
             group.broadcast(content)
             tensor.copy_(content)
     return "initial weights of rank 0"
+
+
+def check_parameters(
+    model: nn.Module, held: Mapping[str, tuple[nn.Parameter, int]], exchanged: Container[str]
+) -> None:
+    """Raises RunError unless the model has the parameters, with their memory, that the optimizer and the
+    exchange hold: others would stay as they are, unnoticed. A user's code can replace them in forward or
+    in a callback."""
+    found = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    for name in (*found, *held):
+        now, before = found.get(name), held.get(name)
+        same = now and before and now[0] is before[0] and now[1] == before[1]
+        thawed = now and now[0].requires_grad and name not in exchanged
+        if same and not thawed:
+            continue
+        change = "unfrozen" if same else "replaced" if now and before else "added"
+        raise RunError(
+            f"the model's parameter {name} was {change if now else 'removed'} after the start, so "
+            "that it would not be trained",
+            "make and freeze all layers before the run, and change weights in place",
+        )

@@ -24,7 +24,7 @@ from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.imports import first_line
-from paceline.data import BatchPlan, CorruptSample, Normalizer, TrainBatches
+from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.models.synced_norm import NormGroup
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.anchors import Anchors
@@ -32,6 +32,7 @@ from paceline.train.asynchronous import AsynchronousUpdate, Outcome
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
+from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.update import Update, row_values
@@ -81,6 +82,20 @@ class _Launched:
     data_s: float
     exposed: Callable[[], float]
     stall: Callable[[], dict[str, float]]
+
+
+@dataclass
+class _Computed:
+    """What became of a step's micro-batches on this rank."""
+
+    wait: InputWait
+    corrupt: list[CorruptSample] = field(default_factory=list)
+    data_s: float = 0.0
+    # The error is in `TrainStep.fault`.
+    failed: bool = False
+    abandoned: bool = False
+    # Whether model and loss are running, which may be a user's code.
+    in_model: bool = False
 
 
 class _Share(NamedTuple):
@@ -155,65 +170,25 @@ class TrainStep:
         """Queues global batch number `step`: gradients, exchange, update at `rate` and with `others` of
         the schedule's values."""
         started = time.perf_counter()
-        corrupt: list[CorruptSample] = []
-        failed, abandoned, computing, data_s = False, False, False, 0.0
         first, last = self.plan.step_range(step)
+        full = last - first == self.plan.batch_at(step)
         self._agree_on_graphs()
         if self.anchors is not None and step % self.anchors.interval == 0:
             with self.spans.span("full gradient"):
                 self._center(step, self.anchors)
         self.update.begin(step)
         self.exchange.begin(step)
-        wait = InputWait(self.policy.device)
+        computed = _Computed(InputWait(self.policy.device))
         self.batch_norm.remember()
         self._unfinished = True
         self.micro.begin(last - first, self.plan.batch_at(step))
-        synchronized = self._synchronize_norms(step, full=last - first == self.plan.batch_at(step))
-        try:
-            if self.fault is not None:
-                raise self.fault
-            if self.checks_parameters:
-                self._check_parameters()
-            for share in self._shares(step):
-                # With shared statistics ranks wait for one another in every pass: they stop between
-                # steps only.
-                if not self.update.asynchronous and (
-                    self._given_up or (not synchronized and self._asked_to_stop())
-                ):
-                    abandoned = self._given_up = True
-                    break
-                waiting = time.perf_counter()
-                with self.spans.span("data", host=True), wait:
-                    batch = next(self.loader)
-                wait.attribute(batch.spent, batch.begun)
-                data_s += time.perf_counter() - waiting
-                corrupt += batch.corrupt
-                seed_micro_batch(self.seed, step, share.number)
-                with self.spans.span("forward and backward"):
-                    mix = self._mix(step, share.number, len(batch.labels))
-                    computing = True
-                    if self.anchors is not None:
-                        self.anchors.subtract(self.micro, self.batch_norm, batch, usual=share.usual)
-                        seed_micro_batch(self.seed, step, share.number)
-                    self.micro.run(
-                        batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
-                    )
-                    computing = False
-        except Exception as error:  # a defect of the program is raised again
-            foreign = self.foreign and computing
-            fault = step_error(error, step, self.plan.micro_batch, foreign=foreign)
-            if fault is None:
-                raise
-            if fault is not error:
-                fault.__cause__ = error
-            self.fault, failed = fault, True
-            self.group.post_fault(fault)
+        self._compute(step, computed, synchronized=self._synchronize_norms(step, full=full))
         if self.norm_group is not None:
             self.norm_group.active = False
         signals = Signals(
-            corrupt=float(len(corrupt)),
-            fault=float(failed),
-            abandon=float(abandoned),
+            corrupt=float(len(computed.corrupt)),
+            fault=float(computed.failed),
+            abandon=float(computed.abandoned),
             save=float(self.stop.take_save_request()),
             request=float(self.stop.requested),
             **self.stop.stop_flags(),
@@ -230,15 +205,61 @@ class TrainStep:
                 rate=rate,
                 row=row,
                 ready=ready,
-                corrupt=tuple(corrupt),
+                corrupt=tuple(computed.corrupt),
                 started=started,
-                data_s=data_s,
+                data_s=computed.data_s,
                 exposed=self.update.exposed
                 if isinstance(self.update, AsynchronousUpdate)
                 else self.exchange.exposed,
-                stall=wait.stall,
+                stall=computed.wait.stall,
             )
         )
+
+    def _compute(self, step: int, computed: _Computed, *, synchronized: bool) -> None:
+        """Forward and backward of this rank's micro-batches, up to an error or a request to stop.
+        `synchronized`: ranks share batch-norm statistics and wait for one another in every pass, so that
+        they stop between steps only."""
+        try:
+            if self.fault is not None:
+                raise self.fault
+            if self.checks_parameters:
+                check_parameters(self.model, self._parameters, self.exchange.parameters)
+            for share in self._shares(step):
+                if not self.update.asynchronous and (
+                    self._given_up or (not synchronized and self._asked_to_stop())
+                ):
+                    computed.abandoned = self._given_up = True
+                    break
+                batch = self._next_batch(computed)
+                seed_micro_batch(self.seed, step, share.number)
+                with self.spans.span("forward and backward"):
+                    mix = self._mix(step, share.number, len(batch.labels))
+                    computed.in_model = True
+                    if self.anchors is not None:
+                        self.anchors.subtract(self.micro, self.batch_norm, batch, usual=share.usual)
+                        seed_micro_batch(self.seed, step, share.number)
+                    self.micro.run(
+                        batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
+                    )
+                    computed.in_model = False
+        except Exception as error:  # a defect of the program is raised again
+            foreign = self.foreign and computed.in_model
+            fault = step_error(error, step, self.plan.micro_batch, foreign=foreign)
+            if fault is None:
+                raise
+            if fault is not error:
+                fault.__cause__ = error
+            self.fault, computed.failed = fault, True
+            self.group.post_fault(fault)
+
+    def _next_batch(self, computed: _Computed) -> Batch:
+        waiting = time.perf_counter()
+        with self.spans.span("data", host=True), computed.wait:
+            batch = next(self.loader)
+        computed.wait.attribute(batch.spent, batch.begun)
+        computed.data_s += time.perf_counter() - waiting
+        computed.corrupt += batch.corrupt
+        return batch
 
     def _center(self, step: int, anchors: Anchors) -> None:
         """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
@@ -299,24 +320,6 @@ class TrainStep:
                 number=rank + turn * self.plan.world_size,
                 usual=stop - start == self.plan.usual_micro_batch(rank),
                 last=turn == len(stretches) - 1,
-            )
-
-    def _check_parameters(self) -> None:
-        """The optimizer and the exchange hold the parameters that the model had when they were made:
-        others would stay as they are, unnoticed. A user's code can replace them in forward or in a
-        callback."""
-        found = {name: (p, p.data_ptr()) for name, p in self.model.named_parameters()}
-        for name in (*found, *self._parameters):
-            now, before = found.get(name), self._parameters.get(name)
-            same = now and before and now[0] is before[0] and now[1] == before[1]
-            thawed = now and now[0].requires_grad and name not in self.exchange.parameters
-            if same and not thawed:
-                continue
-            change = "unfrozen" if same else "replaced" if now and before else "added"
-            raise RunError(
-                f"the model's parameter {name} was {change if now else 'removed'} after the start, so "
-                "that it would not be trained",
-                "make and freeze all layers before the run, and change weights in place",
             )
 
     def _agree_on_graphs(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.comm.exchange import GradientExchange
-from paceline.comm.group import Group
+from paceline.comm.group import Group, SharedFacts
 from paceline.comm.memory import Weights
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
@@ -117,29 +117,19 @@ def create_parts(
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
-        policy = choose_policy(config.precision, group.device)
-        if config.comm.mode == "asynchronous" and policy.scales_loss:
-            raise ConfigError(
-                "precision.amp_dtype", policy.name,
-                "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do "
-                "not",
-                "use --amp-dtype bf16 or fp32",
-            )  # fmt: skip
-        allow_tf32(config.precision)
+        policy = _choose_policy(config, group.device)
         if problem and settings.fused == "auto":
             settings = replace(settings, fused="foreach")
         optimizer = create_master_optimizer(
             settings, model, policy, rate, components.optimizer, config.run.seed
         )
         loss = create_loss(config.run, components.loss, classes)
-        if isinstance(optimizer, Muon) or optimizer.path == "torch":
-            own = isinstance(optimizer, Muon)
-            name = type(optimizer).__name__.lower() if own else "this optimizer"
-            remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
-            same.compare({"what computes": _computes(group.device)}, remedy)
+        _compare_devices(optimizer, group.device, same)
         batch_norm = BatchNormState(model, config.rehearse.ranks)
         shared = config.comm.share_gpus and group.world_size > 1
-        fast = choose_fast_path(config.run, model, group.device, problem, shared_gpu=shared)
+        fast = choose_fast_path(
+            config.run, model, group.device, problem, shared_gpu=shared, half=policy.is_half
+        )
         start = {"initial weights": fingerprint(model)}
         same.compare(start, "use the same --pretrained file and versions")
         chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
@@ -150,28 +140,11 @@ def create_parts(
         kernel=not problem,
     )  # fmt: skip
     size, channels = config.data.image_size, config.data.channels
-    foreign = not is_own(model)
-    one_output = foreign and not isinstance(loss, OwnLoss)
     dry = DryBackward(
         fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels), loss,
-        model if foreign else None,
+        None if is_own(model) else model,
     )  # fmt: skip
-
-    def trial(forward: Forward, guard: AbstractContextManager[None] | None = None) -> bool:
-        replace(dry, forward=with_one_output(forward) if one_output else forward)(guard)
-        model.zero_grad(set_to_none=True)
-        return True
-
-    if not isinstance(loss, CrossEntropy):
-        mixes = bool(config.run.mixup or config.run.cutmix)
-        eager = replace(dry, forward=with_one_output(model) if one_output else model)
-        group.agree_on("loss on a batch", lambda: eager.check_loss(model, mixes=mixes))
-    fast = try_fast_path(config.run, fast, model, group, trial, foreign=foreign)
-    if foreign:
-        # Also where the order of the gradients is known: its backward pass may fail.
-        group.agree_on("first pass", lambda: trial(fast.forward))
-    if one_output:
-        fast = replace(fast, forward=with_one_output(fast.forward))
+    fast = _try_model(config, model, group, fast, dry)
     dry = replace(dry, forward=fast.forward)
     # Refused alike on all ranks, which have agreed on the configuration.
     share_products(config, optimizer, group, fast.graphs)
@@ -190,21 +163,56 @@ def create_parts(
         settings.schedule_free,
     )  # fmt: skip
     return StepParts(
-        model=model,
-        policy=policy,
-        optimizer=optimizer,
-        batch_norm=batch_norm,
-        scale=scale,
-        exchange=exchange,
-        fast=fast,
-        normalize=normalize,
-        plan_file=planned.file,
+        model=model, policy=policy, optimizer=optimizer, batch_norm=batch_norm, scale=scale,
+        exchange=exchange, fast=fast, normalize=normalize, plan_file=planned.file,
         exchange_summary=describe_exchange(exchange, planned, fast, group.world_size),
-        average=average,
-        loss=loss,
-        dry=dry,
-        clip_norm=settings.clip_norm,
-    )
+        average=average, loss=loss, dry=dry, clip_norm=settings.clip_norm,
+    )  # fmt: skip
+
+
+def _choose_policy(config: RunConfig, device: torch.device) -> Policy:
+    policy = choose_policy(config.precision, device)
+    if config.comm.mode == "asynchronous" and policy.scales_loss:
+        raise ConfigError(
+            "precision.amp_dtype", policy.name,
+            "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do not",
+            "use --amp-dtype bf16 or fp32",
+        )  # fmt: skip
+    allow_tf32(config.precision)
+    return policy
+
+
+def _compare_devices(optimizer: MasterOptimizer, device: torch.device, same: SharedFacts) -> None:
+    """Of optimizers whose arithmetic differs between kinds of devices."""
+    own = isinstance(optimizer, Muon)
+    if own or optimizer.path == "torch":
+        name = type(optimizer).__name__.lower() if own else "this optimizer"
+        remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
+        same.compare({"what computes": _computes(device)}, remedy)
+
+
+def _try_model(
+    config: RunConfig, model: nn.Module, group: Group, fast: FastPath, dry: DryBackward
+) -> FastPath:
+    """The fast path that works on all ranks, found by forward and backward passes of zeros; of a model
+    that is a user's, the forward pass returns the logits alone, unless its loss takes all outputs."""
+    foreign = not is_own(model)
+    one_output = foreign and not isinstance(dry.loss, OwnLoss)
+
+    def trial(forward: Forward, guard: AbstractContextManager[None] | None = None) -> bool:
+        replace(dry, forward=with_one_output(forward) if one_output else forward)(guard)
+        model.zero_grad(set_to_none=True)
+        return True
+
+    if not isinstance(dry.loss, CrossEntropy):
+        mixes = bool(config.run.mixup or config.run.cutmix)
+        eager = replace(dry, forward=with_one_output(model) if one_output else model)
+        group.agree_on("loss on a batch", lambda: eager.check_loss(model, mixes=mixes))
+    fast = try_fast_path(config.run, fast, model, group, trial, foreign=foreign)
+    if foreign:
+        # Also where the order of the gradients is known: its backward pass may fail.
+        group.agree_on("first pass", lambda: trial(fast.forward))
+    return replace(fast, forward=with_one_output(fast.forward)) if one_output else fast
 
 
 def _check_wires(config: RunConfig, planned: ExchangeParts) -> None:

@@ -52,10 +52,10 @@ class Training:
     stop: StopSignals
     plan_file: PlanFile
     trace: RunTrace
-    chosen: dict[str, str]
     make_loader: Callable[[BatchPlan, int], TrainBatches]
     # Of a rehearsal, where the planner knows the cluster's times.
     clock: ClusterClock | None = None
+    chosen: dict[str, str] = field(default_factory=dict)
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
     # For a module that the user gave: the state that is evaluated and exported, once the run has ended.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.lars_foreach import accurate_norms
+from paceline.optim.foreach import accurate_norms
 from paceline.optim.schedule import set_rate
 from paceline.precision.policy import LossScale
 from paceline.train.average import WeightAverage

@@ -127,20 +127,7 @@ class ImageLoader:
         self.rank, self.world_size = _place(rank, world_size)
         self.train, self.batch_size, self.seed, self.drop_last = train, batch_size, seed, drop_last
         self.device = _device(device)
-        for name, value, good in (
-            ("batch_size", batch_size, batch_size >= 1),
-            ("layout", layout, layout in LAYOUTS),
-            ("dtype", dtype, dtype in DTYPES),
-            ("seed", seed, 0 <= seed < 2**63),
-        ):
-            if not good:
-                known = {
-                    "layout": f"use {' or '.join(LAYOUTS)}",
-                    "dtype": "use float32, float16 or bfloat16",
-                }
-                raise ConfigError(
-                    f"ImageLoader: {name}", value, "cannot be used", known.get(name, "")
-                )
+        _check_arguments(batch_size, layout, dtype, seed)
         self._opened = not isinstance(data, Source)
         split: Split = "train" if train else "val"
         self.source = as_source(data, split, classes, self.settings)
@@ -287,6 +274,17 @@ class ImageLoader:
         self.close()
 
     _described = ""
+
+
+def _check_arguments(batch_size: int, layout: str, dtype: torch.dtype, seed: int) -> None:
+    for name, value, good, remedy in (
+        ("batch_size", batch_size, batch_size >= 1, ""),
+        ("layout", layout, layout in LAYOUTS, f"use {' or '.join(LAYOUTS)}"),
+        ("dtype", dtype, dtype in DTYPES, "use float32, float16 or bfloat16"),
+        ("seed", seed, 0 <= seed < 2**63, ""),
+    ):
+        if not good:
+            raise ConfigError(f"ImageLoader: {name}", value, "cannot be used", remedy)
 
 
 def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:

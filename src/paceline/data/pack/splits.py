@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.data.image import CorruptImage, image_facts
 from paceline.data.pack.manifest import check_packed
 from paceline.data.settings import DataSettings
-from paceline.data.sources.base import Source, Split
+from paceline.data.sources.base import Source, Split, checked_source
 from paceline.data.sources.cache import CachedSource, cached
 from paceline.data.sources.labels import read_classes
 from paceline.data.sources.layouts import (
@@ -24,7 +24,6 @@ from paceline.data.sources.layouts import (
     shard_paths,
 )
 from paceline.data.sources.opened_files import OpenedFiles
-from paceline.data.sources.own_source import checked_source
 from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
 from paceline.data.sources.subset import split_source
 

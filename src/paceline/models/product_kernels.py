@@ -1,0 +1,309 @@
+"""Triton kernels of 1 × 1 convolutions, as products of rows × channels in NHWC memory, fused with the
+batch norms around them.
+
+A product reads its map as stored, or computes it from what is stored while it loads (`FORM`):
+`NORMALIZED` relu(scale · x + shift); `JOINED` relu(scale · x + shift + residual), the output of a
+residual block; `PROJECTED` the same with a residual that is normalized too; `GRADIENT` a · dz + b · x +
+c, the gradient of a norm's input (see `backward_factors_kernel`). What follows the product happens to
+its tile in registers (`EPILOGUE`): `MOMENTS` sums the statistics of the next norm; `MASKED` takes the
+gradient through the ReLU of the norm before, and `MERGED` through the sum and ReLU of a block, and sum
+the gradients of γ and β.
+
+A program computes one block of columns of `span` rows, tile by tile, so that its sums stay in the
+cache and make few parts; parts are joined in a fixed order, so repetitions are bit-identical.
+Values are rounded to the map's type where the separate operators store them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.models.kernels import centre_of
+
+PLAIN = tl.constexpr(0)
+NORMALIZED = tl.constexpr(1)
+JOINED = tl.constexpr(2)
+GRADIENT = tl.constexpr(3)
+MOMENTS = tl.constexpr(4)
+MASKED = tl.constexpr(5)
+MERGED = tl.constexpr(6)
+PROJECTED = tl.constexpr(7)
+
+
+@triton.jit
+def _operand(
+    x, other, saved, found, at, ok, cols, col_ok, channels,
+    FORM: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """A tile of the map that the product takes, in the type of `x`. `RELU`: `x` is the gradient
+    behind the ReLU of the norm whose input is `other`. `found` has the factors of `GRADIENT`, or the
+    statistics of `other` for `PROJECTED`."""
+    value = tl.load(x + at, mask=ok, other=0.0)
+    if FORM == NORMALIZED or FORM == JOINED or FORM == PROJECTED:  # noqa: SIM109
+        scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        wide = value.to(tl.float32) * scale + shift
+        if FORM == JOINED:
+            wide += tl.load(other + at, mask=ok, other=0.0).to(tl.float32)
+        if FORM == PROJECTED:
+            # Rounded where the separate operators store it.
+            scale = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            shift = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            residual = tl.load(other + at, mask=ok, other=0.0).to(tl.float32) * scale + shift
+            wide += residual.to(x.dtype.element_ty).to(tl.float32)
+        wide = tl.maximum(wide, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = wide.to(x.dtype.element_ty)
+    if FORM == GRADIENT:
+        a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        b = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        c = tl.load(found + 4 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        before = tl.load(other + at, mask=ok, other=0.0).to(tl.float32)
+        grad = value.to(tl.float32)
+        if RELU:
+            scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            grad = tl.where(before * scale + shift > 0.0, grad, 0.0)
+        value = (a * grad + b * before + c).to(x.dtype.element_ty)
+    return value
+
+
+@triton.jit
+def _finish(
+    result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
+    out_other_saved, centre, sums, later, y_tile,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, LOADED: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile of a product: stores it, and adds its sums to `sums`. `LOADED`: `y_tile` is
+    the tile of `out_y`.
+
+    What is constant along a column is loaded anew for each tile, and the sums are kept in memory: a
+    thread of a product's tile has a quarter of all columns, too many for its registers.
+    """
+    if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109  (Triton has no `in`)
+        before = tl.load(out_x + at, mask=ok, other=0.0).to(tl.float32)
+        middle = tl.load(out_saved + cols, mask=col_ok, other=0.0)[None, :]
+        if EPILOGUE == MASKED:
+            scale = tl.load(out_saved + 2 * n + cols, mask=col_ok, other=0.0)[None, :]
+            shift = tl.load(out_saved + 3 * n + cols, mask=col_ok, other=0.0)[None, :]
+            lit = ok & (before * scale + shift > 0.0)
+        else:
+            if ADD:
+                result += tl.load(out_add + at, mask=ok, other=0.0).to(tl.float32)
+            if LOADED:
+                lit = ok & (y_tile.to(tl.float32) > 0.0)
+            else:
+                lit = ok & (tl.load(out_y + at, mask=ok, other=0.0).to(tl.float32) > 0.0)
+        rounded = tl.where(lit, result, 0.0).to(out.dtype.element_ty)
+        value = rounded.to(tl.float32)
+        second = tl.where(ok, value * (before - middle), 0.0)
+    else:
+        rounded = result.to(out.dtype.element_ty)
+        if EPILOGUE == MOMENTS:
+            middle = centre_of(centre, cols, col_ok)[None, :]
+            value = tl.where(ok, rounded.to(tl.float32) - middle, 0.0)
+            second = value * value
+    if EPILOGUE != PLAIN:
+        # In order: no other program adds to these elements, and always the same thread does.
+        tl.atomic_add(sums, tl.sum(value, 0), mask=col_ok, sem="relaxed")
+        tl.atomic_add(sums + later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
+        if PROJECT:
+            before = tl.load(out_other + at, mask=ok, other=0.0).to(tl.float32)
+            middle = tl.load(out_other_saved + cols, mask=col_ok, other=0.0)[None, :]
+            second = tl.where(ok, value * (before - middle), 0.0)
+            tl.atomic_add(sums + 2 * later, tl.sum(value, 0), mask=col_ok, sem="relaxed")
+            tl.atomic_add(sums + 3 * later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
+    tl.store(out + at, rounded, mask=ok)
+
+
+@triton.jit
+def product_kernel(
+    x, other, saved, found, side, weight, out,
+    out_x, out_y, out_add, out_saved, out_other, out_other_saved, centre, parts,
+    rows, span, k, n,
+    FORM: tl.constexpr, RELU: tl.constexpr, SIDE: tl.constexpr, FORWARD: tl.constexpr,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, SINGLE: tl.constexpr,
+    FLAT: tl.constexpr, OUTER_STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
+
+    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once. `FLAT`:
+    the compiler makes one loop of two. `parts` [2, parts, n], zeros before, gets two sums a part:
+    Σ (y − centre) and Σ (y − centre)² for `MOMENTS`, else Σ dz and Σ dz · (x − mean) with the norm of
+    `out_x` and `out_saved`. `PROJECT`: [4, parts, n], and the same with the norm of `out_other`.
+    """
+    blocks = tl.cdiv(n, BLOCK_N)
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_ok = cols < n
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    lines = tl.arange(0, BLOCK_M)
+    deep = tl.arange(0, BLOCK_K)
+    sums = parts + part * n + cols
+    later = (tl.num_programs(0) // blocks) * n
+    x += first * k
+    other += first * k
+    side += first * k
+    out += first * n
+    out_x += first * n
+    out_y += first * n
+    out_add += first * n
+    out_other += first * n
+    if FORWARD:
+        weight_at = weight + deep[:, None] + cols[None, :] * k
+    else:
+        weight_at = weight + deep[:, None] * n + cols[None, :]
+    if SINGLE:
+        if EVEN_K and EVEN_N:
+            factors = tl.load(weight_at)
+        else:
+            factors = tl.load(weight_at, mask=(deep < k)[:, None] & col_ok[None, :], other=0.0)
+    for start in tl.range(0, count, BLOCK_M, num_stages=OUTER_STAGES, flatten=FLAT):
+        row = start + lines
+        row_ok = (row < count)[:, None]
+        if SINGLE:
+            deep_ok = deep < k
+            ok = row_ok if EVEN_K else row_ok & deep_ok[None, :]
+            at = row[:, None] * k + deep[None, :]
+            tile = _operand(x, other, saved, found, at, ok, deep, deep_ok, k, FORM, RELU)
+            if SIDE:
+                tl.store(side + at, tile, mask=ok & (block == 0))
+            result = tl.dot(tile, factors, input_precision="ieee")
+        else:
+            result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for begin in range(0, k, BLOCK_K):
+                inner = begin + deep
+                deep_ok = inner < k
+                ok = row_ok if EVEN_K else row_ok & deep_ok[None, :]
+                at = row[:, None] * k + inner[None, :]
+                tile = _operand(x, other, saved, found, at, ok, inner, deep_ok, k, FORM, RELU)
+                if SIDE:
+                    tl.store(side + at, tile, mask=ok & (block == 0))
+                place = weight_at + (begin if FORWARD else begin * n)
+                if EVEN_K and EVEN_N:
+                    factors = tl.load(place)
+                else:
+                    factors = tl.load(place, mask=deep_ok[:, None] & col_ok[None, :], other=0.0)
+                result = tl.dot(tile, factors, result, input_precision="ieee")
+        ok = row_ok if EVEN_N else row_ok & col_ok[None, :]
+        at = row[:, None] * n + cols[None, :]
+        _finish(
+            result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
+            out_other_saved, centre, sums, later, result, EPILOGUE, ADD, PROJECT, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def weight_gradient_kernel(
+    dz, x, saved, found, inputs, input_saved, partial, rows, span, n, k,
+    FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """partial [part, n, k] = Σ gradientᵀ · input over the `span` rows of a part."""
+    tiles_k = tl.cdiv(k, BLOCK_K)
+    tiles = tl.cdiv(n, BLOCK_N) * tiles_k
+    tile = tl.program_id(0) % tiles
+    part = tl.program_id(0) // tiles
+    outs = (tile // tiles_k) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ins = (tile % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
+    out_ok = outs < n
+    in_ok = ins < k
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    dz += first * n
+    x += first * n
+    inputs += first * k
+    lines = tl.arange(0, BLOCK_R)
+    result = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(0, count, BLOCK_R):
+        row = start + lines
+        row_ok = (row < count)[:, None]
+        ok = row_ok if EVEN else row_ok & out_ok[None, :]
+        at = row[:, None] * n + outs[None, :]
+        grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
+        if FORM == GRADIENT:  # not 0 where dz and x are
+            grad = tl.where(row_ok, grad, 0.0).to(dz.dtype.element_ty)
+        ok = row_ok if EVEN else row_ok & in_ok[None, :]
+        at = row[:, None] * k + ins[None, :]
+        value = _operand(
+            inputs, inputs, input_saved, input_saved, at, ok, ins, in_ok, k, INPUT_FORM, False
+        )
+        result = tl.dot(tl.trans(grad), value, result, input_precision="ieee")
+    place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
+    tl.store(place, result, mask=out_ok[:, None] & in_ok[None, :])
+
+
+@triton.jit
+def both_gradients_kernel(
+    dz, x, saved, found, weight, inputs, input_saved, out,
+    out_x, out_y, out_add, out_saved, out_other, out_other_saved, parts, partial,
+    rows, span, n, k,
+    FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EPILOGUE: tl.constexpr,
+    ADD: tl.constexpr, PROJECT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`product_kernel` for the gradient of the input and `weight_gradient_kernel` in one: both read the
+    same maps. For few channels, n ≤ BLOCK_N and k ≤ BLOCK_K, whose products fit the registers. With
+    `MERGED`, `inputs` is the block's output, `out_y`."""
+    part = tl.program_id(0)
+    outs = tl.arange(0, BLOCK_N)
+    ins = tl.arange(0, BLOCK_K)
+    out_ok = outs < n
+    in_ok = ins < k
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    sums = parts + part * k + ins
+    later = tl.num_programs(0) * k
+    dz += first * n
+    x += first * n
+    inputs += first * k
+    out += first * k
+    out_x += first * k
+    out_y += first * k
+    out_add += first * k
+    out_other += first * k
+    lines = tl.arange(0, BLOCK_M)
+    weight_at = weight + outs[:, None] * k + ins[None, :]
+    factors = tl.load(weight_at, mask=out_ok[:, None] & in_ok[None, :], other=0.0)
+    gathered = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, count, BLOCK_M, num_stages=STAGES):
+        row = start + lines
+        row_ok = (row < count)[:, None]
+        ok = row_ok if EVEN else row_ok & out_ok[None, :]
+        at = row[:, None] * n + outs[None, :]
+        grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
+        if FORM == GRADIENT:  # not 0 where dz and x are
+            grad = tl.where(row_ok, grad, 0.0).to(dz.dtype.element_ty)
+        ok = row_ok if EVEN else row_ok & in_ok[None, :]
+        at = row[:, None] * k + ins[None, :]
+        value = _operand(
+            inputs, inputs, input_saved, input_saved, at, ok, ins, in_ok, k, INPUT_FORM, False
+        )
+        gathered = tl.dot(tl.trans(grad), value, gathered, input_precision="ieee")
+        result = tl.dot(grad, factors, input_precision="ieee")
+        _finish(
+            result, at, ok, ins, in_ok, k, out, out_x, out_y, out_add, out_saved, out_other,
+            out_other_saved, saved, sums, later, value, EPILOGUE, ADD, PROJECT, True,
+        )  # fmt: skip
+    place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
+    tl.store(place, gathered, mask=out_ok[:, None] & in_ok[None, :])
+
+
+@triton.jit
+def join_products_kernel(
+    partial, out, elements, parts, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """out = Σ partial over its parts."""
+    at = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    at_ok = at < elements
+    lines = tl.arange(0, BLOCK_P)
+    total = tl.zeros((BLOCK_P, BLOCK_E), tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + lines
+        ok = (part < parts)[:, None] & at_ok[None, :]
+        place = partial + part[:, None].to(tl.int64) * elements + at[None, :]
+        total += tl.load(place, mask=ok, other=0.0)
+    tl.store(out + at, tl.sum(total, 0).to(out.dtype.element_ty), mask=at_ok)

@@ -1,0 +1,436 @@
+"""1 × 1 convolutions of stride 1 with what is around them: forward, and both gradients.
+
+Each of them has a fused form, one of the `TILES` of `product_kernels`, and a separate one: the norm's
+kernels around a convolution of torch. Both give the same values within rounding; `product_choice`
+times them and keeps the faster one for each shape and device.
+
+Maps are in channels-last memory, in half precision on a GPU. An `Operand` is a map that a fused product
+computes while it loads it, and `Operand.stored` the same map in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models import product_kernels as kernels
+from paceline.models.fused import (
+    Moments,
+    apply,
+    backward_input,
+    gradient_sums,
+    join_moments,
+    join_sums,
+    moments,
+    power_of_two,
+)
+from paceline.models.product_choice import SEPARATE, choose
+
+PLAIN, NORMALIZED, JOINED, GRADIENT, MOMENTS, MASKED, MERGED, PROJECTED = range(8)
+_FORMS = (
+    "plain", "normalized", "joined", "gradient", "moments", "masked", "merged", "projected",
+)  # fmt: skip
+# Offsets inside a part are counted in 32 bits.
+_MOST_ELEMENTS = 2**31 - 1
+# Parts and elements per program that adds up partial products.
+_JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
+# Without a GPU, in Triton's interpreter.
+_INTERPRETED_PROCESSORS = 3
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of a program, its warps and pipeline stages, programs per multiprocessor, and the registers
+    of a thread where they are limited, so that so many programs fit. `flat`: the loops over tiles and
+    over input channels are one to the pipeline, which then loads the next tile ahead."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    programs: int
+    registers: int | None = None
+    flat: bool = True
+
+    @property
+    def name(self) -> str:
+        limited = f"r{self.registers}" if self.registers else ""
+        flat = "" if self.flat else "n"
+        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{size}w{self.warps}s{self.stages}{limited}{flat}"
+
+
+# Rows × output channels × input channels: of a dozen that were timed on an H200, those that were fastest
+# for some shape of ResNet-50. More than 64 registers a thread for the result would spill.
+TILES = (
+    Tile(64, 128, 64, 4, 3, 2),
+    Tile(128, 128, 64, 8, 3, 1, flat=False),
+    Tile(128, 64, 64, 8, 3, 2, registers=128),
+    Tile(64, 64, 64, 4, 4, 2),
+)
+# Rows of a step × output channels × input channels.
+WEIGHT_TILES = (
+    Tile(64, 64, 256, 8, 3, 1),
+    Tile(64, 64, 128, 4, 3, 2),
+    Tile(64, 128, 64, 4, 3, 2),
+    Tile(64, 128, 128, 8, 3, 1),
+    Tile(64, 64, 64, 4, 4, 2),
+)
+# Both gradients at once: rows of a step × output channels × input channels, all of them.
+BOTH_TILES = (
+    Tile(64, 256, 64, 8, 2, 1),
+    Tile(32, 64, 256, 8, 3, 1),
+    Tile(64, 64, 64, 4, 3, 2),
+)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A map as stored, or what `form` computes from `x`, `other` and statistics."""
+
+    x: Tensor
+    form: int = PLAIN
+    other: Tensor | None = None
+    saved: Tensor | None = None
+    found: Tensor | None = None
+    relu: bool = False
+
+    @classmethod
+    def normalized(cls, x: Tensor, saved: Tensor) -> Operand:
+        """relu(norm(x))."""
+        return cls(x, NORMALIZED, saved=saved)
+
+    @classmethod
+    def joined(
+        cls, x: Tensor, saved: Tensor, residual: Tensor, residual_saved: Tensor | None = None
+    ) -> Operand:
+        """relu(norm(x) + residual), or + norm(residual) where its statistics are given."""
+        form = JOINED if residual_saved is None else PROJECTED
+        return cls(x, form, residual, saved, residual_saved)
+
+    @classmethod
+    def gradient(
+        cls, dz: Tensor, x: Tensor, saved: Tensor, found: Tensor, *, relu: bool
+    ) -> Operand:
+        """The gradient of a norm's input `x`; with `relu`, `dz` is the one behind its ReLU."""
+        return cls(dz, GRADIENT, x, saved, found, relu)
+
+    @property
+    def rows(self) -> int:
+        return self.x.numel() // self.x.shape[1]
+
+    def stored(self) -> Tensor:
+        if self.form == PLAIN:
+            return self.x
+        assert self.saved is not None
+        if self.form == GRADIENT:
+            assert self.other is not None
+            assert self.found is not None
+            return backward_input(self.x, None, self.other, self.saved, self.found, self.relu)
+        residual = self.other
+        if self.form == PROJECTED:
+            assert residual is not None
+            assert self.found is not None
+            residual = apply(residual, self.found, None, relu=False)
+        return apply(self.x, self.saved, residual, relu=True)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Where a gradient goes behind the product: `MASKED`, through the ReLU of a norm of `x`;
+    `MERGED`, through sum and ReLU of a block with output `y`, `add` being the gradient of the output's
+    other use; `PLAIN`, nowhere. `x` is the norm's input with statistics `saved`, or, for `PLAIN`, any
+    map of the result's shape. `other` is a normalized residual's, likewise."""
+
+    form: int
+    x: Tensor
+    saved: Tensor | None = None
+    y: Tensor | None = None
+    add: Tensor | None = None
+    other: Tensor | None = None
+    other_saved: Tensor | None = None
+
+    def describe(self) -> str:
+        return _FORMS[self.form] + ("" if self.other is None else " projected")
+
+
+def _fits(tile: Tile, k: int, n: int) -> bool:
+    """No wider than the map; all columns in few tiles, which read the operand once each."""
+    wide, deep = max(power_of_two(n), 16), max(power_of_two(k), 16)
+    if k <= tile.block_k and not tile.flat:  # one loop only
+        return False
+    return min(wide, 128) <= tile.block_n <= max(wide, 64) and tile.block_k <= max(deep, 64)
+
+
+def _weight_fits(tile: Tile, k: int, n: int) -> bool:
+    wide, deep = max(power_of_two(n), 64), max(power_of_two(k), 64)
+    if wide == deep == 64:
+        return tile.block_n == tile.block_k == 64
+    return tile.block_n <= wide and tile.block_k <= deep and tile.block_n * tile.block_k > 64 * 64
+
+
+def _both_fits(tile: Tile, k: int, n: int) -> bool:
+    return power_of_two(max(n, 64)) == tile.block_n and power_of_two(max(k, 64)) == tile.block_k
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _span(rows: int, widest: int, block: int, programs: int) -> int:
+    """Rows of a part: about `programs` parts of whole tiles."""
+    tiles = -(-rows // block)
+    span = -(-tiles // max(min(programs, tiles), 1)) * block
+    return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
+
+
+def _launch(
+    operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
+    centre: Tensor | None = None, end: Epilogue | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The product, sums of its epilogue, and the operand if `side`."""
+    x, rows = operand.x, operand.rows
+    images, k, height, width = x.shape
+    n = weight.shape[0] if forward else weight.shape[1]
+    blocks = -(-n // tile.block_n)
+    span = _span(rows, max(k, n), tile.block_m, tile.programs * _processors(x.device) // blocks)
+    parts = -(-rows // span)
+    out = torch.empty(
+        (images, n, height, width), dtype=x.dtype, device=x.device,
+        memory_format=torch.channels_last,
+    )  # fmt: skip
+    end = end or Epilogue(PLAIN, x)
+    sums, project = None, end.other is not None
+    if epilogue != PLAIN:
+        sums = torch.zeros((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
+    kept = torch.empty_like(x) if side else None
+    single = k <= tile.block_k
+    kernels.product_kernel[(parts * blocks,)](
+        x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
+        out, end.x, _or(end.y, x), _or(end.add, x), _or(end.saved, x), _or(end.other, x),
+        _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span, k, n,
+        FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
+        ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
+        EVEN_N=n % tile.block_n == 0, OUTER_STAGES=tile.stages if single or tile.flat else 1,
+        FLAT=tile.flat and not single,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+    )  # fmt: skip
+    return out, sums, kept
+
+
+def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
+    """A kernel takes some pointer also where it reads nothing."""
+    return unused if tensor is None else tensor
+
+
+def _key(what: str, operand: Operand, weight: Tensor, *more: object) -> str:
+    out, into = weight.shape[:2]
+    form = _FORMS[operand.form] + (" relu" if operand.relu else "")
+    kind = str(weight.dtype).removeprefix("torch.")
+    words = [f"{what} {operand.rows}x{into}x{out} {kind} {form}", *map(str, more)]
+    return " ".join(filter(None, words))
+
+
+def forward_product(
+    operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The convolution, the statistics of `norm` on it (see `fused.statistics`), which updates the
+    running ones, and the stored operand if `keep`."""
+    out, into = weight.shape[:2]
+    forms: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
+        tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
+        for tile in TILES
+        if _fits(tile, into, out)
+    }
+    forms[SEPARATE] = partial(_separate_forward, operand, weight)
+    name = choose(_key("forward", operand, weight, "kept" if keep else ""), forms, operand.x.device)
+    found, sums, kept = forms[name]()
+    return found, join_moments(sums, norm), kept
+
+
+def _fused_forward(
+    operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, tile: Tile, keep: bool
+) -> tuple[Tensor, Moments, Tensor | None]:
+    out, sums, kept = _launch(
+        operand, weight, tile, forward=True, epilogue=MOMENTS, side=keep, centre=norm.running_mean
+    )
+    assert sums is not None
+    return out, Moments(sums, operand.rows), kept
+
+
+def _separate_forward(operand: Operand, weight: Tensor) -> tuple[Tensor, Moments, Tensor | None]:
+    stored = operand.stored()
+    out = F.conv2d(stored, weight)
+    return out, moments(out), stored
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """`dx` behind the epilogue, its partial sums, and the weight's gradient where it is wanted."""
+
+    dx: Tensor
+    parts: Tensor | None
+    weight: Tensor | None
+
+    def factors(self, gamma: Tensor, saved: Tensor, *, other: bool = False) -> Tensor:
+        """The rows of `fused.join_sums`, of the norm or of that of a residual."""
+        assert self.parts is not None
+        parts = self.parts[2:] if other else self.parts[:2]
+        return join_sums(parts, gamma, saved, self.dx.numel() // self.dx.shape[1])
+
+
+def backward_product(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, *, wants_weight: bool
+) -> Gradients:
+    """Both gradients of a convolution of `inputs`.
+
+    Either each product computes the gradient of the convolution's output for itself, or, with few
+    channels, one kernel gives both, or separate kernels store that gradient for those of torch. (That
+    the first product stores it for the second was slower than all of these.)
+    """
+    forms: dict[str, Callable[[], Gradients]] = {
+        "fused": partial(_fused_backward, gradient, weight, inputs, end, wants_weight),
+        SEPARATE: partial(_separate_backward, gradient, weight, inputs, end, wants_weight),
+    }
+    if wants_weight:
+        for tile in BOTH_TILES:
+            if _both_fits(tile, weight.shape[1], weight.shape[0]):
+                forms[f"both {tile.name}"] = partial(
+                    _both_gradients, gradient, weight, inputs, end, tile
+                )
+    key = _key("backward", gradient, weight, end.describe(), _FORMS[inputs.form], wants_weight)
+    return forms[choose(key, forms, gradient.x.device)]()
+
+
+def _fused_backward(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, wants_weight: bool
+) -> Gradients:
+    dx, parts = input_gradient(gradient, weight, end)
+    return Gradients(dx, parts, weight_gradient(gradient, weight, inputs) if wants_weight else None)
+
+
+def input_gradient(
+    gradient: Operand, weight: Tensor, end: Epilogue
+) -> tuple[Tensor, Tensor | None]:
+    """gradient · weight behind `end`, and its partial sums."""
+    out, into = weight.shape[:2]
+    forms: dict[str, Callable[[], tuple[Tensor, Tensor | None, Tensor | None]]] = {
+        tile.name: partial(
+            _launch, gradient, weight, tile, forward=False, epilogue=end.form, side=False, end=end
+        )
+        for tile in TILES
+        if _fits(tile, out, into)
+    }
+    key = _key("input", gradient, weight, end.describe())
+    dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
+    return dx, parts
+
+
+def weight_gradient(gradient: Operand, weight: Tensor, inputs: Operand) -> Tensor:
+    """gradientᵀ · inputs, in the shape of `weight`."""
+    out, into = weight.shape[:2]
+    forms: dict[str, Callable[[], Tensor]] = {
+        tile.name: partial(_fused_weight, gradient, weight, inputs, tile)
+        for tile in WEIGHT_TILES
+        if _weight_fits(tile, into, out)
+    }
+    key = _key("weight", gradient, weight, _FORMS[inputs.form])
+    return forms[choose(key, forms, gradient.x.device)]()
+
+
+def _fused_weight(gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile) -> Tensor:
+    (out, into), rows = weight.shape[:2], gradient.rows
+    tiles = -(-out // tile.block_n) * -(-into // tile.block_k)
+    programs = tile.programs * _processors(weight.device) // tiles
+    span = _span(rows, max(out, into), tile.block_m, programs)
+    parts = -(-rows // span)
+    x, source = gradient.x, inputs.x
+    partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
+    kernels.weight_gradient_kernel[(parts * tiles,)](
+        x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x),
+        source, _or(inputs.saved, source), partial_products, rows, span, out, into,
+        FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form,
+        EVEN=out % tile.block_n == 0 and into % tile.block_k == 0,
+        BLOCK_R=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return _join_products(partial_products, weight)
+
+
+def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
+    found = torch.empty_like(weight)
+    kernels.join_products_kernel[(-(-weight.numel() // _JOIN_ELEMENTS),)](
+        partial_products, found, weight.numel(), len(partial_products),
+        BLOCK_P=_JOIN_PARTS, BLOCK_E=_JOIN_ELEMENTS,
+    )  # fmt: skip
+    return found
+
+
+def _both_gradients(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, tile: Tile
+) -> Gradients:
+    (out, into), rows = weight.shape[:2], gradient.rows
+    span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
+    parts = -(-rows // span)
+    x, source, project = gradient.x, inputs.x, end.other is not None
+    assert end.form != MERGED or source is end.y
+    dx = torch.empty_like(end.x)
+    sums = None
+    if end.form != PLAIN:
+        sums = torch.zeros((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
+    partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
+    kernels.both_gradients_kernel[(parts,)](
+        x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
+        source, _or(inputs.saved, source), dx, end.x, _or(end.y, x), _or(end.add, x),
+        _or(end.saved, x), _or(end.other, x), _or(end.other_saved, x), _or(sums, x),
+        partial_products, rows, span, out, into,
+        FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
+        ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
+        EVEN=out == tile.block_n and into == tile.block_k,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return Gradients(dx, sums, _join_products(partial_products, weight))
+
+
+def _torch_backward(
+    gradient: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    found: tuple[Tensor | None, Tensor | None, Tensor | None] = (
+        torch.ops.aten.convolution_backward(
+            gradient, inputs, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
+            [*wanted, False],
+        )
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def _separate_backward(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, wants_weight: bool
+) -> Gradients:
+    stored = gradient.stored()
+    # The gradient of the input needs only the shape of the input.
+    source = inputs.stored() if wants_weight else end.x
+    dx, found = _torch_backward(stored, source, weight, (True, wants_weight))
+    assert dx is not None
+    if end.form == PLAIN:
+        return Gradients(dx, None, found)
+    assert end.saved is not None
+    parts, dz = gradient_sums(dx, end.add, end.x, end.y, end.saved, relu=True)
+    dz = dx if dz is None else dz
+    if end.other is not None:
+        assert end.other_saved is not None
+        more, _ = gradient_sums(dz, None, end.other, None, end.other_saved, relu=False)
+        parts = torch.cat((parts, more))
+    return Gradients(dz, parts, found)

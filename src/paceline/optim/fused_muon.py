@@ -1,0 +1,316 @@
+"""A Muon step in Triton kernels: momentum, matrix products and update of all filters in about 25
+launches.
+
+The averaged gradients of all matrices are orthogonalized at once, in bf16 on GPUs and in fp32 in
+Triton's interpreter, from padded copies that keep their memory between steps. The tiles of all matrices
+share a launch, the longest first, so that no processor waits for the last of them. Other parameters are
+updated by the kernels of LARS. No synchronization, and no allocation after the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import PacelineError, RunError
+from paceline.optim import fused
+from paceline.optim.fused import FusedStep, LarsStep, Layout, Tables, on_device, to_device
+from paceline.optim.orthogonal import ITERATIONS, SharedProducts, share_out
+from paceline.optim.state import Gates, Outcome, Row, capturing
+
+# Iterations alternate between two buffers and must end in the second.
+assert ITERATIONS % 2 == 1
+# Offsets within a matrix are 32-bit numbers.
+_MOST_ELEMENTS = 2**31 - 1
+
+
+class Tiling(NamedTuple):
+    """Tiles of the products. `square`: side of those of symmetric matrices; `height` × `width`: of those
+    of P·X; `depth`: length of one step along the summed dimension, to which matrices are padded."""
+
+    square: int = 128
+    height: int = 128
+    width: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+TILING = Tiling()
+
+
+def products_unavailable(device: torch.device) -> str:
+    """Why the products cannot run in kernels on `device`; empty if they can."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "bf16 matrix products in kernels need compute capability 8.0"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """Memory and tables of the products, for rows in the order of `layout`."""
+
+    layout: Layout
+    shared: SharedProducts | None
+    tiling: Tiling
+    stages: int
+    table: Tensor
+    # Matrix, row and column of each tile: of X·Xᵀ, of its polynomial, and of the product with X.
+    gram_tiles: Tensor
+    polynomial_tiles: Tensor
+    apply_tiles: Tensor
+    partials: Tensor
+    numbers: Tensor
+    memory: tuple[Tensor, ...]
+    # Results by rank, and how many elements each rank computes.
+    results: Tensor
+    lengths: tuple[int, ...]
+
+
+@dataclass
+class MuonStep(FusedStep):
+    """Rows of `groups` move along orthogonalized averages, others as by LARS. With `shared`, each rank
+    computes the products of its own matrices, and all get the results."""
+
+    groups: frozenset[int] = frozenset()
+    shared: SharedProducts | None = None
+    _others: LarsStep = field(default_factory=LarsStep)
+    _rest: Tables | None = None
+    _matrices: _Matrices | None = None
+    _kept: list[_Matrices] = field(default_factory=list)  # for graphs that read them
+
+    def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+        chosen = [row for row in rows if row.group in self.groups]
+        others = [row for row in rows if row.group not in self.groups]
+        # All tables come before the first launch: new ones clear the flags of the last step.
+        for engine, own in ((self, chosen), (self._others, others)):
+            if not own and engine._tables is not None:
+                engine._tables = None
+                outcome.clear()
+        if not chosen:
+            self._others.run(rows, hyper, gates, outcome)
+            return
+        self._rest = self._others.ready(others, hyper, outcome) if others else None
+        tables = self.ready(chosen, hyper, outcome)
+        self._place(tables.layout, chosen, hyper.device)
+        with on_device(hyper.device):
+            self.launch(tables, hyper, gates, outcome)
+
+    def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
+        """Memory and tables for the products, unless those of the last step fit."""
+        shared = self.shared if self.shared is not None and self.shared.ranks > 1 else None
+        made, in_graph = self._matrices, capturing(device)
+        if made is None or made.layout is not layout or made.shared is not shared:
+            if in_graph:
+                raise RunError("a step was captured without preparation", "call prepare() before")
+            for row in rows:
+                if not rows_are_outermost(row.parameter):
+                    raise PacelineError(
+                        f"parameter of shape {tuple(row.parameter.shape)} and strides "
+                        f"{row.parameter.stride()}: Muon's kernels need rows one behind the other",
+                        "use products='torch'",
+                    )
+            shapes = [(len(row.parameter), row.parameter[0].numel()) for row in rows]
+            self._matrices = made = _create(layout, shapes, shared, device)
+        if in_graph:
+            self._kept.append(made)
+
+    def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
+        """Rows of padded matrices do not lie one behind the other: they get buckets of their own."""
+        pads = row.parameter[0].numel() % TILING.depth != 0
+        return not pads and super()._is_aligned(row, addresses)
+
+    def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
+        from paceline.optim import muon_kernels as kernels
+        from paceline.optim.lars_kernels import KINDS
+
+        made = self._matrices
+        assert made is not None
+        scale, found_inf, hold, active = self._switches(gates)
+        layout, kind = tables.layout, KINDS[made.results.dtype]
+        count, chunks = tables.tensors.shape[1], made.partials.shape[1]
+        sizes = {"CHUNK": fused.CHUNK, "BLOCK": fused.BLOCK}
+        by_tensor = {"CHUNK": fused.CHUNK, "WIDTH": fused.WIDTH, "num_warps": 4}
+        for b in layout.buckets:
+            kernels.average[(b.count,)](
+                tables.tensors, made.table, layout.chunk_tensor, hyper, scale, made.partials,
+                b.first, count, chunks,
+                GRAD=KINDS[b.gradient], KIND=kind, PADS=b.align < fused.ALIGN, ALIGN=b.align,
+                # Smaller blocks: with three sums, larger ones leave room for one program at a time.
+                CHUNK=fused.CHUNK, BLOCK=fused.BLOCK // 2, num_warps=fused.WARPS,
+            )  # fmt: skip
+        kernels.norms[(count,)](
+            tables.tensors, made.partials, made.numbers, count, chunks, **by_tensor
+        )
+        self._multiply(made)
+        if made.shared is not None:
+            made.shared.gather(made.results, made.lengths)
+        for b in layout.buckets:
+            kernels.result_sums[(b.count,)](
+                tables.tensors, made.table, layout.chunk_tensor, made.partials,
+                b.first, count, chunks,
+                KIND=kind, PADS=b.align < fused.ALIGN, **sizes, num_warps=fused.WARPS,
+            )  # fmt: skip
+        kernels.ratios[(count,)](
+            tables.tensors, hyper, active, made.partials, made.numbers,
+            outcome.ratios, outcome.bad, count, chunks, **by_tensor,
+        )  # fmt: skip
+        # Sets the flags of the other rows; from here on all flags are known.
+        if self._rest is not None:
+            self._others.launch(self._rest, hyper, gates, outcome)
+        for b in layout.buckets:
+            half = None if b.parameter == torch.float32 else KINDS[b.parameter]
+            kernels.update[(b.count,)](
+                tables.tensors, made.table, layout.chunk_tensor, hyper, scale, found_inf, hold,
+                active, made.numbers, outcome.ratios, outcome.bad, outcome.overflow,
+                b.first, count, outcome.bad.numel(),
+                GRAD=KINDS[b.gradient], HALF=half, KIND=kind, PADS=b.align < fused.ALIGN,
+                ALIGN=b.align, **sizes, WIDTH=fused.WIDTH, num_warps=fused.WARPS,
+            )  # fmt: skip
+
+    def _multiply(self, made: _Matrices) -> None:
+        """The iterations on this rank's matrices."""
+        from paceline.optim import muon_kernels as kernels
+        from paceline.optim.lars_kernels import KINDS
+
+        tiling, kind, count = made.tiling, KINDS[made.results.dtype], made.table.shape[1]
+        common = {"KIND": kind, "DEPTH": tiling.depth, "num_warps": tiling.warps}
+        common["num_stages"] = made.stages
+        source, target = kernels.SOURCE.value, kernels.RESULT.value
+        scale = kernels.INVERSE_NORM.value
+        for _ in range(ITERATIONS if len(made.apply_tiles) else 0):
+            kernels.gram[(len(made.gram_tiles),)](
+                made.table, made.gram_tiles, made.numbers, source, scale, count,
+                TILE=tiling.square, **common,
+            )  # fmt: skip
+            kernels.polynomial[(len(made.polynomial_tiles),)](
+                made.table, made.polynomial_tiles, count, TILE=tiling.square, **common
+            )
+            kernels.apply[(len(made.apply_tiles),)](
+                made.table, made.apply_tiles, made.numbers, source, target, scale, count,
+                HEIGHT=tiling.height, WIDTH=tiling.width, **common,
+            )  # fmt: skip
+            source, target, scale = target, source, kernels.ONE.value
+
+
+def rows_are_outermost(parameter: Tensor) -> bool:
+    """Whether memory holds one row of the matrix, an output's weights, behind the other."""
+    return parameter.stride(0) == parameter[0].numel()
+
+
+def _create(
+    layout: Layout,
+    shapes: Sequence[tuple[int, int]],
+    shared: SharedProducts | None,
+    device: torch.device,
+) -> _Matrices:
+    """`shapes` in the order of rows, which all ranks share; that of `layout` depends on addresses."""
+    tiling = TILING
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rank, ranks = (shared.rank, shared.ranks) if shared is not None else (0, 1)
+    owners = share_out(shapes, ranks)
+    padded = [
+        (_round_up(rows, tiling.depth), _round_up(columns, tiling.depth))
+        for rows, columns in shapes
+    ]
+    for shape, (rows, columns) in zip(shapes, padded, strict=True):
+        if rows * columns > _MOST_ELEMENTS:
+            raise PacelineError(
+                f"a matrix of shape {shape} is too large for the kernels of Muon",
+                "use products='torch'",
+            )
+    # Starts in the results by owner, and in the memory of this rank's own matrices.
+    lengths, starts, own, own_sizes, squares = [0] * ranks, [], [], 0, 0
+    for owner, (rows, columns) in zip(owners, padded, strict=True):
+        starts.append(lengths[owner])
+        lengths[owner] += rows * columns
+        own.append((own_sizes, squares) if owner == rank else None)
+        if owner == rank:
+            own_sizes += rows * columns
+            squares += min(rows, columns) ** 2
+    order = layout.order
+    shapes, padded = [shapes[row] for row in order], [padded[row] for row in order]
+    owners, starts = [owners[row] for row in order], [starts[row] for row in order]
+    own = [own[row] for row in order]
+    # The padding of `sources` is zero for good: only the products write it, and they write zeros.
+    sources = torch.zeros(own_sizes, dtype=dtype, device=device)
+    symmetric = torch.empty(2, squares, dtype=dtype, device=device)
+    width = max(lengths)
+    if shared is not None:
+        results = shared.rows(width, sources)
+    else:
+        results = torch.empty(1, width, dtype=dtype, device=device)
+    fields = []
+    for shape, both, owner, start, mine in zip(shapes, padded, owners, starts, own, strict=True):
+        addresses = [0, _address(results, owner * width + start), 0, 0]
+        if mine is not None:
+            addresses[0] = _address(sources, mine[0])
+            addresses[2:] = [_address(symmetric, mine[1] + i * squares) for i in range(2)]
+        fields.append([*addresses, *both, *shape])
+    numbers = torch.zeros(3, len(shapes), device=device)
+    numbers[1].fill_(1.0)
+    mine_only = [i for i, owner in enumerate(owners) if owner == rank]
+    sides = {i: (min(padded[i]), max(padded[i])) for i in mine_only}
+    square = tiling.square
+    return _Matrices(
+        layout=layout,
+        shared=shared,
+        tiling=tiling,
+        stages=_stages(tiling, device),
+        table=to_device(torch.tensor(fields, dtype=torch.int64).t().contiguous(), device),
+        gram_tiles=_tiles(
+            [(i, low, low, high) for i, (low, high) in sides.items()], square, square, device, True
+        ),
+        polynomial_tiles=_tiles(
+            [(i, low, low, low) for i, (low, _) in sides.items()], square, square, device, True
+        ),
+        apply_tiles=_tiles(
+            [(i, *padded[i], sides[i][0]) for i in mine_only], tiling.height, tiling.width, device
+        ),
+        partials=torch.zeros(4, len(layout.chunk_tensor), device=device),
+        numbers=numbers,
+        memory=(sources, symmetric),
+        results=results,
+        lengths=tuple(lengths),
+    )
+
+
+def _tiles(
+    matrices: Sequence[tuple[int, int, int, int]],
+    height: int,
+    width: int,
+    device: torch.device,
+    upper: bool = False,
+) -> Tensor:
+    """Tiles of matrices given as (place, rows, columns, depth), those of the deepest first: programs
+    start in this order, and a long one that starts last would be waited for."""
+    found = [
+        (place, i, j)
+        for place, rows, columns, _ in sorted(matrices, key=lambda m: (-m[3], m[0]))
+        for i in range(-(-rows // height))
+        for j in range(-(-columns // width))
+        if not upper or j >= i
+    ]
+    return to_device(torch.tensor(found, dtype=torch.int32).reshape(-1, 3), device)
+
+
+def _stages(tiling: Tiling, device: torch.device) -> int:
+    """As many as the shared memory holds."""
+    if device.type != "cuda":
+        return tiling.stages
+    side = max(2 * tiling.square, tiling.height + tiling.width)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
+    most = int(properties.shared_memory_per_block_optin) // (side * tiling.depth * 2)
+    return max(1, min(tiling.stages, most))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _address(tensor: Tensor, element: int) -> int:
+    return tensor.data_ptr() + element * tensor.element_size()

@@ -1,0 +1,270 @@
+"""Bottlenecks with fused convolutions, in Triton's interpreter, which `test_fused.py` runs in its own
+process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import interpreted  # noqa: F401  (before any kernel)
+from models.norm_reference import as_map, assert_near, norm_for, random_map
+from paceline.models import products
+from paceline.models.fused import apply, norm_act, statistics
+from paceline.models.fused_blocks import Pending
+from paceline.models.product_choice import SEPARATE
+from paceline.models.products import (
+    MASKED,
+    Epilogue,
+    Operand,
+    Tile,
+    backward_product,
+    forward_product,
+)
+from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_uses
+
+FORMS = ("fused", "both", SEPARATE)
+# Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
+SMALL = (Tile(16, 16, 16, 4, 2, 2), Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False))
+
+
+class Blocks(nn.Module):
+    """The first block takes a stored map, the second one a pending map."""
+
+    def __init__(self, narrow: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Bottleneck(20, narrow, 2), Bottleneck(4 * narrow, narrow))
+        with torch.no_grad():  # all different, some γ negative
+            for norm in self.modules():
+                if isinstance(norm, nn.BatchNorm2d):
+                    norm.weight.copy_(torch.linspace(-0.5, 1.5, norm.num_features))
+                    norm.bias.copy_(torch.linspace(0.4, -0.3, norm.num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return split_uses(self.blocks(x))[0]
+
+
+def made(fused: bool, kind: torch.dtype = torch.float32) -> Blocks:
+    torch.manual_seed(0)
+    net = Blocks().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            module.to(kind)
+    assert fuse_norms(net) == 2
+    assert fuse_products(net, fused) == 2
+    return net
+
+
+def run(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Output, gradients and buffers."""
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    y = net(x)
+    (y.double() * torch.linspace(-1, 1.5, y.numel()).double().view_as(y)).sum().backward()
+    assert x.grad is not None
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    assert len(found) == 2 + len(list(net.parameters()))
+    return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+def away(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach(), theirs.detach()
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-12))
+
+
+def exactly(net: nn.Module) -> nn.Module:
+    exact = copy.deepcopy(net).double()
+    fuse_norms(exact, False)
+    return exact
+
+
+def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+        names = list(forms)
+        fused = [name for name in names if name != SEPARATE]
+        for name in names:  # "both" has tiles of its own
+            if name.split()[0] == form:
+                return name
+        if form == SEPARATE or not fused:
+            return SEPARATE
+        return fused[tile % len(fused)]
+
+    monkeypatch.setattr(products, "choose", choose)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "TILES", SMALL)
+    monkeypatch.setattr(products, "WEIGHT_TILES", SMALL)
+    monkeypatch.setattr(products, "BOTH_TILES", (Tile(16, 64, 32, 4, 2, 1),))
+    monkeypatch.setattr(products, "_both_fits", lambda *_: True)
+    monkeypatch.setattr(products, "_fits", lambda *_: True)
+    monkeypatch.setattr(products, "_weight_fits", lambda *_: True)
+
+
+def images(kind: torch.dtype) -> Tensor:
+    return as_map(random_map((2, 20, 9, 7), kind, 0.3, 1))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("form", "tile"), [*((f, 0) for f in FORMS), ("fused", 1)], ids=str)
+def test_fused_blocks_compute_what_separate_operators_do(
+    form: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(form, tile, monkeypatch)
+    exact = run(exactly(made(False)), images(torch.float64))
+    theirs = run(made(False), images(torch.float32))
+    ours = run(made(True), images(torch.float32))
+    for name, value in exact.items():
+        assert away(ours[name], value) < 5 * away(theirs[name], value) + 1e-5, name
+    assert ours["blocks.1.bn3.num_batches_tracked"] == 1
+
+
+def test_half_precision_is_as_near_as_that_of_separate_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the tiles that are used on GPUs."""
+    half = torch.float16
+    exact = run(exactly(made(False, half)), images(half).double())
+    theirs = run(made(False, half), images(half))
+    ours = run(made(True, half), images(half))
+    for name, value in exact.items():
+        assert ours[name].dtype == theirs[name].dtype, name
+        assert away(ours[name], value) < 2 * away(theirs[name], value) + 2e-3, name
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_repetitions_are_bit_identical_and_gradients_accumulate() -> None:
+    net = made(True)
+    x = images(torch.float32)
+    once, again = run(made(True), x), run(net, x)
+    for name, value in once.items():
+        assert torch.equal(again[name], value), name
+    twice = run(net, x)
+    for name in ("blocks.0.conv1.weight", "blocks.1.conv3.weight", "blocks.0.bn3.bias"):
+        assert away(twice[name], 2 * once[name]) < 1e-5, name
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_recomputed_maps_have_the_bits_of_stored_ones() -> None:
+    """And are not stored: of a block's narrow maps, only the convolutions' outputs are."""
+
+    def stored(net: Blocks) -> int:
+        sizes = []
+
+        def pack(kept: Tensor) -> Tensor:
+            if kept.dim() == 4 and kept.shape[1] == 6 and kept.shape[2] > 3:
+                sizes.append(kept.numel())
+            return kept
+
+        # Inside `_recomputed` its own hooks apply, so what is left out there is not seen here.
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            net(images(torch.float32).requires_grad_())
+        return sum(sizes)
+
+    net, plain = made(True), made(True)
+    assert fuse_products(net, recompute=True) == 2
+    once, again = run(plain, images(torch.float32)), run(net, images(torch.float32))
+    for name, value in once.items():
+        assert torch.equal(again[name], value), name
+    assert 0 < stored(net) < stored(plain)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_frozen_weights_get_no_gradient_and_the_others_theirs() -> None:
+    net = made(True)
+    for block in net.blocks:
+        block.conv1.weight.requires_grad_(False)
+        block.conv3.weight.requires_grad_(False)
+    net(images(torch.float32).requires_grad_()).sum().backward()
+    assert net.blocks[0].conv1.weight.grad is None
+    assert net.blocks[1].conv3.weight.grad is None
+    assert net.blocks[0].conv2.weight.grad is not None
+
+
+def test_a_pending_map_is_passed_from_block_to_block_in_training_only() -> None:
+    net = made(True)
+    x = images(torch.float32)
+    assert isinstance(net.blocks[0](x), Pending)
+    plain = made(False)
+    plain.blocks[0](x)
+    # A norm in evaluation mode has no fused form: its block takes the map as it comes.
+    net.blocks[1].bn2.eval()
+    plain.blocks[1].bn2.eval()
+    assert not isinstance(net.blocks(x), Pending)
+    assert away(net(x), plain(x)) < 1e-5
+    assert torch.equal(net.eval()(x), net(x))
+
+
+def test_weights_of_another_type_are_not_fused() -> None:
+    net = made(True)
+    net.blocks[0].conv3.double()
+    with pytest.raises(RuntimeError, match="dtype|type"):  # torch's own convolution refuses them
+        net.blocks[0](images(torch.float32))
+
+
+def test_a_single_value_raises_the_error_of_torch() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        made(True)(torch.zeros(1, 20, 1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf − inf
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("running", [1000.0, float("nan"), float("inf")])
+def test_statistics_about_a_running_mean(running: float) -> None:
+    """Near the mean it keeps the variance precise; one that is not finite is ignored, or no batch
+    after an overflow would have statistics."""
+    mean = 1000.0 if running == 1000.0 else 0.0
+    x = as_map(torch.randn(2, 16, 5, 5) + mean)
+    weight = torch.eye(16).view(16, 16, 1, 1)
+    norm = norm_for(16)
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(running)
+    out, saved, _ = forward_product(Operand(x), weight, norm)
+    assert torch.equal(out, x)
+    exact = x.double().transpose(0, 1).flatten(1)
+    assert_near(saved[0], exact.mean(1), 1e-6)
+    assert_near(saved[1], (exact.var(1, correction=0) + norm.eps).rsqrt(), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.usefixtures("small_tiles")
+def test_nan_spreads_as_in_separate_kernels() -> None:
+    """A gradient that overflows must be seen in the weights' gradients; NaN in a map, in its channel's
+    statistics."""
+    norm = norm_for(8)
+    x = as_map(random_map((2, 8, 4, 4), torch.float32))
+    saved = statistics(x, norm)
+    weight = torch.randn(8, 8, 1, 1)
+    dz = as_map(torch.ones(2, 8, 4, 4))
+    dz[1, 3, 2, 2] = torch.inf
+    found = backward_product(
+        Operand(dz), weight, Operand.normalized(x, saved), Epilogue(MASKED, x, saved),
+        wants_weight=True,
+    )  # fmt: skip
+    assert found.weight is not None
+    assert not found.weight[3].isfinite().all()
+    assert found.weight[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+    x[0, 2, 1, 1] = torch.nan
+    out, _, _ = forward_product(Operand.normalized(x, saved), weight, norm_for(8))
+    assert out[0, :, 1, 1].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def test_stored_operands_are_the_norms_own() -> None:
+    norm = norm_for(5)
+    x, residual = (as_map(random_map((2, 5, 3, 3), torch.float32, 0.3, seed)) for seed in (0, 1))
+    wanted = norm_act(x, copy.deepcopy(norm), residual)
+    saved = statistics(x, norm)
+    assert torch.equal(Operand.joined(x, saved, residual).stored(), wanted)
+    assert torch.equal(Operand.normalized(x, saved).stored(), apply(x, saved, None, relu=True))
+
+
+def test_the_gradient_of_a_gradient_is_refused() -> None:
+    x = images(torch.float32).requires_grad_()
+    (gradient,) = torch.autograd.grad(made(True)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()

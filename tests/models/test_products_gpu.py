@@ -1,0 +1,212 @@
+"""Fused convolutions, compiled on a GPU. `product_cases.py` has more of their logic."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from full_products import full_products
+from paceline.models.product_choice import SEPARATE
+from paceline.models.resnet import Bottleneck, ResNet, fuse_norms, fuse_products, split_uses
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# Above what rounding makes of separate operators.
+NEAR = {"fp16": 5e-3, "bf16": 4e-2}
+# Channels of the block, and of its input: of ResNet-50, and such that nothing divides.
+WIDTHS = [(64, 64), (64, 256), (128, 256), (256, 1024), (24, 40), (72, 72)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with full_products():
+        yield
+
+
+class Blocks(nn.Module):
+    def __init__(self, narrow: int, into: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Bottleneck(into, narrow), Bottleneck(4 * narrow, narrow, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return split_uses(self.blocks(x))[0]
+
+
+def prepared(net: nn.Module, kind: torch.dtype, fused: bool) -> nn.Module:
+    net = copy.deepcopy(net).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.to(kind)
+    assert fuse_norms(net)
+    fuse_products(net, fused)
+    return net
+
+
+def run(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.detach().requires_grad_()
+    y = net(x)
+    draw = torch.Generator("cuda").manual_seed(3)
+    (y * torch.randn(y.shape, generator=draw, device="cuda").to(y.dtype)).sum().backward()
+    assert x.grad is not None
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return found | {f"buffer {name}": value.clone() for name, value in net.named_buffers()}
+
+
+def away(ours: Tensor, theirs: Tensor) -> float:
+    theirs = theirs.double()
+    return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
+
+
+def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tile from `tile` on that the GPU can run."""
+    from paceline.models import products
+
+    def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+        for name in forms:
+            if name.split()[0] == form:
+                return name
+        if "fused" in forms:  # no "both" for so many channels
+            return "fused"
+        fused = [name for name in forms if name != SEPARATE]
+        for step in range(len(fused)):
+            name = fused[(tile + step) % len(fused)]
+            try:
+                forms[name]()
+            except Exception:
+                continue
+            return name
+        raise AssertionError(f"no tile runs: {key}")
+
+    monkeypatch.setattr(products, "choose", choose)
+
+
+@pytest.mark.parametrize(
+    ("width", "kind"),
+    [*((w, "fp16") for w in WIDTHS), *((w, "bf16") for w in WIDTHS[1:4])],
+    ids=str,
+)
+@pytest.mark.parametrize(("form", "tile"), [*(("fused", n) for n in range(3)), ("both", 0)])
+def test_blocks_have_the_gradients_of_separate_operators(
+    width: tuple[int, int], kind: str, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within what rounding gives the separate ones, from float64."""
+    prefer(form, tile, monkeypatch)
+    torch.manual_seed(0)
+    net = Blocks(*width)
+    for norm in net.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.uniform_(norm.bias, -0.3, 0.3)
+    x = torch.randn(6, width[1], 13, 11, device="cuda").to(HALF[kind])
+    x = x.contiguous(memory_format=torch.channels_last)
+    separate = prepared(net, HALF[kind], False)
+    exact = copy.deepcopy(separate).double()
+    fuse_norms(exact, False)
+    wanted, theirs = run(exact, x.double()), run(separate, x)
+    ours = run(prepared(net, HALF[kind], True), x)
+    assert ours.keys() == theirs.keys()
+    for name, value in wanted.items():
+        limit = 2 * away(theirs[name], value) + NEAR[kind]
+        assert away(ours[name], value) < limit, name
+
+
+def test_repetitions_are_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of a program are added in memory, but by one thread in order."""
+    prefer("fused", 0, monkeypatch)
+    torch.manual_seed(0)
+    net = Blocks(64, 256)
+    x = torch.randn(32, 256, 28, 28, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    first = run(prepared(net, torch.float16, True), x)
+    for _ in range(5):
+        again = run(prepared(net, torch.float16, True), x)
+        for name, value in first.items():
+            assert torch.equal(again[name], value), name
+
+
+def losses(fused: bool, kind: torch.dtype, steps: int, graph: bool = False) -> Tensor:
+    """Of SGD on ResNet-50, on the same few images."""
+    torch.manual_seed(0)
+    net = ResNet(Bottleneck, (3, 4, 6, 3), num_classes=16)
+    masters = [p.detach().clone().cuda() for p in net.parameters()]
+    net = prepared(net, kind, fused)
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(32, 3, 96, 96, generator=draw).cuda().to(kind)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.arange(32, device="cuda") % 16
+    found = torch.zeros(steps, device="cuda")
+    at = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step() -> None:
+        loss = F.cross_entropy(net(images).float(), labels)
+        grads = torch.autograd.grad(loss * 128, list(net.parameters()))
+        with torch.no_grad():
+            found.index_copy_(0, at.view(1), loss.view(1))
+            at.add_(1)
+            for master, parameter, grad in zip(masters, net.parameters(), grads, strict=True):
+                master.sub_(grad.float(), alpha=0.02 / 128)
+                parameter.copy_(master)
+
+    if not graph:
+        for _ in range(steps):
+            step()
+        return found
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        step()
+    for _ in range(steps - 3):
+        captured.replay()
+    return found
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_resnet50_learns_as_with_separate_convolutions(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer("fused", 0, monkeypatch)
+    ours, theirs = (losses(fused, HALF[kind], 20) for fused in (True, False))
+    assert ours.isfinite().all()
+    assert theirs[-1] < 0.8 * theirs[0]
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+def test_a_captured_step_equals_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer("fused", 0, monkeypatch)
+    eager, captured = (losses(True, torch.float16, 8, graph) for graph in (False, True))
+    torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
+
+
+def test_choices_are_timed_once_and_kept(tmp_path: Path) -> None:
+    from paceline.models import product_choice
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    net = prepared(Blocks(64, 256), torch.float16, True)
+    x = torch.randn(8, 256, 28, 28, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    product_choice.begin("auto", device)
+    run(net, x)
+    chosen = dict(product_choice.choices.chosen)
+    assert product_choice.choices.timed == len(chosen) > 0
+    product_choice.begin("auto", device)
+    run(net, x)
+    assert product_choice.choices.timed == 0
+    assert product_choice.choices.chosen == chosen

@@ -1,0 +1,297 @@
+"""Cases of Muon's kernels that `test_fused.py` runs in its own process, where Triton interprets them.
+
+There the products are in fp32, so that results can be compared to the last digits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from triton.runtime import interpreter
+
+import interpreted  # noqa: F401  (before any kernel)
+from optim.reference import (
+    ETA,
+    assert_near,
+    bits_equal,
+    check_bad_gradient,
+    check_switches,
+    everything,
+    fill_gradients,
+    grad_of,
+)
+from paceline.core.errors import PacelineError, RunError
+from paceline.optim import Muon, SharedProducts, fused_muon, orthogonal
+from paceline.optim import fused as fused_steps
+from paceline.optim.fused_muon import MuonStep, Tiling
+
+# Wide, tall and square, with and without padding to multiples of 16; one has several tiles of 32. Then
+# parameters that are not orthogonalized.
+MATRICES = [(6, 5, 3, 3), (40, 36), (40, 5, 2, 2), (16, 16)]
+OTHERS = [(40,), (7, 11)]
+KINDS = [torch.float16, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16]
+# NumPy warns where a kernel computes with NaN or overflows, as it must here.
+poisoned = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tile and iteration for each matrix, and no checks for integer overflow, because the
+    interpreter is slow."""
+    builder = interpreter.interpreter_builder
+    unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(builder, "options", unchecked)
+    monkeypatch.setattr(fused_steps, "CHUNK", 1024)
+    monkeypatch.setattr(fused_steps, "BLOCK", 512)
+    monkeypatch.setattr(fused_steps, "WIDTH", 4)
+    monkeypatch.setattr(fused_muon, "TILING", Tiling(64, 64, 64, 16))
+    iterate(1, monkeypatch)
+
+
+def iterate(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fused_muon, orthogonal):
+        monkeypatch.setattr(module, "ITERATIONS", times)
+
+
+def create(fused: bool, **options: Any) -> tuple[Muon, list[nn.Parameter]]:
+    draw = torch.Generator().manual_seed(0)
+    ps = [
+        nn.Parameter(torch.randn(shape, generator=draw).to(kind))
+        for shape, kind in zip([*MATRICES, *OTHERS], KINDS, strict=True)
+    ]
+    ps[2].data = ps[2].data.to(memory_format=torch.channels_last)
+    groups = [
+        {"params": ps[:2], "weight_decay": 0.1, "orthogonal": True},
+        {"params": ps[2:4], "momentum": 0.5, "nesterov": False, "orthogonal": True},
+        {"params": ps[4:], "lr": 0.2, "adapt": False, "orthogonal": False},
+    ]
+    optimizer = Muon(groups, 0.9, trust_coefficient=ETA, fused=fused, **options)
+    return optimizer, ps
+
+
+def pair() -> list[tuple[Muon, list[nn.Parameter]]]:
+    made = [create(fused) for fused in (True, False)]
+    assert [optimizer.path for optimizer, _ in made] == ["triton", "foreach"]
+    return made
+
+
+def assert_alike(made: Sequence[tuple[Muon, list[nn.Parameter]]]) -> None:
+    (kernel, ps), (foreach, qs) = made
+    assert kernel.overflow == foreach.overflow == 0
+    assert kernel.trust_ratios() == pytest.approx(foreach.trust_ratios(), rel=1e-5)
+    for ours, theirs in zip(kernel.masters(), foreach.masters(), strict=True):
+        assert_near(ours, theirs, 5e-6)
+    for p, q in zip(ps, qs, strict=True):
+        momenta = (o.state[x]["momentum_buffer"] for o, x in ((kernel, p), (foreach, q)))
+        assert_near(*momenta)
+
+
+def engine_of(optimizer: Muon) -> MuonStep:
+    assert isinstance(optimizer._engine, MuonStep)
+    return optimizer._engine
+
+
+def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several chunks and tiles, with iterations in both directions between the buffers."""
+    monkeypatch.setattr(fused_steps, "CHUNK", 512)
+    monkeypatch.setattr(fused_steps, "BLOCK", 256)
+    monkeypatch.setattr(fused_muon, "TILING", Tiling(32, 16, 64, 16))
+    made = pair()
+    for optimizer, ps in made:
+        optimizer.grad_scale = torch.tensor(256.0)
+        optimizer.param_groups[0] |= {"lr": 0.4, "momentum": 0.6}
+        optimizer.masters()  # creates the state
+        draw = torch.Generator().manual_seed(5)
+        for p in ps:
+            momentum = optimizer.state[p]["momentum_buffer"]
+            momentum.copy_(torch.randn(p.shape, generator=draw))
+        fill_gradients(ps, 0, 256.0)
+        before = everything(optimizer)
+        optimizer.prepare()
+        assert bits_equal(everything(optimizer), before)
+    iterate(3, monkeypatch)
+    for optimizer, _ in made:
+        optimizer.step()
+    assert_alike(made)
+    kernel, ps = made[0]
+    for p, master in zip(ps, kernel.masters(), strict=True):
+        assert_near(p, master, 2**-7 if p.dtype == torch.bfloat16 else 2**-10)
+    iterate(1, monkeypatch)
+    for module in ("base", "fused", "fused_muon"):
+        monkeypatch.setattr(f"paceline.optim.{module}.capturing", lambda device: True)
+    kernel.step()  # would be refused if an address had changed
+    kernel.shared = SharedProducts(0, 2, lambda rows, lengths: None)
+    with pytest.raises(RunError, match="call prepare"):
+        kernel.step()
+
+
+@poisoned
+@pytest.mark.parametrize(("which", "poison"), [(0, float("nan")), (5, float("inf"))])
+def test_a_bad_gradient_changes_no_bit_and_leaves_no_trace(
+    which: int, poison: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not in the padding of the matrices: the steps after it have the bits of an optimizer that
+    has not seen it."""
+    iterate(3, monkeypatch)  # the second writes the matrices that the first starts from
+    (kernel, ps), (twin, qs) = create(True), create(True)
+    for optimizer, own in ((kernel, ps), (twin, qs)):
+        optimizer.masters()  # creates the state
+        fill_gradients(own, 0)
+    check_bad_gradient(ps, kernel, which, poison)
+    grad_of(qs[which]).view(-1)[-1] = 0.25
+    twin.step()
+    assert bits_equal(everything(kernel), everything(twin))
+
+
+@poisoned
+def test_an_average_whose_norm_overflows_skips_the_step_unless_its_gradient_is_zero() -> None:
+    kernel, ps = create(True)
+    fill_gradients(ps, 0)
+    kernel.step()
+    kernel.state[ps[1]]["momentum_buffer"].fill_(1e25)
+    before = everything(kernel)
+    kernel.step()
+    assert (int(kernel.overflow), kernel.nonfinite()) == (1, [1])
+    assert bits_equal(everything(kernel), before)
+    for p in ps[:4]:
+        grad_of(p).zero_()
+    weight = ps[1].detach().clone()
+    kernel.step()
+    assert kernel.overflow == 0
+    assert kernel.trust_ratios()[:4] == [1.0] * 4
+    torch.testing.assert_close(ps[1].detach(), weight * (1 - 0.9 * 0.1))
+    torch.testing.assert_close(
+        kernel.state[ps[1]]["momentum_buffer"], torch.full(ps[1].shape, 0.9e25)
+    )
+
+
+@poisoned
+def test_switches_act_as_in_foreach() -> None:
+    made = pair()
+    for optimizer, ps in made:
+        optimizer.active = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+        fill_gradients(ps, 0)
+        grad_of(ps[1])[0] = float("nan")  # inactive: not checked
+        optimizer.step()
+    assert_alike(made)
+    check_switches(made[0][0])
+
+
+def test_tables_follow_gradients_that_come_and_go() -> None:
+    made = pair()
+    for missing in ((0, 3), range(4), range(4, 6), ()):
+        for optimizer, ps in made:
+            fill_gradients(ps, len(missing))
+            for index in missing:
+                ps[index].grad = None
+            optimizer.step()
+        assert_alike(made)
+
+
+@poisoned
+def test_a_flag_does_not_outlive_the_gradients_that_set_it() -> None:
+    kernel, ps = create(True)
+    for gone, bad in ((range(4), 0), (range(4, 6), 5)):
+        fill_gradients(ps, 0)
+        grad_of(ps[bad]).view(-1)[0] = float("nan")
+        kernel.step()
+        assert kernel.overflow == 1
+        for index in gone:
+            ps[index].grad = None
+        kernel.step()
+        assert (int(kernel.overflow), kernel.nonfinite()) == (0, [])
+
+
+@pytest.mark.parametrize("turned", [(1, 0), (3, 2, 0, 1)])
+def test_matrices_whose_rows_are_not_outermost_get_their_directions_from_torch(
+    turned: tuple[int, ...],
+) -> None:
+    made = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn([5, 3, 4, 8][-len(turned) :]).permute(turned))
+        optimizer = Muon([{"params": [p], "orthogonal": True}], 0.9, fused=fused)
+        fill_gradients([p], 0)
+        optimizer.step()
+        made.append((optimizer, [p]))
+    assert made[0][0].describe() == "muon, triton, directions by torch"
+    assert_near(made[0][1][0], made[1][1][0].detach(), 1e-5)
+
+
+def test_products_by_torch_on_request_and_where_ranks_share_them() -> None:
+    assert "by torch" in create(True, products="torch")[0].describe()
+    optimizer, _ = create(True)
+    assert "by torch" not in optimizer.describe()
+    optimizer.shared = SharedProducts(0, 2, lambda rows, lengths: None)
+    assert "by torch" in optimizer.describe()
+    with pytest.raises(ValueError, match="products = 'cuda'"):
+        create(True, products="cuda")
+
+
+def test_ranks_that_share_products_take_the_steps_of_one_that_does_not() -> None:
+    """Both ranks in one process: each first computes its own results in a step that changes nothing,
+    then steps with those of the other."""
+    alone, ps = create(True)
+    fill_gradients(ps, 0)
+    alone.step()
+    sent: dict[int, Tensor] = {}
+    finished = []
+    for rank in (0, 1, 0):
+
+        def gather(rows: Tensor, lengths: Sequence[int], rank: int = rank) -> None:
+            sent[rank] = rows[rank, : lengths[rank]].clone()
+            rows[1 - rank].fill_(float("nan"))  # what is not gathered would show
+            if 1 - rank in sent:
+                rows[1 - rank, : lengths[1 - rank]] = sent[1 - rank]
+            assert all(lengths)
+
+        optimizer, qs = create(True, products="kernels")
+        optimizer.shared = SharedProducts(rank, 2, gather)
+        fill_gradients(qs, 0)
+        if 1 - rank in sent:
+            optimizer.step()
+            finished.append(everything(optimizer))
+        else:
+            optimizer.prepare()
+    for found in finished:
+        assert bits_equal(found, everything(alone))
+    assert len(finished) == 2
+
+
+def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_muon, "_MOST_ELEMENTS", 48 * 48 - 1)
+    kernel, ps = create(True)
+    fill_gradients(ps, 0)
+    with pytest.raises(PacelineError, match=r"\(40, 36\) is too large"):
+        kernel.step()
+
+
+def test_the_deepest_tiles_come_first_and_cover_each_matrix_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_muon, "TILING", Tiling(32, 16, 64, 16))
+    kernel, ps = create(True)
+    fill_gradients(ps, 0)
+    kernel.prepare()
+    made = engine_of(kernel)._matrices
+    assert made is not None
+    rows, columns = made.table[4].tolist(), made.table[5].tolist()
+    for tiles, side, deep in (
+        (made.gram_tiles, min, max), (made.polynomial_tiles, min, min), (made.apply_tiles, None, min),
+    ):  # fmt: skip
+        depths = [deep(rows[place], columns[place]) for place, _, _ in tiles.tolist()]
+        assert depths == sorted(depths, reverse=True)
+        covered = torch.zeros(len(rows), 48, 64)
+        height, width = (32, 32) if side else (16, 64)
+        for place, i, j in tiles.tolist():
+            covered[place, i * height : (i + 1) * height, j * width : (j + 1) * width] += 1
+            if side and i != j:
+                covered[place, j * height : (j + 1) * height, i * width : (i + 1) * width] += 1
+        for place, (high, broad) in enumerate(zip(rows, columns, strict=True)):
+            high, broad = (side(high, broad),) * 2 if side else (high, broad)
+            assert (covered[place, :high, :broad] == 1).all()
