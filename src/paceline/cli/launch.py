@@ -106,8 +106,8 @@ def launch(
 
 
 def _end_ranks() -> None:
-    """Ends ranks that the agent did not know yet because the signal came while it started them: they would
-    report that the rendezvous, which ends with the agent, is gone."""
+    """Ends ranks that the agent did not know yet because the signal came while it started them: they
+    would report that the rendezvous, which ends with the agent, is gone."""
     own = f"{LAUNCHER_VARIABLE}={os.getpid()}".encode()
     for child in _children():
         with contextlib.suppress(OSError):
