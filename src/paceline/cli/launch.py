@@ -38,6 +38,7 @@ from paceline.train.machine import COMMAND_VARIABLE, command_line
 ADDRESS = "127.0.0.1"
 BACKEND = "paceline-local"
 _STORE_TIMEOUT = timedelta(seconds=60)
+_PROC = Path("/proc")
 # The agent gives ranks 30 s to stop. A signal after that counts again, in case the first was lost.
 _REPEAT_S = 35.0
 
@@ -95,7 +96,7 @@ def launch(
         cause.show()
         return cause.exit_code
     except SignalException as error:
-        _end_ranks()
+        end_ranks()
         return 128 + int(signals.received or error.sigval)
     except (RendezvousError, OSError) as error:
         raise LaunchError(
@@ -105,25 +106,20 @@ def launch(
     return 0
 
 
-def _end_ranks() -> None:
+def end_ranks(limit_s: float = 30.0) -> None:
     """Ends ranks that the agent did not know yet because the signal came while it started them: they
-    would report that the rendezvous, which ends with the agent, is gone."""
+    would report that the rendezvous, which ends with the agent, is gone. Kills one that takes longer."""
     own = f"{LAUNCHER_VARIABLE}={os.getpid()}".encode()
+    deadline = time.monotonic() + limit_s
     for child in _children():
         with contextlib.suppress(OSError):
-            if own in (Path("/proc") / str(child) / "environ").read_bytes().split(b"\0"):
-                os.kill(child, signal.SIGTERM)
-                os.waitpid(child, 0)
-
-
-def _children() -> list[int]:
-    """Of this process, where /proc shows them."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(entry.name))
-    return found
+            if own not in (_PROC / str(child) / "environ").read_bytes().split(b"\0"):
+                continue
+            os.kill(child, signal.SIGTERM)
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+                time.sleep(0.02)
 
 
 def _silence_agent() -> None:
@@ -200,16 +196,28 @@ def _ranks_that_handle(number: int) -> list[int]:
     """Child processes that handle or ignore this signal. It would end one that is still starting, which
     has nothing to save."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
+    for child in _children():
         with contextlib.suppress(OSError, ValueError, KeyError):
-            lines = (entry / "status").read_text().splitlines()
-            status = {name: value.strip() for name, _, value in (x.partition(":") for x in lines)}
+            status = _status(child)
             handled = int(status["SigCgt"], 16) | int(status["SigIgn"], 16)
-            if int(status["PPid"]) == os.getpid() and handled >> (number - 1) & 1:
+            if handled >> (number - 1) & 1:
+                found.append(child)
+    return found
+
+
+def _children() -> list[int]:
+    """Of this process, where /proc shows them."""
+    found = []
+    for entry in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if int(_status(int(entry.name))["PPid"]) == os.getpid():
                 found.append(int(entry.name))
     return found
+
+
+def _status(process: int) -> dict[str, str]:
+    lines = (_PROC / str(process) / "status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 class LocalRendezvous(RendezvousHandler):
