@@ -131,6 +131,25 @@ def _paced(factor: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
     return lambda config, cell: {"optim.trust_coefficient": config.optim.trust_coefficient * factor}
 
 
+def _momentum(value: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
+    """Another momentum at the same pace."""
+
+    def change(config: RunConfig, cell: Cell) -> dict[str, Any]:
+        eta = config.optim.trust_coefficient * (1 - value) / (1 - config.optim.momentum)
+        return {"optim.momentum": value, "optim.trust_coefficient": eta}
+
+    return change
+
+
+def _bias_rate(config: RunConfig, cell: Cell) -> dict[str, Any]:
+    """A quarter of the rate for biases and norms, the same pace for the other layers."""
+    assert config.optim.lr is not None
+    return {
+        "optim.lr": config.optim.lr / 4,
+        "optim.trust_coefficient": config.optim.trust_coefficient * 4,
+    }
+
+
 def _group(config: RunConfig, cell: Cell) -> dict[str, Any]:
     """Batch norm over up to 1,000 samples."""
     batch = cell.global_batch
@@ -159,6 +178,11 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "pace-linear": _linear_pace,
     "schedule-free": _schedule_free,
     "no-cutmix": lambda config, cell: {"run.cutmix": 0.0},
+    "no-hole": lambda config, cell: {"data.cutout": 0},
+    "linear-decay": lambda config, cell: {"optim.schedule": "poly", "optim.poly_power": 1.0},
+    "momentum-0.8": _momentum(0.8),
+    "momentum-0.95": _momentum(0.95),
+    "bias-rate-quarter": _bias_rate,
 }
 
 
@@ -227,34 +251,39 @@ def phase_cells(phase: str) -> list[Cell]:
     if phase == "explore":
         sets = ("cifar10", "tinyimagenet25", "fashion")
         first = _grid(sets, "resnet18", EXPLORED, [*large, *small])
-        paces = ("pace-double", "pace-half", "pace-linear")
-        tuned = _grid(sets, "resnet18", EXPLORED, large, ingredients=paces)
-        # As many tries for the small batch.
-        tuned += _grid(sets, "resnet18", EXPLORED, [("small", "muon")], ingredients=paces[:2])
-        tuned += _grid(sets, "resnet18", EXPLORED, small, ingredients=("average", "no-cutmix"))
-        rest = (
-            "schedule-free",
-            "average",
-            "no-average",
-            "no-warm-up",
-            "norm-group-1000",
-            "decay-all",
-            "no-cutmix",
+        paces = ("pace-double", "pace-half")
+        tuned = _grid(
+            sets, "resnet18", EXPLORED, [*large[::-1], ("small", "muon")], ingredients=paces
         )
-        second = _grid(
-            sets[:2], "resnet18", EXPLORED, [("20", "soap"), ("5", "soap")],
-            ingredients=("rule", "pace-half", "pace-double"),
+        # What may help at the fewest steps, then what must not hurt.
+        few = (
+            "momentum-0.8", "linear-decay", "bias-rate-quarter", "no-cutmix", "no-average",
+            "norm-group-1000", "no-warm-up", "momentum-0.95", "no-hole",
         )  # fmt: skip
+        tuned += _grid(sets[:2], "resnet18", EXPLORED, large[1:], ingredients=few)
         others = _grid(
-            sets[:2], "resnet18", EXPLORED, [("20", "lars"), ("5", "lars"), ("20", "sgd")]
+            sets[:2], "resnet18", EXPLORED,
+            [("20", "lars"), ("5", "lars"), ("20", "soap"), ("5", "soap")],
+        )  # fmt: skip
+        # As many tries for the small batch.
+        others += _grid(sets[:2], "resnet18", EXPLORED, small, ingredients=("average", "no-cutmix"))
+        rest = _grid(
+            sets[:2], "resnet18", EXPLORED, large[:1],
+            ingredients=("average", *few[:4], "no-warm-up", "norm-group-1000", "decay-all"),
+        )  # fmt: skip
+        rest += _grid(sets[:2], "resnet18", EXPLORED, [("20", "sgd")])
+        rest += _grid(
+            sets[:2], "resnet18", EXPLORED, large[1:],
+            ingredients=("decay-all", "pace-linear", "schedule-free"),
+        )  # fmt: skip
+        rest += _grid(
+            sets[:2],
+            "resnet18",
+            EXPLORED,
+            [("5", "soap")],
+            ingredients=("pace-half", "pace-double"),
         )
-        return (
-            first
-            + tuned
-            + second
-            + others
-            + _grid(sets[:2], "resnet18", EXPLORED, large, ingredients=rest)
-        )
+        return first + tuned + others + rest
     if phase == "main":
         return _grid(
             ("cifar10", "tinyimagenet60", "tinyimagenet25", "fashion"), "resnet18", 30,
