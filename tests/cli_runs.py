@@ -127,7 +127,7 @@ class CliProcess:
                 self.kill()
                 done = self.wait()
                 raise AssertionError(f"was not reached; code {done.code}\n{done.out}\n{done.err}")
-            time.sleep(0.002)
+            time.sleep(0.02)
 
     def kill(self) -> None:
         self.process.kill()

@@ -9,9 +9,12 @@ never because of a draw or a busy host. `pytest --hypothesis-profile explore` dr
 """
 
 import os
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,9 +30,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` the tests of a directory run in one process, one after the other, but for
-    those with another group of their own."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
+class ByFile(LoadScopeScheduling):
+    """`--dist loadscope`: the tests of a file run in one process, one after the other. So do all those of
+    emulated clusters, each of which removes what a killed one has left."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, _ = nodeid.partition("::")
+        return str(Path(file).parent) if "/cluster/" in file else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    return ByFile(config, log) if config.getvalue("dist") == "loadscope" else None

@@ -106,7 +106,7 @@ class Job:
                 self.kill()
                 done = self.wait()
                 raise AssertionError(f"was not reached; code {done.code}\n{done.out}\n{done.err}")
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

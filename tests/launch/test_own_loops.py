@@ -1,5 +1,5 @@
 """The examples of own loops and of DDP's hook run as they stand, on one rank and on two; each where its
-library is. The launchers of these ranks are tested in `test_same_job.py`."""
+library is. The launchers of these ranks are tested in `test_all_launchers.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.distributed.run import parse_args
 from launch.jobs import ROOT, run
 from ranks import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")  # needs no `reference`
 EXAMPLES = ROOT / "examples"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from launch.jobs import (
     EXAMPLES,
     ROOT,
     TOTAL_STEPS,
+    assert_nothing_left,
     called,
     ranks_of,
     reached_step,
@@ -39,6 +41,19 @@ def assert_same(
     assert found["chosen"]["launcher"] == launcher
     for name in ("weights_sha256", "world_size", "steps", *figures):
         assert found[name] == reference[name], name
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of `paceline train --nproc-per-node 2`, undisturbed, which all others must equal."""
+    folder = tmp_path_factory.mktemp("reference")
+    command = [sys.executable, "-m", "paceline", *training(folder / "run")]
+    done = run([*command, "--nproc-per-node", "2"], folder)
+    assert (done.code, done.err) == (0, ""), done.out
+    found = summary(folder / "run")
+    assert (found["world_size"], found["steps"]) == (2, TOTAL_STEPS)
+    assert_nothing_left(folder)
+    return found
 
 
 # Rank 1 stands still in a step until it is killed, however slow its killer is; the one after it does not.
