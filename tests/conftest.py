@@ -15,7 +15,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -38,15 +37,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-class ByFile(LoadScopeScheduling):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadscope`: the tests of a file run in one process, one after the other. So do all those of
     emulated clusters, each of which removes what a killed one has left."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        file, _, _ = nodeid.partition("::")
-        return str(Path(file).parent) if "/cluster/" in file else file
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, _ = nodeid.partition("::")
+            return str(Path(file).parent) if "/cluster/" in file else file
 
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
     return ByFile(config, log) if config.getvalue("dist") == "loadscope" else None
