@@ -70,7 +70,7 @@ contracts: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Three at a time, since many wait more than they compute. Those that start real launchers, jobs of many
-# ranks or hosts come after them, file by file: on the cores of their own they wait for the right things.
+# ranks or hosts come after them, file by file (tests/conftest.py).
 unit: $(VENV)/.installed-test $(VENV)/.system
 	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale --ignore tests/watch $(ARGS)
 	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadscope --no-loadscope-reorder tests/cluster tests/scale tests/launch tests/chaos $(ARGS)

@@ -180,9 +180,9 @@ def _set_environment(values: dict[str, str]) -> None:
     os.environ.update(values)  # copies: nothing points into that memory any more
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
     text = b"".join(b"%b=%b\0" % pair for pair in os.environb.items())
-    assert len(text) <= end - begin, f"{len(text)} bytes of environment do not fit"
-    ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, text, len(text))
+    if len(text) <= end - begin:  # a kernel that does not say where it is has 0 in both
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, text, len(text))
 
 
 def _checked(result: int) -> None:
