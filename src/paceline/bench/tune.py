@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,7 @@ class Tuner:
     def _measure(self, size: int, limit_s: float) -> MeasuredSize:
         buffer = torch.empty(max(size // 4, 1), device=self._ranks.device)
         ways: dict[str, Callable[[], object]] = {
-            name: _calling(made, buffer) for name, made in self._made.items()
+            name: partial(made.all_reduce, buffer) for name, made in self._made.items()
         }
 
         def zero() -> None:
@@ -169,10 +170,6 @@ def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
     return [
         name for name, taken in screened.items() if name == NATIVE or min(taken) <= _SCREEN * best
     ]
-
-
-def _calling(made: HybridAllReduce, buffer: torch.Tensor) -> Callable[[], object]:
-    return lambda: made.all_reduce(buffer)
 
 
 _BYTES = 512 * 1024

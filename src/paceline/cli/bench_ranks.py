@@ -201,7 +201,7 @@ def allreduce(
         settings = vars(job) | {"table": None if table is None else table.to_table()}
         report = _report(joined, settings, rows)
         if joined.rank == 0 and as_json:
-            sys.stdout.write(json.dumps(report, indent=1) + "\n")
+            print_json(report)
     return 0
 
 
@@ -266,8 +266,10 @@ def exchange(
         more = {"link_mbit": link_mbit, "bytes": measuring.bytes}
         report = _report(joined, settings, rows) | more
         if joined.rank == 0:
-            text = json.dumps(report, indent=1) + "\n" if as_json else _exchange_table(report)
-            sys.stdout.write(text)
+            if as_json:
+                print_json(report)
+            else:
+                sys.stdout.write(_exchange_table(report))
     return 0
 
 
@@ -320,8 +322,10 @@ def ddp(
         measuring.close()  # after an error the group releases the CUDA graphs itself
         report = _report(joined, vars(job), rows) | {"link_mbit": link_mbit}
         if joined.rank == 0:
-            text = json.dumps(report, indent=1) + "\n" if as_json else _ddp_table(report)
-            sys.stdout.write(text)
+            if as_json:
+                print_json(report)
+            else:
+                sys.stdout.write(_ddp_table(report))
     return 0
 
 
@@ -405,6 +409,10 @@ def _report(
 ) -> dict[str, Any]:
     described = {"settings": settings, "cluster": joined.describe(), "rows": rows}
     return described | environment(joined.device)
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
