@@ -35,10 +35,11 @@ def test_slots_are_aligned_ordered_and_apart(shapes: list[tuple[int, ...]], alig
 
 
 @given(shapes, st.integers(min_value=1, max_value=130))
-def test_payload_and_length_count_every_element(shapes: list[tuple[int, ...]], align: int) -> None:
+def test_slots_and_length_count_every_element(shapes: list[tuple[int, ...]], align: int) -> None:
     layout = FlatLayout.build(specs_of(shapes), align=align)
-    assert layout.payload == sum(math.prod(shape) for shape in shapes)
-    assert layout.payload <= layout.length <= layout.payload + len(shapes) * (align - 1)
+    elements = sum(math.prod(shape) for shape in shapes)
+    assert sum(slot.length for slot in layout) == elements
+    assert elements <= layout.length <= elements + len(shapes) * (align - 1)
 
 
 def test_a_known_layout() -> None:
@@ -46,7 +47,6 @@ def test_a_known_layout() -> None:
     assert [slot.offset for slot in layout] == [0, 32, 96, 128, 128]
     assert [slot.length for slot in layout] == [1, 33, 32, 0, 5]
     assert layout.length == 160
-    assert layout.payload == 71
     assert layout.align == DEFAULT_ALIGN == 32
 
 
@@ -54,30 +54,23 @@ def test_a_known_layout() -> None:
 def test_no_element_has_two_owners(lengths: list[int]) -> None:
     layout = FlatLayout.build(specs_of([(length,) for length in lengths]), align=16)
     owned = [place for slot in layout for place in range(slot.offset, slot.stop)]
-    assert len(set(owned)) == len(owned) == layout.payload
+    assert len(set(owned)) == len(owned) == sum(lengths)
     assert set(owned) <= set(range(layout.length))
 
 
 def test_align_one_lays_end_to_end() -> None:
     layout = FlatLayout.build(specs_of([(2, 3), (5,), (1,)]), align=1)
     assert [slot.offset for slot in layout] == [0, 6, 11]
-    assert layout.length == layout.payload == 12
+    assert layout.length == 12
 
 
 def test_an_empty_layout_has_no_length() -> None:
     layout = FlatLayout.build([])
-    assert (len(layout), layout.length, layout.payload, layout.dtype) == (0, 0, 0, "float32")
+    assert (len(layout), layout.length, layout.dtype) == (0, 0, "float32")
 
 
 def test_the_format_is_the_tensors_own() -> None:
     assert FlatLayout.build(specs_of([(3,), (4,)], "bfloat16")).dtype == "bfloat16"
-
-
-def test_slot_by_name() -> None:
-    layout = FlatLayout.build(specs_of([(3,), (4,)]))
-    assert layout.slot("tensor1").offset == 32
-    with pytest.raises(KeyError, match="tensor2"):
-        layout.slot("tensor2")
 
 
 @pytest.mark.parametrize("align", [0, -8])

@@ -373,14 +373,6 @@ def _allreduce_line(row: dict[str, Any]) -> str:
     )
 
 
-def _plain(job: Any) -> dict[str, Any]:
-    """The settings as JSON can hold them."""
-    return {
-        name: value.to_table() if isinstance(value, SizeTable) else value
-        for name, value in vars(job).items()
-    }
-
-
 def parse_algorithms(text: str) -> tuple[str, ...]:
     if text == "all":
         return algorithm_names()

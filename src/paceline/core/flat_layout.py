@@ -87,15 +87,3 @@ class FlatLayout:
 
     def __len__(self) -> int:
         return len(self.slots)
-
-    @property
-    def payload(self) -> int:
-        """Elements that carry data: the length without padding."""
-        return sum(slot.length for slot in self.slots)
-
-    def slot(self, name: str) -> Slot:
-        """The place of the tensor called `name`; KeyError where there is none."""
-        for slot in self.slots:
-            if slot.name == name:
-                return slot
-        raise KeyError(name)
