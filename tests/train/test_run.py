@@ -33,9 +33,9 @@ from paceline.train import (
     run_training,
     step_records,
 )
-from paceline.train.divergence import find_bad_layer
 from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
+from paceline.train.step_records import find_bad_layer
 from paceline.train.trackers import TensorBoardTracker, TrackerThread, check_trackers
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config

@@ -29,7 +29,6 @@ from paceline.core.signal_context import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
 from paceline.report import write_report
-from paceline.train.average import applied
 from paceline.train.build import build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
@@ -37,12 +36,13 @@ from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
-from paceline.train.rank_records import RecentEvents, each_rank_writes
 from paceline.train.run_folder import RunLock
+from paceline.train.step_records import RecentEvents, each_rank_writes
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.trackers import open_trackers
 from paceline.train.training import Training
 from paceline.train.weights import (
+    applied,
     as_metadata,
     fingerprint,
     finish_module,

@@ -35,12 +35,11 @@ from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.anchors import Anchors
 from paceline.train.asynchronous import AsynchronousUpdate
-from paceline.train.average import WeightAverage, create_average
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.components import Components
-from paceline.train.dry_backward import DryBackward
 from paceline.train.exchange_plan import (
     ChosenPlan,
+    DryBackward,
     ExchangeParts,
     cluster_facts,
     describe_exchange,
@@ -60,7 +59,7 @@ from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weights import fingerprint
+from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.foreach import accurate_norms
 from paceline.optim.schedule import set_rate
 from paceline.precision.policy import LossScale
-from paceline.train.average import WeightAverage
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import Captured
+from paceline.train.weights import WeightAverage
 
 # What follows the sums of the signals in the row.
 EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_squared")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.trace_file import TracedRank, TracedSpan, trace_document
+from paceline.train.observers import TracedRank, TracedSpan, trace_document
 
 
 def span(name: str, start_s: float, stop_s: float, track: str = "compute") -> TracedSpan:
