@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bench.ranks import RankGroup, interleaved
-from paceline.bench.timing import Times
+from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.hybrid import HybridAllReduce, PlannedAllReduce, WireFormat
 from paceline.core.errors import CommError
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, wire_bytes

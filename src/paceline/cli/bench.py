@@ -152,7 +152,7 @@ def bench_input(
     as_json: bool = JSON,
 ) -> int:
     """Images/s as normalised tensors: ours against torch's DataLoader with Pillow, and webdataset."""
-    from paceline.bench.input_ours import measure_training
+    from paceline.bench.input_pipelines import measure_training
     from paceline.bench.input_rows import measure_memory, measure_rows, one_torch_thread, ratios
 
     check_at_least(
@@ -204,7 +204,7 @@ def _rows(
     ours: list[int], theirs: list[int], peers: list[str], changes: list[str],
 ) -> tuple[list[InputRow], list[str]]:  # fmt: skip
     """Our rows first; and notes on peers that cannot be measured."""
-    from paceline.bench.input_peers import no_webdataset
+    from paceline.bench.input_pipelines import no_webdataset
     from paceline.bench.input_rows import InputRow, Kind
     from paceline.config import RunConfig, parse_assignment
 

@@ -29,7 +29,7 @@ from paceline.plan.size_table import SizeTable
 if TYPE_CHECKING:
     import torch
 
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
 HOSTS = typer.Option(0, help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
 RANKS_PER_HOST = typer.Option(1, help="Ranks on each of these hosts.")
@@ -178,7 +178,7 @@ def allreduce(
         return code
 
     from paceline.bench.allreduce import AllReduceBench, AllReduceJob, choose_sizes
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
     job = AllReduceJob(
         given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
@@ -253,7 +253,7 @@ def exchange(
         return code
 
     from paceline.bench.exchange import ExchangeBench, ExchangeJob
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
     job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
     with RankGroup(
@@ -307,7 +307,7 @@ def ddp(
         return code
 
     from paceline.bench.ddp import NAMES, DdpBench, DdpJob
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
     if norm == "auto":
         norm = "torch" if share_gpus else "cudnn"

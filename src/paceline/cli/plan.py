@@ -331,7 +331,7 @@ def _print(answer: Answer) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.plan.answer_rows import (
+    from paceline.report.plan_page import (
         advice_rows,
         bucket_rows,
         curve_rows,
@@ -388,7 +388,7 @@ def profile(
         if count < 1:
             raise ConfigError(flag, count, "must be at least 1")
     check_output(output, force)
-    from paceline.bench.profile import profile_workload
+    from paceline.bench.tune import profile_workload
 
     switches = {"precision.amp_dtype": amp_dtype}
     row = StepRow("profile", "ours", model, max(batches), image_size, classes, place, steps, warm_up,

@@ -21,17 +21,17 @@ from paceline.comm.agreement import (
     Remedies,
     explain_lost_store,
 )
-from paceline.comm.collectives import Collectives, Made
 from paceline.comm.job import RankHosts
-from paceline.comm.lost_ranks import LostRanks
 from paceline.comm.process_groups import (
+    Collectives,
+    Made,
     abort_process_groups,
     prepare_nccl,
 )
 from paceline.comm.progress import BucketInfo, ProgressBoard
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
-from paceline.comm.watchdog import ShowError, Watchdog
+from paceline.comm.watchdog import LostRanks, ShowError, Watchdog
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
 from paceline.core.topology import Topology
 

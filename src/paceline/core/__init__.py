@@ -16,7 +16,6 @@ from paceline.core.errors import (
     PacelineError,
     RunError,
 )
-from paceline.core.flat_layout import FlatLayout, Slot, TensorSpec
 from paceline.core.topology import Topology
 
 __all__ = [
@@ -24,12 +23,9 @@ __all__ = [
     "CommError",
     "ConfigError",
     "DataError",
-    "FlatLayout",
     "LaunchError",
     "PacelineError",
     "RunError",
-    "Slot",
-    "TensorSpec",
     "Topology",
     "lazy_exports",
 ]

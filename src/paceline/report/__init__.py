@@ -10,9 +10,8 @@ from paceline.report.compare_page import (
 )
 from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
 from paceline.report.comparison import Comparison
-from paceline.report.efficiency import Efficiency
 from paceline.report.html import chart_document, range_page
-from paceline.report.outcome import Outcome, verdict
+from paceline.report.outcome import Efficiency, Outcome, verdict
 from paceline.report.run_files import RunFiles
 from paceline.report.run_page import render_run, summary_rows, write_page, write_report
 from paceline.report.tables import Table

@@ -25,7 +25,7 @@ from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
-from paceline.core.signal_context import SignalWakeup
+from paceline.core.host import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
 from paceline.report import write_report

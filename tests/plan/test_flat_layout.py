@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.flat_layout import DEFAULT_ALIGN, FlatLayout, TensorSpec
+from paceline.plan.fusion_plan import DEFAULT_ALIGN, FlatLayout, TensorSpec
 
 shapes = st.lists(
     st.lists(st.integers(min_value=0, max_value=70), max_size=4).map(tuple), max_size=20

@@ -2,8 +2,7 @@
 
 import pytest
 
-from paceline.core.units import UNKNOWN
-from paceline.report.quantities import count, date, loss, number, plural, rate, text_of
+from paceline.core.units import UNKNOWN, count, date, loss, number, plural, rate, text_of
 
 
 def test_numbers() -> None:
