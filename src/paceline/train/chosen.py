@@ -6,8 +6,8 @@ from torch import nn
 
 from paceline.config import RunConfig
 from paceline.data import BatchPlan, describe_channels
-from paceline.models.freeze import count_frozen
 from paceline.models.names import MODEL_NAMES
+from paceline.models.registry import count_frozen
 from paceline.optim.batch_growth import describe_stages
 from paceline.plan.rehearsal import ClusterClock
 from paceline.train.checkpoint import Checkpoint

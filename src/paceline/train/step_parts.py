@@ -24,8 +24,7 @@ from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import is_own, parameter_groups
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.build import create_optimizer
-from paceline.optim.layers import describe_layers, with_layer_decay
+from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
 from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.setting_rules import ANCHORED

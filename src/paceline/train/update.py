@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.foreach import accurate_norms
 from paceline.optim.schedule import set_rate
+from paceline.optim.state import accurate_norms
 from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import Captured
