@@ -26,7 +26,6 @@ from paceline.optim.setting_rules import ANCHORED
 from paceline.optim.settings import OptimSettings
 from paceline.plan.layers import Network
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
-from paceline.train.anchors import create_anchors
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
@@ -63,6 +62,7 @@ from paceline.train.shares import with_shares
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
 from paceline.train.training import Training
+from paceline.train.update import create_anchors
 
 
 def build(

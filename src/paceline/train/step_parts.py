@@ -32,7 +32,6 @@ from paceline.optim.settings import OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
-from paceline.train.anchors import Anchors
 from paceline.train.asynchronous import AsynchronousUpdate
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.components import Components
@@ -51,13 +50,13 @@ from paceline.train.fast_path import (
     triton_problem,
     try_fast_path,
 )
-from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, create_loss
-from paceline.train.micro_step import MicroStep, Mixing
+from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
+from paceline.train.micro_step import MicroStep
 from paceline.train.model_checks import with_one_output
 from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
-from paceline.train.update import Update
+from paceline.train.update import Anchors, Update
 from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 
