@@ -29,7 +29,6 @@ from paceline.plan.rehearsal import ClusterClock, cluster_clock
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
-from paceline.train.chosen import describe_run
 from paceline.train.components import Components
 from paceline.train.fast_path import eager_norms, share_norms
 from paceline.train.inputs import (
@@ -61,7 +60,7 @@ from paceline.train.run_state import PinnedPlan, Progress, RunState
 from paceline.train.shares import with_shares
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.training import Training
+from paceline.train.training import Training, describe_run
 from paceline.train.update import create_anchors
 
 
