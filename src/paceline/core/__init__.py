@@ -1,4 +1,4 @@
-"""What every package shares: errors, topology, layouts. Imports the standard library only."""
+"""What every package shares: errors, topology, settings, files. Imports the standard library only."""
 
 from __future__ import annotations
 
