@@ -1,7 +1,7 @@
 """The plan of the gradient exchange: chosen, agreed among all ranks, and made into an exchange.
 
 A checkpoint's plan has precedence over the plan file, that over the settings. A backward pass before the
-first step gives the order of the gradients, and shows whether model and loss work (`dry_backward`).
+first step gives the order of the gradients, and shows whether model and loss work (`DryBackward`).
 """
 
 from __future__ import annotations
