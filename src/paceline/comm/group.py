@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -290,12 +289,7 @@ class Group(Collectives):
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leaves the group; an error of this rank is posted first."""
         if error is not None:
             self.leaving(error)

@@ -22,8 +22,7 @@ from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.scaling import SCALED
-from paceline.optim.setting_rules import CYCLES, OPTIMIZERS_OF_SGD, OPTIMIZERS_OF_SVRG
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings

@@ -21,8 +21,7 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD, RMSpropWarmup
 from paceline.optim.muon import Muon, split_matrices
-from paceline.optim.setting_rules import OPTIMIZERS_OF_SVRG, SOAP_BETA2
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import OPTIMIZERS_OF_SVRG, SOAP_BETA2, OptimSettings
 from paceline.optim.soap import SOAP
 from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap

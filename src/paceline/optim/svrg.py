@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.setting_rules import ANCHORED, OPTIMIZERS_OF_SVRG
+from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
 from paceline.optim.state import (
     Gates,
     Outcome,

@@ -22,8 +22,7 @@ from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.schedule import LrSchedule
-from paceline.optim.setting_rules import ANCHORED
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import ANCHORED, OptimSettings
 from paceline.plan.layers import Network
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
 from paceline.train.callbacks import CallbackRunner

@@ -27,8 +27,7 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
 from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
-from paceline.optim.setting_rules import ANCHORED
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import ANCHORED, OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
