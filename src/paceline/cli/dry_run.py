@@ -24,7 +24,7 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
 from paceline.core.untrusted import one_line
-from paceline.models.names import FORMS, MODEL_NAMES, ZOOS, registered_models, split_name
+from paceline.models.settings import FORMS, MODEL_NAMES, ZOOS, registered_models, split_name
 from paceline.plan.rehearsal import RehearseSettings
 
 if TYPE_CHECKING:

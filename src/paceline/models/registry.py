@@ -17,9 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from paceline.core.errors import ConfigError, nearest
 from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet, AlexNet2012
 from paceline.models.factories import create_foreign_model
-from paceline.models.names import MODEL_NAMES, check_model_name, register_model
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
-from paceline.models.settings import ModelSettings, check_trust, requires_trust
+from paceline.models.settings import (
+    MODEL_NAMES,
+    ModelSettings,
+    check_model_name,
+    check_trust,
+    register_model,
+    requires_trust,
+)
 
 __all__ = [
     "BIAS_NORM",

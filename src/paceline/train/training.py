@@ -17,8 +17,8 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
 from paceline.data import BatchPlan, Source, TrainBatches, describe_channels
-from paceline.models.names import MODEL_NAMES
 from paceline.models.registry import count_frozen
+from paceline.models.settings import MODEL_NAMES
 from paceline.optim.batch_growth import describe_stages
 from paceline.optim.schedule import LrSchedule
 from paceline.plan.plan_file import PlanFile
