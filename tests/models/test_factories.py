@@ -21,8 +21,8 @@ from paceline.models import (
     create_model,
     register_model,
     requires_trust,
-    settings,
 )
+from paceline.models import settings as model_settings
 
 TIMM = """
 from torch import nn
@@ -214,7 +214,7 @@ def test_names_of_no_form(name: str) -> None:
 
 
 def test_registered_names_and_trust(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_registered", {})
+    monkeypatch.setattr(model_settings, "_registered", {})
     register_model("my_linear", lambda num_classes: nn.Linear(3, num_classes))
     assert create("my_linear").out_features == 7
     for taken in ("resnet18", "my:net", "my net"):
