@@ -275,7 +275,12 @@ _BLOCK = 60
 
 
 class Attendance:
-    """One point, under a key that is used for it alone. Every rank calls `arrive` once."""
+    """One point, under a key that is used for it alone. Every rank calls `arrive` once.
+
+    Each rank adds one bit to a counter that it shares with 59 others, and the rank that completes the
+    last counter knows that all are there. So a point costs a rank one request, nobody reads rank by rank,
+    and the counters still name every rank that is missing.
+    """
 
     def __init__(self, store: Store, key: str, world_size: int) -> None:
         self._store, self._key, self._size = store, key, world_size
