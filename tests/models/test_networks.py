@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -122,12 +120,7 @@ def test_the_same_seed_builds_the_same_weights() -> None:
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_settings_load_without_torch() -> None:
-    code = (
-        "import sys, paceline.models; paceline.models.ModelSettings();"
-        "assert not {'torch', 'safetensors'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
+def test_names_of_the_package() -> None:
     assert set(paceline.models.__all__) <= set(dir(paceline.models))
     with pytest.raises(AttributeError, match="no attribute 'lars'"):
         _ = paceline.models.lars
