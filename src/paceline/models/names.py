@@ -26,6 +26,7 @@ STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
     "resnet101": _RESNET_STEMS,
     "resnet152": _RESNET_STEMS,
     "resnet_tiny": ("small",),
+    "resnet_fast": ("small",),
     "alexnet": (),
     "alexnet2012": (),
     "alexnet_bn": (),

@@ -12,7 +12,7 @@ from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet, AlexNet2012
 from paceline.models.factories import create_foreign_model
 from paceline.models.freeze import freeze_parameters
 from paceline.models.names import MODEL_NAMES, check_model_name, register_model
-from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
+from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResNet, SmallResNet
 from paceline.models.settings import ModelSettings, check_trust, requires_trust
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
 
 WEIGHT = "weight"
 BIAS_NORM = "bias_norm"
+_SMALL = {"resnet_tiny": SmallResNet, "resnet_fast": FastResNet}
 # `_NormBase` is the base of every BatchNorm, SyncBatchNorm and InstanceNorm.
 _NORM_TYPES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -73,8 +74,8 @@ def _create_own(
             stem=settings.stem_for(image_size),
             zero_init_gamma=settings.zero_init_gamma,
         )
-    if name == "resnet_tiny":
-        return SmallResNet(
+    if name in _SMALL:
+        return _SMALL[name](
             num_classes=num_classes,
             in_channels=in_channels,
             zero_init_gamma=settings.zero_init_gamma,
