@@ -82,7 +82,9 @@ def away(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize(("make", "size"), [(small, 12), (pooled, 33), (fast, 20), (Bottlenecks, 10)])
+@pytest.mark.parametrize(
+    ("make", "size"), [(small, 12), (pooled, 33), (fast, 20), (Bottlenecks, 10)]
+)
 def test_a_fused_net_learns_what_a_plain_one_learns(
     make: Callable[[], nn.Module], size: int
 ) -> None:

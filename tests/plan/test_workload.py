@@ -147,7 +147,16 @@ def test_measured_systems_of_many_nodes() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet_fast", "alexnet", "alexnet_bn"],
+    [
+        "resnet18",
+        "resnet34",
+        "resnet50",
+        "resnet101",
+        "resnet152",
+        "resnet_fast",
+        "alexnet",
+        "alexnet_bn",
+    ],
 )
 def test_the_tensors_are_the_models_own(name: str) -> None:
     """Names, sizes and which stay fp32, as in training; the order is that of the forward pass."""

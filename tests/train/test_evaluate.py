@@ -73,9 +73,7 @@ def test_a_mirror_image_counts_as_much_as_the_image() -> None:
     given = [Batch(image, torch.tensor([1]))]
     found = {}
     for flip in (False, True):
-        result = evaluate(
-            LeftHalf(), given, NORMALIZE, FULL, alone(), StopSignals(), flip=flip
-        )
+        result = evaluate(LeftHalf(), given, NORMALIZE, FULL, alone(), StopSignals(), flip=flip)
         assert isinstance(result, EvalResult)
         found[flip] = result
     # Logits 4 and 3 of the image, 0 and 6 of its mirror image; bytes become shares of 255.

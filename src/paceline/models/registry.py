@@ -29,7 +29,10 @@ __all__ = [
 
 WEIGHT = "weight"
 BIAS_NORM = "bias_norm"
-_SMALL = {"resnet_tiny": SmallResNet, "resnet_fast": FastResNet}
+_SMALL: dict[str, type[SmallResNet] | type[FastResNet]] = {
+    "resnet_tiny": SmallResNet,
+    "resnet_fast": FastResNet,
+}
 # `_NormBase` is the base of every BatchNorm, SyncBatchNorm and InstanceNorm.
 _NORM_TYPES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 

@@ -405,12 +405,9 @@ class FastResNet(nn.Module):
         init_residual(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
-        maps: Uses = convolve_images(self.conv1, x, padded=self.fused and self.pads_images)
-        assert isinstance(maps, Tensor)
-        if self.fused:
-            maps = fused_norm_pool(maps, self.bn1, pooled=False)
-        else:
-            maps = self.relu(self.bn1(maps))
-        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(maps))))
+        x = convolve_images(self.conv1, x, padded=self.fused and self.pads_images)
+        fused = self.fused
+        stem = fused_norm_pool(x, self.bn1, pooled=False) if fused else self.relu(self.bn1(x))
+        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(stem))))
         logits: Tensor = self.fc(maps.amax((2, 3))) * self.logit_scale
         return logits

@@ -16,6 +16,7 @@ from paceline.data import Normalizer
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient
+from paceline.train.machine import run_eagerly
 from paceline.train.micro_step import step_error
 from paceline.train.model_checks import restored_buffers
 
@@ -109,7 +110,7 @@ class DryBackward:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.policy.compute():
+            with torch.no_grad(), run_eagerly(), self.policy.compute():
                 outputs = model(self.normalize(zeros, self.policy.device))
                 self.loss.evaluated(outputs, self._labels(len(zeros)))
         except RunError:

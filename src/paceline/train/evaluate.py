@@ -47,7 +47,7 @@ from paceline.train.eval_details import EvalDetails
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
-from paceline.train.machine import choose_device, out_of_memory
+from paceline.train.machine import choose_device, out_of_memory, run_eagerly
 from paceline.train.model_checks import find_logits, forward_error, make_model
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
@@ -182,7 +182,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         # Eager, because blocks compiled for training would be compiled again.
-        with no_gradients, torch.compiler.set_stance("force_eager"):
+        with no_gradients, run_eagerly():
             yield
     finally:
         for module, training in modes:

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy
@@ -154,3 +154,12 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
 
 def seed_initial_weights(seed: int) -> None:
     torch.manual_seed(derive_seed(seed, "weights"))
+
+
+def run_eagerly() -> AbstractContextManager[None]:
+    """Inside, compiled modules run as they are written. Without the compiler in memory there are none,
+    and importing it would take seconds."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
