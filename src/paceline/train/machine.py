@@ -149,7 +149,12 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds torch's generators for micro-batch `number` of `step`. Dropout then depends neither on
     the rank that computes the micro-batch nor on earlier steps: resumed runs, and runs on another
     number of ranks, draw the same numbers."""
-    torch.manual_seed(derive_seed(seed, step, number))
+    key = derive_seed(seed, step, number)
+    # As `torch.manual_seed`, which also formats a stack trace for each kind of device that is not in
+    # use: a millisecond in every step.
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)
 
 
 def seed_initial_weights(seed: int) -> None:
