@@ -376,9 +376,8 @@ class FastResNet(nn.Module):
     """A residual net for images of 32 pixels that trains in seconds on a GPU.
 
     Three stages of a pooled convolution and a residual block. Only two convolutions see the full image,
-    and most of the arithmetic is at 16 × 16 and 8 × 8, where GPUs reach the most of their peak. The
-    logits are divided by 8, so that the last layer, whose inputs are the largest values of a map, takes
-    the same rate as the norms.
+    and most of the arithmetic is at 16 × 16 and 8 × 8. The logits are divided by 8, because the inputs
+    of the last layer, the largest values of the maps, are far from zero at the start.
     """
 
     fused = False
