@@ -66,8 +66,12 @@ def test_every_cell_has_valid_settings_of_its_own(phase: str, tmp_path: Path) ->
     if phase != "explore":
         assert len(distinct) == len(cells)
     for c in cells:
-        # Averages are on at 5 steps an epoch already, and off at 20.
-        same = {("5", "average"), ("20", "no-average")}
+        # The rule averages at 5 steps an epoch and not at 20, decays linearly and mixes no images.
+        same = {("5", "average"), ("20", "no-average")} | {
+            (batch, name)
+            for batch in ("5", "20")
+            for name in ("linear-decay", "no-cutmix", "no-cutmix-linear")
+        }
         if c.ingredient != "rule" and (c.batch, c.ingredient) not in same:
             plain = series.dataclasses.replace(c, ingredient="rule")
             assert found[c.key] != found.get(plain.key)

@@ -19,7 +19,8 @@ KNOWN = ("adamw", "lamb", "lars", "muon", "sgd")
 SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.momentum", "optim.nesterov",
     "optim.beta2", "optim.adam_eps", "optim.weight_decay", "optim.warmup_epochs",
-    "optim.warmup_max_share", "run.batch_size", "run.average_epochs",
+    "optim.warmup_max_share", "optim.schedule", "optim.poly_power", "run.batch_size",
+    "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
 # Fewer steps have not been measured (docs/large-batch.md#range).
 LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
@@ -28,7 +29,7 @@ LEAST_FACTOR = 1 / 4
 # With fewer steps an epoch SGD with linear scaling loses accuracy (Goyal et al.: 160 at 8K on ImageNet).
 SGD_STEPS_PER_EPOCH = 100.0
 # Relative length of a layer's step at the peak, times the root of the steps an epoch.
-PACE = {"muon": 0.23, "lars": 0.7}
+PACE = {"muon": 0.32, "lars": 0.7}
 MOST_PACE = {"muon": 0.2, "lars": 0.4}
 # Rate of biases and norms, which have no trust ratio.
 MOST_RATE = 4.0
@@ -36,6 +37,8 @@ MOST_RATE = 4.0
 WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this share of the run where an epoch has few steps.
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
+# Mixed images slow learning down: with fewer steps and epochs than these they cost accuracy.
+MIXING_STEPS, MIXING_EPOCHS = 1000, 60
 LEAST_BETA2 = 0.95
 LARGEST_AUTOMATIC_GROUP = 256
 
@@ -44,14 +47,15 @@ LARGEST_AUTOMATIC_GROUP = 256
 class Recipe:
     """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
     known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
-    leaves it open; `kept` names settings that the user gave; `averages` says whether weights can be
-    averaged in the run."""
+    leaves it open; `mixing` the settings of mixed images that are on; `kept` names settings that the
+    user gave; `averages` says whether weights can be averaged in the run."""
 
     optim: OptimSettings
     batch: int
     optimizer: str
     norm_group: int | None = None
     average_epochs: float = 0.0
+    mixing: tuple[str, ...] = ()
     kept: frozenset[str] = frozenset()
     averages: bool = True
 
@@ -132,8 +136,10 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     else:
         rule.scale_pace(name)
     rule.warm_up(name)
+    rule.decay(name)
     rule.normalize()
     rule.average()
+    rule.unmix()
     return Scaling(tuple(rule.choices), tuple(_losses(name, target)), headline)
 
 
@@ -253,6 +259,23 @@ class _Rule:
         if epochs != optim.warmup_epochs:
             why = "at most a fifth of the run" if epochs == most else f"{WARMUP_STEPS} steps"
             self.set("optim.warmup_epochs", epochs, why)
+
+    def decay(self, name: str) -> None:
+        """Linear in place of cosine, whose first half changes the rate little."""
+        optim = self.recipe.optim
+        if name == "muon" and self.factor > 1 and optim.schedule == "cosine":
+            if "optim.schedule" in self.recipe.kept:
+                return
+            self.set("optim.schedule", "poly", "linear decay, as measured")
+            self.set("optim.poly_power", 1.0, "linear")
+
+    def unmix(self) -> None:
+        """Without mixed images where the run is too short for them."""
+        target = self.target
+        few = target.steps_per_epoch < SGD_STEPS_PER_EPOCH and target.total_steps < MIXING_STEPS
+        if few and target.epochs < MIXING_EPOCHS and self.factor > 1:
+            for name in self.recipe.mixing:
+                self.set(name, 0.0, f"{target.total_steps} steps in all are too few for mixed images")
 
     def normalize(self) -> None:
         """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one

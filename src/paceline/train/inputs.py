@@ -125,7 +125,8 @@ def apply_scaling(
     sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
     recipe = Recipe(
         optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
-        config.run.average_epochs, frozenset(optim.scaling_keeps),
+        config.run.average_epochs, kept=frozenset(optim.scaling_keeps),
+        mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         # Averages are refused where ranks have weights of their own.
         averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
     )  # fmt: skip
