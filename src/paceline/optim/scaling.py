@@ -275,7 +275,9 @@ class _Rule:
         few = target.steps_per_epoch < SGD_STEPS_PER_EPOCH and target.total_steps < MIXING_STEPS
         if few and target.epochs < MIXING_EPOCHS and self.factor > 1:
             for name in self.recipe.mixing:
-                self.set(name, 0.0, f"{target.total_steps} steps in all are too few for mixed images")
+                self.set(
+                    name, 0.0, f"{target.total_steps} steps in all are too few for mixed images"
+                )
 
     def normalize(self) -> None:
         """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
