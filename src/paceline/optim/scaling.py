@@ -342,8 +342,8 @@ def _losses(name: str, target: Target) -> list[str]:
         found.append("LARS lost 1 to 18 points at 5 steps an epoch; muon loses less")
     elif steps < 5:
         found.append("about 1 point and more with less than 5 steps an epoch")
-    elif steps < 20:
-        found.append("up to 3 points at 5 steps an epoch, where runs are short")
+    elif steps < 20 and target.total_steps >= 450:
+        found.append("up to 1 point at 5 steps an epoch")
     if target.total_steps < 450 and name in ("muon", "lars"):
-        found.append(f"{target.total_steps} steps in all: 1 to 2 points at 90 to 150")
+        found.append(f"{target.total_steps} steps in all: 1 to 5 points at 150")
     return found
