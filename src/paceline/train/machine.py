@@ -153,7 +153,7 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
     # As `torch.manual_seed`, which also formats a stack trace for each kind of device that is not in
     # use: a millisecond in every step.
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(key)
 
 
