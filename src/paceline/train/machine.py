@@ -163,7 +163,7 @@ def seed_initial_weights(seed: int) -> None:
 
 def run_eagerly() -> AbstractContextManager[None]:
     """Inside, compiled modules run as they are written. Without the compiler in memory there are none,
-    and importing it would take seconds."""
+    and importing it would take more than a second."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
