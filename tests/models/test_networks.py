@@ -26,7 +26,7 @@ PARAMETERS = {
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
     "resnet_tiny": 727_288,
-    "resnet_fast": 3_450_120,
+    "resnet_fast": 3_469_480,
     "alexnet": 61_100_840,
     "alexnet2012": 60_965_224,
     "alexnet_bn": 61_103_656,

@@ -209,7 +209,7 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
     trace.spread(f"{name}.sum", 1.0)
 
 
-_FAST_CHANNELS = (32, 64, 256, 256)
+_FAST_CHANNELS = (64, 64, 256, 256)
 
 
 def _layers_fast(image_size: int, num_classes: int, _stem: str) -> list[Layer]:
