@@ -120,7 +120,7 @@ def floating_point_operations(made: Any) -> dict[str, float]:
 def by_kernel(made: Any) -> dict[str, Any]:
     """Microseconds of one launch of each product, and the rate without use of symmetry."""
     from paceline.optim import muon_kernels as kernels
-    from paceline.optim.lars_kernels import KINDS
+    from paceline.optim.kernels import KINDS
 
     tiling, count = made.tiling, made.table.shape[1]
     common: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data_sets import write_shards
-from paceline.bench import input_ours, input_peers
-from paceline.bench.input_ours import median_stall
+from paceline.bench import input_pipelines
+from paceline.bench.input_pipelines import median_stall
 from paceline.bench.input_rows import (
     InputRow,
     RowRates,
@@ -116,11 +116,11 @@ def test_few_images_are_repeated_with_their_labels(shards: DataSettings) -> None
 def test_no_row_of_webdataset_where_it_cannot_be(
     shards: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_peers.importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in (input_peers.no_webdataset(shards.dir, "train") or "")
-    monkeypatch.setattr(input_peers.importlib.util, "find_spec", lambda name: object())
-    assert "no train-*.tar" in (input_peers.no_webdataset("/nowhere", "train") or "")
-    assert input_peers.no_webdataset(shards.dir, "train") is None
+    monkeypatch.setattr(input_pipelines.importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in (input_pipelines.no_webdataset(shards.dir, "train") or "")
+    monkeypatch.setattr(input_pipelines.importlib.util, "find_spec", lambda name: object())
+    assert "no train-*.tar" in (input_pipelines.no_webdataset("/nowhere", "train") or "")
+    assert input_pipelines.no_webdataset(shards.dir, "train") is None
 
 
 def test_memory_and_seek_of_a_long_index() -> None:
@@ -141,7 +141,7 @@ def test_a_stall_is_the_median_of_all_rounds() -> None:
 def test_steps_before_the_clock_runs_are_no_stall() -> None:
     """The step numbers themselves are the stalls: only those of the steps timed may be in the mean."""
     step = _CountingStep()
-    turns = input_ours._Turns(step, 4)  # type: ignore[arg-type]
+    turns = input_pipelines._Turns(step, 4)  # type: ignore[arg-type]
     _, stall = turns.measure(3, warm_up=5)
     # Two before, then 5 + 3 + 1 within, of which the last three are timed, and one to empty the queue.
     assert step.launched == 12

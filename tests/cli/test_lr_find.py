@@ -12,7 +12,7 @@ import pytest
 
 from cli_runs import IMAGES, SYNTHETIC, run
 from paceline.core.errors import RunError
-from paceline.train.lr_range import RangeResult, smooth
+from paceline.train.callbacks import RangeResult, smooth
 
 LR_FIND = ["lr-find", *SYNTHETIC, *IMAGES[:18], "--device", "cpu", "--global-batch-size", "16"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from cli_runs import Call
 from data_sets import write_folders, write_shards
-from paceline.core.signal_context import SignalContext
+from paceline.core.host import SignalContext
 from paceline.data.sources.tar_index import scan_shard
 
 

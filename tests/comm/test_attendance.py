@@ -7,7 +7,7 @@ import random
 import pytest
 from torch.distributed import HashStore
 
-from paceline.comm.attendance import Attendance
+from paceline.comm.job import Attendance
 
 
 @pytest.mark.parametrize("size", [1, 2, 59, 60, 61, 120, 4096])

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import paceline
 from comm.clusters import made_groups, run_cluster, topology
-from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, collectives
+from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, process_groups
 from paceline.comm import heartbeats as heartbeats_module
 from paceline.comm.group import choose_backend
 from paceline.comm.process_groups import (
@@ -85,7 +85,7 @@ def _pieces(rank: int) -> tuple[list[bytes] | None, int]:
         return gather(tensor, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch, joined() as group:
-        patch.setattr(collectives, "_GATHERED_BYTES", 10)
+        patch.setattr(process_groups, "_GATHERED_BYTES", 10)
         patch.setattr(dist, "gather", noted)
         return group.gather_bytes(bytes(range(17 * rank))), max(sizes)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import paceline.comm.host_names as host_names
-from paceline.comm.host_names import names_from_files
+import paceline.comm.store as host_names
+from paceline.comm.store import names_from_files
 
 
 @pytest.fixture

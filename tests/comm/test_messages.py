@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.comm.exchange import Message, plan_messages
-from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan import FusionBucket, FusionPlan
-from paceline.plan.fusion_plan import wire_bytes
+from paceline.plan.fusion_plan import FlatLayout, TensorSpec, wire_bytes
 
 
 def layouts() -> dict[str, FlatLayout]:

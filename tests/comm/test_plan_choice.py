@@ -14,7 +14,7 @@ from comm.exchanges import joined
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError
-from paceline.core.flat_layout import TensorSpec
+from paceline.plan.fusion_plan import TensorSpec
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.size_table import SizeRow, SizeTable
 from ranks import run_ranks

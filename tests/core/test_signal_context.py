@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from paceline.core.signal_context import SignalContext
+from paceline.core.host import SignalContext
 
 
 def test_the_handler_hears_only_its_signals_and_only_inside() -> None:

@@ -22,7 +22,7 @@ from paceline.data import (
     create_train_loader,
     region_library,
 )
-from paceline.data.decode.region import RegionDecoder
+from paceline.data.decode.decoder import RegionDecoder
 from paceline.data.device.resident import UnequalSizesError
 from paceline.data.loaders import create as creating
 from paceline.data.loaders.create import create_host_decoder

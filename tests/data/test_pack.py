@@ -16,10 +16,9 @@ from PIL import Image
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import CorruptImage, DataSettings, PackOptions, open_source
 from paceline.data.pack import pack as pack_module
-from paceline.data.pack import writer
 from paceline.data.pack.manifest import PackManifest
+from paceline.data.pack.pack import fitted, pack_image
 from paceline.data.pack.pack import pack_splits as pack
-from paceline.data.pack.writer import fitted, pack_image
 from paceline.data.sources.storage import file_lock
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
@@ -203,7 +202,7 @@ def test_corrupt_images_at_the_very_end_make_no_shard(tmp_path: Path, memory_sou
 def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
     written = []
 
-    class FullDisk(writer.ShardWriter):
+    class FullDisk(pack_module.ShardWriter):
         def _write(self, content: bytes) -> None:
             written.append(len(content))
             if sum(written) > 25_000:
@@ -224,7 +223,7 @@ def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
 def test_a_disk_that_does_not_keep_what_it_was_given(
     tmp_path: Path, memory_source: type, monkeypatch
 ) -> None:
-    monkeypatch.setattr(writer, "file_digest", lambda file: "0" * 64)
+    monkeypatch.setattr(pack_module, "file_digest", lambda file: "0" * 64)
     with pytest.raises(DataError, match="train-00000.tar: reads back other than it was written"):
         pack({"train": memory_source(20)}, tmp_path, SHORT)
     assert not contents(tmp_path)

@@ -18,34 +18,35 @@ import pytest
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, inspect_set, open_source, open_splits
 from paceline.data.image import decode
-from paceline.data.sources import index_store
 from paceline.data.sources import shards as tar_shards
-from paceline.data.sources.index_store import (
+from paceline.data.sources import tar_index
+from paceline.data.sources.shards import TarShards
+from paceline.data.sources.storage import Retry, ShardStamp
+from paceline.data.sources.tar_index import (
     IndexStore,
+    ShardIndex,
     UnfitIndexError,
     index_path,
     read_index,
+    scan_shard,
     write_index,
 )
-from paceline.data.sources.shards import TarShards
-from paceline.data.sources.storage import Retry, ShardStamp
-from paceline.data.sources.tar_index import ShardIndex, scan_shard
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 Samples = Callable[..., list[tuple[str, bytes]]]
 BUILDER = """
 import sys, time
 from pathlib import Path
-from paceline.data.sources import index_store
+from paceline.data.sources import tar_index
 from paceline.data.sources.shards import TarShards
-index_store._KEPT_FROM_BYTES = 0
-real, count = index_store.scan_shard, 0
+tar_index._KEPT_FROM_BYTES = 0
+real, count = tar_index.scan_shard, 0
 def scan(path, content):
     global count
     count += 1
     time.sleep(0.05)  # as long as the others need to arrive
     return real(path, content)
-index_store.scan_shard = scan
+tar_index.scan_shard = scan
 source = TarShards(sorted(Path(sys.argv[1]).glob("train-*.tar")))
 print(count, len(source))
 """
@@ -196,7 +197,7 @@ def large_shards(
     tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> list[Path]:
     """Three shards, as if they were large ones, and a cache of the user's own."""
-    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 0)
+    monkeypatch.setattr(tar_index, "_KEPT_FROM_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     return [
@@ -207,13 +208,13 @@ def large_shards(
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The shards that are scanned from now on."""
     seen: list[Path] = []
-    real = index_store.scan_shard
+    real = tar_index.scan_shard
 
     def watched(path: Path, content: object) -> object:
         seen.append(path)
         return real(path, content)
 
-    monkeypatch.setattr(index_store, "scan_shard", watched)
+    monkeypatch.setattr(tar_index, "scan_shard", watched)
     return seen
 
 
@@ -233,7 +234,7 @@ def test_built_once(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -
 def test_a_small_set_leaves_nothing_behind(
     large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 64 << 20)
+    monkeypatch.setattr(tar_index, "_KEPT_FROM_BYTES", 64 << 20)
     before = sorted(large_shards[0].parent.iterdir())
     assert len(TarShards(large_shards)) == 12
     assert sorted(large_shards[0].parent.iterdir()) == before
@@ -270,14 +271,14 @@ def test_a_damaged_index(large_shards: list[Path]) -> None:
 
 def read_only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
     """As on a read-only file system, which root could write to."""
-    real = index_store.write_index
+    real = tar_index.write_index
 
     def refuse(path: Path, *rest: object) -> None:
         if path.parent.name in places:
             raise DataError(f"{path}: cannot be written (Read-only file system)")
         real(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(index_store, "write_index", refuse)
+    monkeypatch.setattr(tar_index, "write_index", refuse)
 
 
 def test_shards_where_nothing_can_be_written(
@@ -319,7 +320,7 @@ def test_a_flaky_file_system_while_scanning(
 
     monkeypatch.setattr(Path, "open", lambda path, mode="rb": Flaky(io.FileIO(path, mode)))
     retry = Retry(2, sleep=lambda wait_s: None)
-    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 64 << 20)
+    monkeypatch.setattr(tar_index, "_KEPT_FROM_BYTES", 64 << 20)
     assert len(IndexStore(retry).take(large_shards)) == 3
     assert retry.count == 2
     failures += [errno.EIO] * 3

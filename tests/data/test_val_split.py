@@ -22,7 +22,7 @@ from paceline.data import (
     open_source,
     open_splits,
 )
-from paceline.data.sources.subset import validation_indices
+from paceline.data.sources.base import validation_indices
 
 
 def chosen(directory: Path, **values: object) -> DataSettings:

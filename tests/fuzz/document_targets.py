@@ -15,12 +15,10 @@ from fuzz.target import Seed, Target
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.config import RECIPES, load_config, parse_assignment
-from paceline.core.flat_layout import TensorSpec
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
 from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
-from paceline.plan.answer_rows import advice_rows, bucket_rows, curve_rows, fact_rows, option_rows
-from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.fusion_plan import FusionPlan, TensorSpec
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
     ClusterFacts,
@@ -43,9 +41,15 @@ from paceline.report import (
     summary_rows,
     verdict,
 )
-from paceline.report.live_run import LiveRun
-from paceline.report.metrics_text import metrics_text
-from paceline.report.plan_page import plan_page
+from paceline.report.live_run import LiveRun, metrics_text
+from paceline.report.plan_page import (
+    advice_rows,
+    bucket_rows,
+    curve_rows,
+    fact_rows,
+    option_rows,
+    plan_page,
+)
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cli.models import list_models
+from paceline.cli.dry_run import list_models
 from paceline.core.errors import ConfigError
 from paceline.models import (
     ModelSettings,
     check_model_name,
     check_trust,
     create_model,
-    names,
     register_model,
     requires_trust,
 )
+from paceline.models import settings as model_settings
 
 TIMM = """
 from torch import nn
@@ -214,7 +214,7 @@ def test_names_of_no_form(name: str) -> None:
 
 
 def test_registered_names_and_trust(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "_registered", {})
+    monkeypatch.setattr(model_settings, "_registered", {})
     register_model("my_linear", lambda num_classes: nn.Linear(3, num_classes))
     assert create("my_linear").out_features == 7
     for taken in ("resnet18", "my:net", "my net"):

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.config import load_config
 from paceline.core.errors import ConfigError
 from paceline.optim import LARS, SGD, LrSchedule, Muon, OptimSettings, create_optimizer, set_rate
-from paceline.optim.setting_rules import SCHEDULES
+from paceline.optim.settings import SCHEDULES
 
 
 @pytest.mark.parametrize(

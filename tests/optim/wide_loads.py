@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.optim import adam_kernels, fused, lars_kernels, muon_kernels
+from paceline.optim import fused, kernels, muon_kernels
 from paceline.optim.fused_muon import TILING
 
 KINDS = {"table": "*i64", "matrices": "*i64", "chunk_tensor": "*i32", "tiles": "*i32"}
@@ -60,18 +60,18 @@ if __name__ == "__main__":
     per_thread = fused.BLOCK // (32 * fused.WARPS)
     half, full = per_thread // 8, per_thread // 4  # 16 bytes hold 8 or 4 numbers
     width = {"WIDTH": fused.WIDTH}
-    found = wide(lars_kernels.norms, GRAD=tl.float16)
+    found = wide(kernels.norms, GRAD=tl.float16)
     assert found == [half + full, 0], found
-    found = wide(lars_kernels.update, GRAD=tl.float16, HALF=tl.float16, **width)
+    found = wide(kernels.update, GRAD=tl.float16, HALF=tl.float16, **width)
     assert found == [half + 2 * full, half + 2 * full], found
-    found = wide(lars_kernels.update, GRAD=tl.float32, HALF=None, **width)
+    found = wide(kernels.update, GRAD=tl.float32, HALF=None, **width)
     assert found == [3 * full, 2 * full], found
     both = {"ADAPTS": False, **width}
-    found = wide(adam_kernels.moments, GRAD=tl.float16, HALF=tl.float16, **both)
+    found = wide(kernels.moments, GRAD=tl.float16, HALF=tl.float16, **both)
     assert found == [half + 3 * full, half + 3 * full], found
-    found = wide(adam_kernels.moments, GRAD=tl.float16, HALF=None, **both | {"ADAPTS": True})
+    found = wide(kernels.moments, GRAD=tl.float16, HALF=None, **both | {"ADAPTS": True})
     assert found == [half + 3 * full, 2 * full], found
-    found = wide(adam_kernels.apply, HALF=tl.float16)
+    found = wide(kernels.apply, HALF=tl.float16)
     assert found == [3 * full, half + full], found
     muon = {"KIND": tl.bfloat16, "PADS": False}
     found = wide(muon_kernels.average, GRAD=tl.float16, **muon)
@@ -89,9 +89,9 @@ if __name__ == "__main__":
     sides = {"HEIGHT": TILING.height, "WIDTH": TILING.width}
     check_product(muon_kernels.apply, operands, tile, **sides)
     # These move single numbers; they must only compile.
-    wide(adam_kernels.flags, **width)
-    wide(adam_kernels.trust, **width)
-    wide(adam_kernels.advance)
+    wide(kernels.flags, **width)
+    wide(kernels.trust, **width)
+    wide(kernels.advance)
     wide(muon_kernels.norms, **width)
     wide(muon_kernels.ratios, **width)
     wide(muon_kernels.update, GRAD=tl.float32, HALF=None, **muon | {"PADS": True}, **width)

@@ -16,12 +16,18 @@ from paceline.cli.app import app
 from paceline.comm import SIGNALS
 from paceline.comm.exchange import Message, plan_messages
 from paceline.core.errors import ConfigError
-from paceline.core.flat_layout import FlatLayout, TensorSpec
 from paceline.plan import FusionBucket, FusionPlan, PlanFile
 from paceline.plan.answer import Question, advise
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import all_reduce_s
-from paceline.plan.fusion_plan import EIGHT_BIT, WIRES, signal_bytes, wire_names
+from paceline.plan.fusion_plan import (
+    EIGHT_BIT,
+    WIRES,
+    FlatLayout,
+    TensorSpec,
+    signal_bytes,
+    wire_names,
+)
 from paceline.plan.optimizer import (
     best_plan,
     limited_cuts,

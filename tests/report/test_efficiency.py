@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.events import CheckpointEvent, Event, RanksEvent, StepEvent, StopEvent
 from paceline.report import Efficiency, RunFiles, bound_by
-from paceline.report.metrics_text import metrics_text
+from paceline.report.live_run import metrics_text
 from report.conftest import MakeRun
 from report.html_reader import run_page
 from report.made_up_runs import BEGAN, CONFIG, SUMMARY, evaluation, start

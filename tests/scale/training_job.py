@@ -37,8 +37,8 @@ from paceline.comm.watchdog import Watchdog
 from paceline.core.errors import PacelineError
 from paceline.core.events import JsonlWriter
 from paceline.train import run_training
-from paceline.train.rank_records import RankTimes, RecentEvents
 from paceline.train.step import TrainStep
+from paceline.train.step_records import RankTimes, RecentEvents
 from ranks import free_port
 from small_runs import Silent, small_config
 

@@ -19,16 +19,14 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts
 from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.average import create_average
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.dry_backward import DryBackward
-from paceline.train.exchange_plan import ChosenPlan, plan_exchange
+from paceline.train.exchange_plan import ChosenPlan, DryBackward, plan_exchange
 from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_master_optimizer
 from paceline.train.stop_signals import StopSignals
 from paceline.train.update import Update
-from paceline.train.weights import master_weights
+from paceline.train.weights import create_average, master_weights
 
 CPU = torch.device("cpu")
 DATA = DataSettings(

@@ -10,7 +10,7 @@ import torch
 
 from paceline.report import RunFiles
 from paceline.report.evaluation import Evaluation
-from paceline.train.eval_details import MISTAKES, EvalDetails, thumbnail, wants_details
+from paceline.train.evaluate import MISTAKES, EvalDetails, thumbnail, wants_details
 from paceline.train.inputs import common_settings
 from ranks import run_ranks
 from report.html_reader import run_page

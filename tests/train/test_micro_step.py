@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from paceline.core.errors import ConfigError, DataError, RunError
-from paceline.train.micro_step import MicroStep, Mixing, mixed, step_error
+from paceline.train.loss import Mixing, mixed
+from paceline.train.micro_step import MicroStep, step_error
 from ranks import run_ranks
 from small_runs import run_small, small_config
 from train.steps import Made, alone, make_step

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.config import load_config
 from paceline.core.errors import CheckpointError, ConfigError, RunError
 from paceline.core.events import StartEvent, StepEvent
-from paceline.optim.layers import layer_numbers, with_layer_decay
+from paceline.optim.build import layer_numbers, with_layer_decay
 from paceline.optim.settings import OptimSettings
 from paceline.precision import PrecisionSettings
 from paceline.train import run_training

@@ -13,7 +13,7 @@ from paceline.core.events import NoteEvent, StartEvent, StepEvent, read_events
 from paceline.report import RunFiles
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.records import RecordLog
-from paceline.train.rank_records import RecentEvents, each_rank_writes
+from paceline.train.step_records import RecentEvents, each_rank_writes
 from ranks import run_ranks
 from small_runs import run_small
 

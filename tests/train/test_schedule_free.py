@@ -13,8 +13,8 @@ from torch import nn
 from optim.reference import assert_near
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim import SGD, OptimSettings
-from paceline.train.average import ScheduleFree, create_average
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.weights import ScheduleFree, create_average
 from small_runs import run_small
 from train.runs import last, stop_after
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.comm import CommSettings
 from paceline.core.errors import RunError
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.dry_backward import DryBackward
+from paceline.train.exchange_plan import DryBackward
 from paceline.train.step import TrainStep
 from paceline.train.weights import full_state, master_weights
 from ranks import run_ranks

@@ -16,7 +16,7 @@ from no_waiting import no_waiting
 from paceline.core.events import StepEvent
 from paceline.optim.settings import OptimSettings
 from paceline.precision.settings import PrecisionSettings
-from paceline.train.micro_step import Mixing
+from paceline.train.loss import Mixing
 from paceline.train.run import run_training
 from paceline.train.step import TrainStep
 from small_runs import Silent, small_config

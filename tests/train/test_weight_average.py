@@ -22,9 +22,9 @@ from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import EvalEvent
 from paceline.precision import PrecisionSettings
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, fingerprint
-from paceline.train.average import WeightAverage, applied, create_average
 from paceline.train.batch_norm import pool
 from paceline.train.checkpoint import content_hash
+from paceline.train.weights import WeightAverage, applied, create_average
 from ranks import run_ranks
 from small_runs import run_small
 from train.runs import EVERY_STEP, last, newest, stop_after, watched

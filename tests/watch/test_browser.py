@@ -24,7 +24,7 @@ from paceline.report import (
     render_run,
     write_page,
 )
-from paceline.train.eval_details import thumbnail
+from paceline.train.evaluate import thumbnail
 from report.conftest import MakeRun, make_run  # noqa: F401  (a fixture)
 from report.made_up_runs import SUMMARY, evaluation, finished_events, start, step, write_ablation
 from watch.conftest import DESKTOP, PHONE, Browser, Serve, append

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bench.ranks import RankGroup, interleaved
-from paceline.bench.timing import Times
+from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.hybrid import HybridAllReduce, PlannedAllReduce, WireFormat
 from paceline.core.errors import CommError
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, wire_bytes
@@ -63,7 +63,7 @@ class AllReduceBench:
         buffer = torch.empty(max(size // 4, 1), device=ranks.device)
         ways: dict[str, Callable[[], object]] = {NATIVE: lambda: dist.all_reduce(buffer)}
         for name, made in self._made.items():
-            ways[name] = _calling(made, buffer)
+            ways[name] = partial(made.all_reduce, buffer)
         pattern = Pattern(buffer.numel(), ranks.rank, ranks.size, job.wire, ranks.device)
         for name, way in ways.items():
             pattern.fill(buffer)
@@ -109,10 +109,6 @@ class _Quantized:
 
     def all_reduce(self, buffer: Tensor) -> None:
         self._planned.carry(buffer, ALL_TO_ALL, self._wire)
-
-
-def _calling(made: HybridAllReduce | _Quantized, buffer: Tensor) -> Callable[[], object]:
-    return lambda: made.all_reduce(buffer)
 
 
 # The largest relative error of one rounding, of the largest number of a block for int8.

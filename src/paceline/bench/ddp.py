@@ -26,9 +26,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.ranks import RankGroup, interleaved
 from paceline.bench.step import StepRow, build_step
-from paceline.bench.timing import Times
+from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology

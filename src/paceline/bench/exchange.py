@@ -17,16 +17,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.ranks import RankGroup, interleaved
-from paceline.bench.timing import Times
+from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.core.errors import CommError
-from paceline.core.flat_layout import TensorSpec
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
+from paceline.plan.fusion_plan import TensorSpec
 from paceline.plan.plan_file import ClusterFacts
 
 DDP = "ddp"

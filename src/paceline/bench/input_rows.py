@@ -89,13 +89,13 @@ class RowSample:
 
 def open_stream(row: InputRow) -> AbstractContextManager[InputStream]:
     """Starts the row's workers, which end with the context."""
-    from paceline.bench import input_ours, input_peers
+    from paceline.bench import input_pipelines as pipelines
 
     openers = {
-        "ours": input_ours.open_threads,
-        "processes": input_ours.open_processes,
-        "dataloader": input_peers.open_dataloader,
-        "webdataset": input_peers.open_webdataset,
+        "ours": pipelines.open_threads,
+        "processes": pipelines.open_processes,
+        "dataloader": pipelines.open_dataloader,
+        "webdataset": pipelines.open_webdataset,
     }
     return openers[row.kind](row)
 

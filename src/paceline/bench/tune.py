@@ -1,8 +1,12 @@
-"""`paceline tune`: measures this cluster, profiles a model on it, and plans its exchange.
+"""`paceline tune` measures this cluster, profiles a model on it, and plans its exchange; `paceline
+profile` measures a real step here, for the planner.
 
-The result is a `PlanFile`, the same on every rank. Each size is screened by two samples of every
-algorithm; those that come near the best are then sampled in turn. Sizes ascend; those for which the time
-limit does not suffice are left out and reported. Rank 0 decides for all.
+The result of tuning is a `PlanFile`, the same on every rank. Each size is screened by two samples of
+every algorithm; those that come near the best are then sampled in turn. Sizes ascend; those for which the
+time limit does not suffice are left out and reported. Rank 0 decides for all.
+
+The result of a profile is a `Workload`. The whole step is timed as training runs it, at each batch; then
+one step is taken apart, without CUDA graphs, to see how it splits and when each gradient is ready.
 """
 
 from __future__ import annotations
@@ -11,16 +15,25 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from paceline.bench.ranks import RankGroup, interleaved
+from paceline.bench.step import StepRow
+from paceline.bench.step import build_step as build
+from paceline.bench.step import measure_ours as measure
+from paceline.bench.timing import RankGroup, interleaved
+from paceline.comm.exchange import Signals
+from paceline.comm.group import Group
 from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.link_probe import LinkProbe
+from paceline.config import RunConfig
 from paceline.core.host import CoreUse, HostLoad, foreign_share
+from paceline.core.topology import Topology
 from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan
@@ -28,7 +41,9 @@ from paceline.plan.plan_file import Expected, LinkFacts, ModelFacts, PlanFile, P
 from paceline.plan.prediction import Prediction, predict
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeTable, choose_algorithms, table_of
-from paceline.plan.workload import Workload
+from paceline.plan.workload import StepAnatomy, Workload, fit_workload
+from paceline.train.inputs import resolve_batch_sizes
+from paceline.train.step import TrainStep
 
 # An algorithm whose screening takes this many times as long as the best is not sampled again.
 _SCREEN = 1.6
@@ -95,7 +110,7 @@ class Tuner:
     def _measure(self, size: int, limit_s: float) -> MeasuredSize:
         buffer = torch.empty(max(size // 4, 1), device=self._ranks.device)
         ways: dict[str, Callable[[], object]] = {
-            name: _calling(made, buffer) for name, made in self._made.items()
+            name: partial(made.all_reduce, buffer) for name, made in self._made.items()
         }
 
         def zero() -> None:
@@ -169,10 +184,6 @@ def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
     return [
         name for name, taken in screened.items() if name == NATIVE or min(taken) <= _SCREEN * best
     ]
-
-
-def _calling(made: HybridAllReduce, buffer: torch.Tensor) -> Callable[[], object]:
-    return lambda: made.all_reduce(buffer)
 
 
 _BYTES = 512 * 1024
@@ -255,3 +266,118 @@ class _HiddenCostProbe:
                 if sent == count:
                     return time.perf_counter() - begun, pieces
                 under_way, sent = self._send(), sent + 1
+
+
+_TAKEN_APART = 5
+# Settings of the run and of the data that the step depends on.
+_STEP = (
+    "run.compile", "run.cuda_graphs", "run.channels_last", "run.fused_norm",
+    "run.fused_convolutions", "run.recompute_norms",
+)  # fmt: skip
+_IMAGES = (
+    "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",
+    "data.crop_ratio", "data.cutout",
+)  # fmt: skip
+
+
+def config_row(config: RunConfig, ranks: int, device: str, classes: int | None = None) -> StepRow:
+    """The step that `config` trains on each of `ranks`, with a micro-batch of synthetic images."""
+    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
+    sizes = resolve_batch_sizes(first, config.run.batch_size, ranks)
+    known = 10 if config.data.source == "embedded" else 1000
+    usual = RunConfig().flat()
+    switches = {
+        name: value
+        for name, value in config.flat().items()
+        if value != usual.get(name) and name.startswith(("model.", "precision.", *_STEP, *_IMAGES))
+    }
+    return StepRow(
+        "tune", "ours", config.model.name, sizes.micro_batch, config.data.image_size,
+        config.model.num_classes or classes or known, device, 10, 3,
+        {**switches, "optim.name": config.optim.name},
+    )  # fmt: skip
+
+
+def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
+    """The row's batch is not read; `batches` are."""
+    steps = [
+        (batch, measure(replace(row, batch_size=batch), lambda: None)[0].median)
+        for batch in sorted(set(batches))
+    ]
+    device = torch.device(row.device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    anatomy = take_apart(replace(row, batch_size=max(batches)))
+    words = f"profiled on {where}, batch {', '.join(str(batch) for batch, _ in steps)}"
+    return fit_workload(row.model, steps, anatomy, words, row.image_size)
+
+
+def take_apart(row: StepRow) -> StepAnatomy:
+    """The median of a few steps, part by part."""
+    device = torch.device(row.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    eager = replace(row, switches={**row.switches, "run.cuda_graphs": "off", "run.compile": "off"})
+    with Group(Topology(), RunConfig().comm, device) as group:
+        step, _ = build(eager, group)
+        found = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]
+    found.sort(key=lambda anatomy: anatomy.forward_s + anatomy.backward_s)
+    return found[len(found) // 2]
+
+
+def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
+    batch = next(step.loader)
+    clock = _Clock(device)
+    order: list[tuple[str, int, bool, Callable[[], float]]] = []
+    hooks = []
+    for name, parameter in step.model.named_parameters():
+        if parameter.requires_grad:
+            half = parameter.dtype != torch.float32
+
+            def ready(p: torch.Tensor, name: str = name, half: bool = half) -> None:
+                order.append((name, p.numel(), half, clock.mark()))
+
+            hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
+    step.exchange.begin()
+    step.scale.begin_step(len(batch.labels), len(batch.labels))
+    begun = clock.mark()
+    with step.policy.compute():
+        outputs = step.micro.forward(step.normalize(batch.images, device))
+    loss = F.cross_entropy(outputs.float(), batch.labels) * step.scale.step_value
+    turned = clock.mark()
+    loss.backward()  # type: ignore[no-untyped-call]
+    over = clock.mark()
+    step.exchange.gather()
+    step.exchange.reduce(loss.detach(), Signals())
+    step.update.run(0.0)
+    done = clock.mark()
+    clock.synchronize()
+    for hook in hooks:
+        hook.remove()
+    start = turned()
+    return StepAnatomy(
+        forward_s=start - begun(),
+        backward_s=over() - start,
+        update_s=done() - over(),
+        gradients=tuple((name, size, half, at() - start) for name, size, half, at in order),
+    )
+
+
+class _Clock:
+    """Marks of the host, or of the GPU's own clock, read once all is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first: torch.cuda.Event | None = None
+
+    def mark(self) -> Callable[[], float]:
+        if self._device.type != "cuda":
+            now = time.perf_counter()
+            return lambda: now
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        first = self._first = self._first or event
+        return lambda: float(first.elapsed_time(event)) / 1e3
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -25,9 +25,7 @@ from paceline.cli import (
     dry_run,
     evaluate,
     lr_find,
-    models,
     plan,
-    rehearse,
     report,
     train,
     tune,
@@ -57,12 +55,12 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("lr-find")(lr_find.find_rate)
-app.command("rehearse")(rehearse.rehearse)
+app.command("rehearse")(train.rehearse)
 app.command("eval")(evaluate.evaluate_checkpoint)
 app.command("recipes")(dry_run.recipes)
 app.command("predict")(evaluate.predict_images)
 app.command("export")(evaluate.export_weights)
-app.command("models")(models.list_models)
+app.command("models")(dry_run.list_models)
 app.command("report")(report.report_run)
 app.command("compare")(report.compare_runs)
 app.command("watch")(report.watch_runs)

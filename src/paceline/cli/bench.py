@@ -6,7 +6,6 @@ benchmarks between ranks.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import bench_ranks
-from paceline.cli.bench_ranks import JSON, check_at_least, environment
+from paceline.cli.bench_ranks import JSON, check_at_least, environment, print_json
 from paceline.core.errors import ConfigError
 from paceline.core.units import format_duration, format_percent
 
@@ -57,9 +56,10 @@ def step(
             "--together": together,
         },
     )
+    chosen = chosen_device(device)
     common = {
         "model": model, "batch_size": batch_size, "image_size": image_size, "classes": classes,
-        "device": chosen_device(device), "steps": steps, "warm_up": warm_up,
+        "device": chosen, "steps": steps, "warm_up": warm_up,
     }  # fmt: skip
 
     def on_row(result: dict[str, Any]) -> None:
@@ -70,13 +70,10 @@ def step(
     results = measure_rows(choose_rows(rows, common), row_limit_s, together, on_row)
     found = ratios(results)
     if as_json:
-        report = {
-            "settings": common,
-            "rows": results,
-            "ratios": found,
-            **environment(chosen_device(device)),
-        }
-        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        print_json({
+            "settings": common, "rows": results, "ratios": found,
+            **environment(chosen),
+        })  # fmt: skip
     else:
         console = Console()
         table = Table("row", "images/s", "ms a step", "p10–p90", "start s", "GiB", "what")
@@ -118,9 +115,7 @@ def optimizer(
     chosen = torch.device(chosen_device(device))
     found = measure_all(model, chosen, amp_dtype=amp_dtype, repeats=repeats, warm_up=5)
     if as_json:
-        sys.stdout.write(
-            json.dumps({**found, **environment(chosen_device(device))}, indent=1) + "\n"
-        )
+        print_json({**found, **environment(chosen)})
         return 0
     console = Console()
     table = Table("update", "ms", "p10–p90", "what")
@@ -157,7 +152,7 @@ def bench_input(
     as_json: bool = JSON,
 ) -> int:
     """Images/s as normalised tensors: ours against torch's DataLoader with Pillow, and webdataset."""
-    from paceline.bench.input_ours import measure_training
+    from paceline.bench.input_pipelines import measure_training
     from paceline.bench.input_rows import measure_memory, measure_rows, one_torch_thread, ratios
 
     check_at_least(
@@ -198,8 +193,7 @@ def bench_input(
             "split": split, "batch_size": batch_size, "image_size": image_size, "rounds": rounds,
             "seconds": seconds, "device": chosen, "set": settings,
         }  # fmt: skip
-        report = {"settings": asked, **found, **environment(chosen_device(device))}
-        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        print_json({"settings": asked, **found, **environment(chosen)})
     else:
         _print_input(found)
     return 0
@@ -210,7 +204,7 @@ def _rows(
     ours: list[int], theirs: list[int], peers: list[str], changes: list[str],
 ) -> tuple[list[InputRow], list[str]]:  # fmt: skip
     """Our rows first; and notes on peers that cannot be measured."""
-    from paceline.bench.input_peers import no_webdataset
+    from paceline.bench.input_pipelines import no_webdataset
     from paceline.bench.input_rows import InputRow, Kind
     from paceline.config import RunConfig, parse_assignment
 

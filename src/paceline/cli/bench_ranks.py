@@ -29,7 +29,7 @@ from paceline.plan.size_table import SizeTable
 if TYPE_CHECKING:
     import torch
 
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
 HOSTS = typer.Option(0, help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
 RANKS_PER_HOST = typer.Option(1, help="Ranks on each of these hosts.")
@@ -178,7 +178,7 @@ def allreduce(
         return code
 
     from paceline.bench.allreduce import AllReduceBench, AllReduceJob, choose_sizes
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
     job = AllReduceJob(
         given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
@@ -201,7 +201,7 @@ def allreduce(
         settings = vars(job) | {"table": None if table is None else table.to_table()}
         report = _report(joined, settings, rows)
         if joined.rank == 0 and as_json:
-            sys.stdout.write(json.dumps(report, indent=1) + "\n")
+            print_json(report)
     return 0
 
 
@@ -253,7 +253,7 @@ def exchange(
         return code
 
     from paceline.bench.exchange import ExchangeBench, ExchangeJob
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
     job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
     with RankGroup(
@@ -266,8 +266,10 @@ def exchange(
         more = {"link_mbit": link_mbit, "bytes": measuring.bytes}
         report = _report(joined, settings, rows) | more
         if joined.rank == 0:
-            text = json.dumps(report, indent=1) + "\n" if as_json else _exchange_table(report)
-            sys.stdout.write(text)
+            if as_json:
+                print_json(report)
+            else:
+                sys.stdout.write(_exchange_table(report))
     return 0
 
 
@@ -305,7 +307,7 @@ def ddp(
         return code
 
     from paceline.bench.ddp import NAMES, DdpBench, DdpJob
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
 
     if norm == "auto":
         norm = "torch" if share_gpus else "cudnn"
@@ -320,8 +322,10 @@ def ddp(
         measuring.close()  # after an error the group releases the CUDA graphs itself
         report = _report(joined, vars(job), rows) | {"link_mbit": link_mbit}
         if joined.rank == 0:
-            text = json.dumps(report, indent=1) + "\n" if as_json else _ddp_table(report)
-            sys.stdout.write(text)
+            if as_json:
+                print_json(report)
+            else:
+                sys.stdout.write(_ddp_table(report))
     return 0
 
 
@@ -369,14 +373,6 @@ def _allreduce_line(row: dict[str, Any]) -> str:
     )
 
 
-def _plain(job: Any) -> dict[str, Any]:
-    """The settings as JSON can hold them."""
-    return {
-        name: value.to_table() if isinstance(value, SizeTable) else value
-        for name, value in vars(job).items()
-    }
-
-
 def parse_algorithms(text: str) -> tuple[str, ...]:
     if text == "all":
         return algorithm_names()
@@ -405,6 +401,10 @@ def _report(
 ) -> dict[str, Any]:
     described = {"settings": settings, "cluster": joined.describe(), "rows": rows}
     return described | environment(joined.device)
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:

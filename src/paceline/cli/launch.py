@@ -31,8 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from paceline.cli.failure import LAUNCHER_VARIABLE, root_cause
 from paceline.core.errors import LaunchError
-from paceline.core.host import available_cores
-from paceline.core.signal_context import SignalContext
+from paceline.core.host import SignalContext, available_cores
 from paceline.train.machine import COMMAND_VARIABLE, command_line
 
 ADDRESS = "127.0.0.1"

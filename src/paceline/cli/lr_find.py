@@ -22,7 +22,7 @@ from paceline.report import chart_document, range_page, write_page
 from paceline.train.display import create_display, print_line
 
 if TYPE_CHECKING:
-    from paceline.train.lr_range import RangeResult
+    from paceline.train.callbacks import RangeResult
 
 
 def find_rate(
@@ -100,8 +100,8 @@ def range_config(
 
 
 def _run(config: RunConfig, steps: int, as_json: bool) -> int:
+    from paceline.train.callbacks import RangeTest
     from paceline.train.components import Components
-    from paceline.train.lr_range import RangeTest
     from paceline.trainer import Trainer
 
     test = RangeTest(steps)

@@ -101,7 +101,7 @@ def plan(
     place = place if nodes is None else place.with_nodes(nodes)
     _check_input(input_images_per_s, cores_per_node, packed, nvjpeg, input_bench)
     supply = input_supply(place.ranks_per_node, cores_per_node, packed, nvjpeg, input_bench)
-    work = _fed(fed_by(work, supply, place.ranks_per_node), input_images_per_s)
+    work = fed_by(work, supply, place.ranks_per_node).fed_at(input_images_per_s)
     known = place.probed.algorithms if place.probed else algorithm_names()
     wires = wire_names(wire or ("auto",))
     # No batch is larger than an epoch.
@@ -256,6 +256,8 @@ def _workload(
 
 def _check_input(rate: float, cores: int, packed: bool, nvjpeg: bool, bench: Path | None) -> None:
     """The speed of the input is given once; cores scale a benchmark, and may decode packed shards."""
+    if rate < 0:
+        raise ConfigError("--input-images-per-s", rate, "must be 0 or more")
     ways = {
         "--input-images-per-s": bool(rate), "--nvjpeg": nvjpeg, "--input-bench": bench is not None,
         "--cores-per-node": bool(cores) and bench is None,
@@ -270,14 +272,6 @@ def _check_input(rate: float, cores: int, packed: bool, nvjpeg: bool, bench: Pat
         )
     if packed and given != ["--cores-per-node"]:
         raise ConfigError("--packed", None, "is what cores decode", "give --cores-per-node alone")
-
-
-def _fed(work: Workload, input_rate: float) -> Workload:
-    from paceline.plan.workload import Affine
-
-    if input_rate < 0:
-        raise ConfigError("--input-images-per-s", input_rate, "must be 0 or more")
-    return replace(work, input=Affine(0.0, 1 / input_rate)) if input_rate else work
 
 
 def _faster(
@@ -301,15 +295,14 @@ def _faster(
 
 
 def _gpu_cluster(gpu: str, nodes: int | None, flags: dict[str, Any]) -> Cluster:
-    from paceline.plan.cluster import accelerator, gpu_cluster
+    from paceline.plan.cluster import GPUS_PER_NODE, accelerator, gpu_cluster
 
-    values: dict[str, Any] = {"gpus_per_node": 8, "node_gbps": 100.0} | flags
-    if not gpu and values["gpus_per_node"] > 1:
+    if not gpu and flags.get("gpus_per_node", GPUS_PER_NODE) > 1:
         raise ConfigError(
             "--gpu", None, "the links inside a node are not known",
             "name the GPU, or give --cluster, or --gpus-per-node 1",
         )  # fmt: skip
-    return gpu_cluster(accelerator(gpu or "CPU"), 1 if nodes is None else nodes, **values)
+    return gpu_cluster(accelerator(gpu or "CPU"), 1 if nodes is None else nodes, **flags)
 
 
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
@@ -331,7 +324,7 @@ def _print(answer: Answer) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.plan.answer_rows import (
+    from paceline.report.plan_page import (
         advice_rows,
         bucket_rows,
         curve_rows,
@@ -388,7 +381,7 @@ def profile(
         if count < 1:
             raise ConfigError(flag, count, "must be at least 1")
     check_output(output, force)
-    from paceline.bench.profile import profile_workload
+    from paceline.bench.tune import profile_workload
 
     switches = {"precision.amp_dtype": amp_dtype}
     row = StepRow("profile", "ours", model, max(batches), image_size, classes, place, steps, warm_up,

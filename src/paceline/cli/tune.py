@@ -40,7 +40,7 @@ from paceline.plan.schedules import tuned_names
 from paceline.plan.size_table import MARGIN, MeasuredSize, check_noise
 
 if TYPE_CHECKING:
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
     from paceline.bench.tune import Tuner
     from paceline.plan.workload import Workload
 
@@ -94,7 +94,7 @@ def tune(
         return code
 
     from paceline.bench.allreduce import choose_sizes
-    from paceline.bench.ranks import RankGroup
+    from paceline.bench.timing import RankGroup
     from paceline.bench.tune import TuneJob, Tuner
 
     # Before the ranks join: a profiled step makes a group of its own.
@@ -171,7 +171,7 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
 
 def _profile(config: RunConfig, here: RunConfig) -> tuple[Workload, int]:
     """The step of this rank, while the others profile theirs, as they will train; and its batch."""
-    from paceline.bench.profile import config_row, profile_workload
+    from paceline.bench.tune import config_row, profile_workload
     from paceline.train.machine import choose_device
 
     topology = Topology.from_env(os.environ)

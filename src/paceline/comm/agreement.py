@@ -19,8 +19,7 @@ from typing import Any, Self
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from paceline.comm.attendance import Attendance
-from paceline.comm.job import RankHosts
+from paceline.comm.job import Attendance, RankHosts
 from paceline.core.errors import (
     CheckpointError,
     CommError,

@@ -27,8 +27,7 @@ from paceline.comm.progress import BucketInfo, ExchangeObserver
 from paceline.comm.tracing import ExposedTime, Reading
 from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
 from paceline.core.errors import RunError
-from paceline.core.flat_layout import FlatLayout, TensorSpec
-from paceline.plan.fusion_plan import FusionPlan, wire_bytes
+from paceline.plan.fusion_plan import FlatLayout, FusionPlan, TensorSpec, wire_bytes
 
 
 @dataclass(frozen=True)

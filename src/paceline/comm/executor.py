@@ -20,17 +20,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.process_groups import ProcessGroups, all_gather_flat, reduce_scatter_flat
-from paceline.comm.program import Arrival, Departure, Op, Program, compile_rounds
 from paceline.core.errors import CommError
 from paceline.plan.schedules import NATIVE, algorithm, check_name
 from paceline.plan.steps import (
     Algorithm,
+    Arrival,
     Collective,
+    Departure,
     Groups,
+    Op,
+    Program,
     Receive,
     Segment,
     Send,
     Span,
+    compile_rounds,
     interleave,
 )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,17 +20,17 @@ from paceline.comm.agreement import (
     Remedies,
     explain_lost_store,
 )
-from paceline.comm.collectives import Collectives, Made
 from paceline.comm.job import RankHosts
-from paceline.comm.lost_ranks import LostRanks
 from paceline.comm.process_groups import (
+    Collectives,
+    Made,
     abort_process_groups,
     prepare_nccl,
 )
 from paceline.comm.progress import BucketInfo, ProgressBoard
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
-from paceline.comm.watchdog import ShowError, Watchdog
+from paceline.comm.watchdog import LostRanks, ShowError, Watchdog
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
 from paceline.core.topology import Topology
 
@@ -290,12 +289,7 @@ class Group(Collectives):
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leaves the group; an error of this rank is posted first."""
         if error is not None:
             self.leaving(error)

@@ -14,9 +14,9 @@ import time
 from torch.distributed.distributed_c10d import Store
 
 from paceline.comm.agreement import AgreedError, Agreement
-from paceline.comm.host_names import names_from_files
 from paceline.comm.job import rank_hosts_store
 from paceline.comm.progress import RankProgress
+from paceline.comm.store import names_from_files
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.flat_layout import TensorSpec
 from paceline.plan.fusion_plan import (
     ALL_TO_ALL,
     EIGHT_BIT,
     WIRES,
     FusionBucket,
     FusionPlan,
+    TensorSpec,
     wire_bytes,
 )
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile

@@ -33,8 +33,14 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came, peek
-from paceline.comm.attendance import Attendance
-from paceline.comm.job import JobIdentity, RankHost, format_ranks, post_hosts, rank_hosts_store
+from paceline.comm.job import (
+    Attendance,
+    JobIdentity,
+    RankHost,
+    format_ranks,
+    post_hosts,
+    rank_hosts_store,
+)
 from paceline.comm.store import forget_store, store_of_job
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology

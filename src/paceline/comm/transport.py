@@ -8,8 +8,9 @@ algorithms on the communication thread.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,44 +40,32 @@ class Piece(NamedTuple):
     places: tuple[Place, ...] = ()
 
 
-class Transport(Protocol):
-    """Every rank sends the same buckets in the same order. `overlaps`: `send` returns before the
-    sums are complete, so that backward goes on. `capturable`: a CUDA graph can hold `send` and the
-    wait for it."""
+class Transport(ABC):
+    """Every rank sends the same buckets in the same order."""
 
-    @property
-    def overlaps(self) -> bool: ...
-
-    @property
-    def capturable(self) -> bool: ...
-
-    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
-        """Sums the pieces of one bucket over ranks, in place; complete once the returned function has
-        been called. `begun` and `ended` are called when the bucket is sent and when it is complete."""
-        ...
-
-    @property
-    def signals_apart(self) -> bool:
-        """Whether the signals must be a message of their own."""
-        ...
+    # `send` returns before the sums are complete, so that backward goes on.
+    overlaps = False
+    # A CUDA graph can hold `send` and the wait for it.
+    capturable = False
+    # The signals must be a message of their own.
+    signals_apart = False
 
     @property
     def memory(self) -> Memory | None:
         """What the exchange remembers from step to step, if anything."""
-        ...
+        return None
 
-    def close(self) -> None:
+    @abstractmethod
+    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
+        """Sums the pieces of one bucket over ranks, in place; complete once the returned function has
+        been called. `begun` and `ended` are called when the bucket is sent and when it is complete."""
+
+    def close(self) -> None:  # noqa: B027
         """Gives threads and groups back; does not wait for buckets that are still under way."""
-        ...
 
 
-class DirectTransport:
+class DirectTransport(Transport):
     """The group's own all-reduce, in the number format that the bucket has."""
-
-    overlaps = False
-    capturable = False
-    signals_apart = False
-    memory = None
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -88,11 +77,8 @@ class DirectTransport:
         ended()
         return lambda: None
 
-    def close(self) -> None:
-        """Holds nothing."""
 
-
-class NativeTransport:
+class NativeTransport(Transport):
     """NCCL's all-reduce on NCCL's stream, beside the backward pass.
 
     The stream of whoever waits, waits; the host never does, so a CUDA graph can hold both. A process
@@ -101,8 +87,6 @@ class NativeTransport:
 
     overlaps = True
     capturable = True
-    signals_apart = False
-    memory = None
 
     def __init__(self, group: Group, groups: ProcessGroups) -> None:
         self._group = group
@@ -148,7 +132,7 @@ class NativeTransport:
         self._groups.close()
 
 
-class ThreadTransport:
+class ThreadTransport(Transport):
     """The communication thread runs each message by the algorithm and in the format of the plan.
 
     A gradient is a share of the global batch's mean already, so its sum needs no room for the number of
@@ -157,8 +141,6 @@ class ThreadTransport:
     """
 
     overlaps = True
-    capturable = False
-    signals_apart = False
 
     def __init__(self, group: Group, planned: PlannedAllReduce) -> None:
         self._group = group
@@ -200,28 +182,18 @@ class ThreadTransport:
             self.planned.close()
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """Sends nothing: every rank keeps its own gradients and signals, as asynchronous training wants."""
-
-    overlaps = False
-    capturable = False
-    signals_apart = False
-    memory = None
 
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
         begun()
         ended()
         return lambda: None
 
-    def close(self) -> None:
-        """Holds nothing."""
 
-
-class HookTransport:
+class HookTransport(Transport):
     """A hook of torch (`paceline.comm.torch_hooks`), in the caller's thread."""
 
-    overlaps = False
-    capturable = False
     signals_apart = True
 
     def __init__(self, reducer: HookReducer) -> None:
@@ -237,9 +209,6 @@ class HookTransport:
             self._reducer.run(piece.tensor, piece.places)
         ended()
         return lambda: None
-
-    def close(self) -> None:
-        """Holds nothing but subgroups, which end with the process group."""
 
 
 def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> Transport:

@@ -4,19 +4,17 @@ Values come from defaults, then a recipe (shipped, by name, or a TOML file), the
 fail.
 """
 
-from paceline.config.recipes import (
+from paceline.config.run_config import (
     RECIPES,
+    SECTIONS,
+    RunConfig,
+    changed_settings,
     load_config,
+    merge,
     parse_assignment,
     parse_value,
     read_recipe,
     recipe_names,
-)
-from paceline.config.run_config import (
-    SECTIONS,
-    RunConfig,
-    changed_settings,
-    merge,
     unflatten,
     with_defaults,
 )

@@ -1,4 +1,4 @@
-"""What every package shares: errors, topology, layouts. Imports the standard library only."""
+"""What every package shares: errors, topology, settings, files. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from paceline.core.errors import (
     PacelineError,
     RunError,
 )
-from paceline.core.flat_layout import FlatLayout, Slot, TensorSpec
 from paceline.core.topology import Topology
 
 __all__ = [
@@ -24,12 +23,9 @@ __all__ = [
     "CommError",
     "ConfigError",
     "DataError",
-    "FlatLayout",
     "LaunchError",
     "PacelineError",
     "RunError",
-    "Slot",
-    "TensorSpec",
     "Topology",
     "lazy_exports",
 ]

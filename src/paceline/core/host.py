@@ -1,4 +1,5 @@
-"""The host: how long threads wait for a core (`HostLoad`), usable cores, connections to the GPU.
+"""The host: how long threads wait for a core (`HostLoad`), usable cores, connections to the GPU, and
+signals to this process (`SignalContext`, `SignalWakeup`).
 
 `HostLoad` reads Linux's accounts (`/proc`, and the container's CPU quota) and explains a slow run in one
 sentence with the remedy. A thread that could run but has no core adds to the run delay in `schedstat`;
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
@@ -232,3 +236,58 @@ def _has_started() -> bool:
     except (OSError, AttributeError):  # no NVIDIA GPU
         return False
     return bool(count(ctypes.byref(ctypes.c_int())) != _NOT_STARTED)
+
+
+class SignalContext:
+    """To be entered in the main thread, as Python asks of whoever sets handlers."""
+
+    def __init__(
+        self,
+        numbers: Iterable[signal.Signals],
+        handler: Callable[[int, FrameType | None], None],
+    ) -> None:
+        self._numbers = tuple(numbers)
+        self._handler = handler
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, self._handler)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class SignalWakeup:
+    """Tells other threads which signals have reached the process, also while the main thread is inside a
+    wait in C and its Python handlers cannot run (`signal.set_wakeup_fd`)."""
+
+    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
+        self._numbers = frozenset(int(number) for number in numbers)
+        self._read, self._write, self._before = -1, -1, -1
+        self._arrived = False
+
+    def __enter__(self) -> Self:
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        signal.set_wakeup_fd(self._before)
+        read, self._read = self._read, -1
+        os.close(read)
+        os.close(self._write)
+
+    def arrived(self) -> bool:
+        """Whether one of the signals has come."""
+        try:
+            while not self._arrived and self._read >= 0 and (data := os.read(self._read, 64)):
+                if any(byte in self._numbers for byte in data):
+                    self._arrived = True
+        except OSError:
+            pass  # nothing new, or closed meanwhile
+        return self._arrived

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -144,12 +143,7 @@ class Context:
     def __enter__(self) -> Context:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(abort=error is not None)
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.data.chunk import CorruptSample, allowed_corrupt
     from paceline.data.decode.decoder import Decoder
     from paceline.data.decode.library import RegionUnavailableError, region_library
-    from paceline.data.device.normalize import Normalizer
+    from paceline.data.device.augment import Normalizer
     from paceline.data.device.streams import mark_stream
     from paceline.data.image import CorruptImage, to_mode
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.data.pack.manifest import PackedSplit, PackOptions
     from paceline.data.pack.pack import pack_splits
     from paceline.data.pack.splits import (
+        OpenedFiles,
         as_source,
         describe_channels,
         open_data,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from paceline.data.sources.dataset import DatasetSource
     from paceline.data.sources.labels import numbered_classes
     from paceline.data.sources.layouts import SyntheticImages
-    from paceline.data.sources.opened_files import OpenedFiles
 
 __all__ = [
     "Batch", "BatchAugment", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings",
@@ -60,7 +60,7 @@ _MODULES = {
     "chunk": "CorruptSample allowed_corrupt",
     "decode.decoder": "Decoder",
     "decode.library": "RegionUnavailableError region_library",
-    "device.normalize": "Normalizer",
+    "device.augment": "Normalizer",
     "device.streams": "mark_stream",
     "image": "CorruptImage to_mode",
     "loaders.create": "create_eval_loader create_train_loader",
@@ -71,14 +71,13 @@ _MODULES = {
     "pack.inspect": "inspect_set",
     "pack.manifest": "PackOptions PackedSplit",
     "pack.pack": "pack_splits",
-    "pack.splits": "as_source describe_channels open_data open_source open_splits",
+    "pack.splits": "OpenedFiles as_source describe_channels open_data open_source open_splits",
     "prefetch": "divide_wait sum_by_stage",
     "settings": "DataSettings",
     "sources.base": "Source Split",
     "sources.dataset": "DatasetSource",
     "sources.labels": "numbered_classes",
     "sources.layouts": "SyntheticImages",
-    "sources.opened_files": "OpenedFiles",
 }
 __getattr__, __dir__ = lazy_exports(
     __name__, {name: module for module, names in _MODULES.items() for name in names.split()}

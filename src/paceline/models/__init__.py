@@ -8,11 +8,17 @@ from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
     from paceline.models.alexnet import AlexNet
-    from paceline.models.names import MODEL_NAMES, check_model_name, register_model
     from paceline.models.pretrained import load_pretrained
     from paceline.models.registry import create_model, named_roles, parameter_groups
     from paceline.models.resnet import SmallResNet, fuse_norms
-    from paceline.models.settings import ModelSettings, check_trust, requires_trust
+    from paceline.models.settings import (
+        MODEL_NAMES,
+        ModelSettings,
+        check_model_name,
+        check_trust,
+        register_model,
+        requires_trust,
+    )
 
 __all__ = [
     "MODEL_NAMES",
@@ -32,18 +38,18 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "MODEL_NAMES": "names",
+        "MODEL_NAMES": "settings",
         "AlexNet": "alexnet",
         "ModelSettings": "settings",
         "SmallResNet": "resnet",
-        "check_model_name": "names",
+        "check_model_name": "settings",
         "check_trust": "settings",
         "create_model": "registry",
         "fuse_norms": "resnet",
         "load_pretrained": "pretrained",
         "named_roles": "registry",
         "parameter_groups": "registry",
-        "register_model": "names",
+        "register_model": "settings",
         "requires_trust": "settings",
     },
 )

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.core.errors import ConfigError, PacelineError, nearest
 from paceline.core.imports import first_line, import_object
-from paceline.models.names import ZOOS, nearest_of_many, registered_factory, split_name
+from paceline.models.settings import ZOOS, nearest_of_many, registered_factory, split_name
 
 # Other names for what a factory is offered.
 _ALIASES = {"in_channels": "in_chans", "image_size": "img_size"}

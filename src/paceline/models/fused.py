@@ -61,10 +61,6 @@ class Cut:
     def grid(self) -> tuple[int, int]:
         return self.parts, -(-self.channels // self.block_c)
 
-    @property
-    def join_grid(self) -> tuple[int]:
-        return (-(-self.channels // _JOIN_CHANNELS),)
-
 
 def power_of_two(number: int) -> int:
     """The smallest power of two that is at least `number`."""

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from paceline.optim.base import MasterOptimizer
     from paceline.optim.batch_growth import BatchGrowth
     from paceline.optim.build import create_optimizer
-    from paceline.optim.lars import LARS, SGD
+    from paceline.optim.lars import LARS, SGD, RMSpropWarmup, sgd_share
     from paceline.optim.muon import Muon
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
-    from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
     from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
     from paceline.optim.soap import SOAP
@@ -58,7 +57,7 @@ __getattr__, __dir__ = lazy_exports(
         "MasterOptimizer": "base",
         "Muon": "muon",
         "OptimSettings": "settings",
-        "RMSpropWarmup": "rms_warmup",
+        "RMSpropWarmup": "lars",
         "SharedProducts": "orthogonal",
         "WrappedOptimizer": "wrapped",
         "create_optimizer": "build",
@@ -66,7 +65,7 @@ __getattr__, __dir__ = lazy_exports(
         "orthogonalize": "orthogonal",
         "quantize": "svrg",
         "set_rate": "schedule",
-        "sgd_share": "rms_warmup",
+        "sgd_share": "lars",
         "share_out": "orthogonal",
     },
 )

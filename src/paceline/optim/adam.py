@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.core.errors import RunError
-from paceline.optim import foreach
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import AdamStep
 from paceline.optim.state import (
@@ -27,7 +26,12 @@ from paceline.optim.state import (
     Outcome,
     Row,
     capturing,
+    check_finite,
     check_hyper,
+    norms_of,
+    on_host,
+    put,
+    unscaled,
 )
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -167,9 +171,9 @@ def _run(
 ) -> None:
     """A step in torch's list operations: changes masters, averages, parameters and step counts in place,
     or leaves them bit-identical. `corrections` are 1 − β₁ᵗ and 1 − β₂ᵗ of each parameter."""
-    gradients = foreach.unscaled(rows, gates.grad_scale)
-    allowed = foreach.check_finite(rows, list(torch._foreach_norm(gradients, 2)), gates, outcome)
-    go = allowed.tolist() if foreach.on_host(allowed.device) else None
+    gradients = unscaled(rows, gates.grad_scale)
+    allowed = check_finite(rows, list(torch._foreach_norm(gradients, 2)), gates, outcome)
+    go = allowed.tolist() if on_host(allowed.device) else None
     first, roots = corrections[0].unbind(), corrections[1].sqrt().unbind()
     buckets: dict[tuple[int, torch.dtype], list[int]] = {}
     for position, row in enumerate(rows):
@@ -192,8 +196,8 @@ def _run(
         if hyper.weight_decay:
             torch._foreach_add_(pushes, masters, alpha=hyper.weight_decay)
         if hyper.adapt:
-            ratios = _trust_ratio(foreach.norms_of(masters), foreach.norms_of(pushes), hyper)
-            foreach.put(outcome.ratios, members, torch.where(_at(allowed, positions), ratios, 1.0))
+            ratios = _trust_ratio(norms_of(masters), norms_of(pushes), hyper)
+            put(outcome.ratios, members, torch.where(_at(allowed, positions), ratios, 1.0))
             torch._foreach_mul_(pushes, list(ratios.unbind()))
         weights = torch._foreach_add(masters, pushes, alpha=-hyper.lr)
         flags = None if go is not None else [allowed[i] for i in positions]
@@ -204,7 +208,7 @@ def _run(
             halves = [row.parameter for row in members]
             _commit(halves, [master.to(halves[0].dtype) for master in masters], flags)
     done = torch.zeros_like(steps)
-    foreach.put(done, rows, allowed.to(steps.dtype))
+    put(done, rows, allowed.to(steps.dtype))
     steps.add_(done)
 
 

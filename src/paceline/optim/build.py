@@ -1,20 +1,27 @@
-"""Creates the optimizer of `OptimSettings` for the groups of `paceline.models.parameter_groups`."""
+"""Creates the optimizer of `OptimSettings` for the groups of `paceline.models.parameter_groups`, and
+divides these groups by depth for layer-wise decay of the learning rate.
+
+With `layer_decay` the last layer has the full rate, each layer before it `decay` times that of the next,
+as in timm.
+"""
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.core.imports import import_object
 from paceline.optim.adam import LAMB, AdamW
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
-from paceline.optim.lars import LARS, SGD
+from paceline.optim.lars import LARS, SGD, RMSpropWarmup
 from paceline.optim.muon import Muon, split_matrices
-from paceline.optim.rms_warmup import RMSpropWarmup
-from paceline.optim.setting_rules import OPTIMIZERS_OF_SVRG, SOAP_BETA2
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import OPTIMIZERS_OF_SVRG, SOAP_BETA2, OptimSettings
 from paceline.optim.soap import SOAP
 from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap
@@ -126,3 +133,81 @@ def _muon_groups(settings: OptimSettings, groups: Sequence[dict[str, Any]]) -> l
             adapted = _is_adapted(settings, group)
             made.append(group | {"params": rest, "adapt": adapted, "orthogonal": False})
     return made
+
+
+# The first children of ResNets, also of torchvision's and timm's, are one layer: their stem.
+_STEM = re.compile(r"(conv1|bn1|norm1|norm0|features\.0|stem)(\.|$)")
+
+
+def layer_numbers(model: nn.Module) -> dict[str, int]:
+    """Number of each parameter's layer, from 0, by name.
+
+    timm's models say themselves what a layer is (`group_matcher`). In others it is a child of the
+    model, in the order of their first parameters: a stage of a ResNet. Members of a list, such as
+    `blocks.3` or `features.4`, are layers of their own.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if callable(matcher := getattr(model, "group_matcher", None)):
+        found = _by_timm(model, matcher)
+        if found.keys() >= set(names):
+            return {name: found[name] for name in names}
+    numbers: dict[str, int] = {}
+    layers: dict[str, int] = {}
+    for name in names:
+        numbers[name] = layers.setdefault(_layer(name), len(layers))
+    return numbers
+
+
+def _by_timm(model: nn.Module, matcher: Any) -> dict[str, int]:
+    """By timm's own function, where timm is installed."""
+    try:
+        manipulate = importlib.import_module("timm.models")
+    except ImportError:
+        return {}
+    by_layer = manipulate.group_parameters(model, matcher(coarse=False), reverse=True)
+    order = {number: place for place, number in enumerate(sorted(set(by_layer.values())))}
+    return {name: order[number] for name, number in by_layer.items()}
+
+
+def _layer(name: str) -> str:
+    # Parameters of the model itself are such as a class token: they are added to the stem's outputs.
+    if _STEM.match(name) or "." not in name:
+        return "stem"
+    # `layer1.0.conv1.weight` is of layer1; `blocks.3.attn.qkv.weight` of blocks.3.
+    first, *rest = name.split(".")
+    numbered = bool(rest) and rest[0].isdigit() and not first[-1].isdigit()
+    return f"{first}.{rest[0]}" if numbered else first
+
+
+def with_layer_decay(
+    groups: Sequence[dict[str, Any]], model: nn.Module, decay: float
+) -> list[dict[str, Any]]:
+    """Splits each group by layer, first layers first; `decay` 1 leaves the groups as they are."""
+    if decay == 1:
+        return list(groups)
+    by_name = layer_numbers(model)
+    numbers = {id(p): by_name[name] for name, p in model.named_parameters()}
+    last = max(numbers.values())
+    if last == 0:
+        raise ConfigError(
+            "optim.layer_decay", decay, "this model has one layer only", "leave it at 1"
+        )
+    made = []
+    for group in groups:
+        by_layer: dict[int, list[nn.Parameter]] = {}
+        for p in group["params"]:
+            by_layer.setdefault(numbers[id(p)], []).append(p)
+        for number in sorted(by_layer):
+            scale = float(decay ** (last - number))
+            made.append(group | {"params": by_layer[number], "lr_scale": scale})
+    return made
+
+
+def describe_layers(groups: Sequence[dict[str, Any]]) -> str:
+    """How far the rates of layers are apart; empty where all are the same."""
+    scales = {group.get("lr_scale", 1.0) for group in groups}
+    if scales == {1.0}:
+        return ""
+    return (
+        f"{len(scales)} layer rates from {min(scales):.3g} to {max(scales):.3g} of the schedule's"
+    )

@@ -154,7 +154,7 @@ class FusedStep(ABC):
 
     def _launch_norms(self, tables: Tables, hyper: Tensor, scale: Tensor) -> None:
         """Sums of squares of the gradients, chunk by chunk."""
-        from paceline.optim import lars_kernels as kernels
+        from paceline.optim import kernels
 
         layout, kinds = tables.layout, kernels.KINDS
         count, chunks = tables.tensors.shape[1], layout.partials.shape[1]
@@ -174,7 +174,7 @@ class LarsStep(FusedStep):
     """Norms, trust ratios and update of LARS, of SGD and, along other directions, of SOAP."""
 
     def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
-        from paceline.optim import lars_kernels as kernels
+        from paceline.optim import kernels
 
         scale, found_inf, hold, active = self._switches(gates)
         layout, kinds = tables.layout, kernels.KINDS
@@ -205,7 +205,7 @@ class AdamStep(FusedStep):
     adapts: bool = False
 
     def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
-        from paceline.optim import adam_kernels as kernels
+        from paceline.optim import kernels
 
         scale, found_inf, hold, active = self._switches(gates)
         layout, kinds = tables.layout, kernels.KINDS

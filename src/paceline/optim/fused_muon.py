@@ -126,7 +126,7 @@ class MuonStep(FusedStep):
 
     def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         from paceline.optim import muon_kernels as kernels
-        from paceline.optim.lars_kernels import KINDS
+        from paceline.optim.kernels import KINDS
 
         made = self._matrices
         assert made is not None
@@ -175,7 +175,7 @@ class MuonStep(FusedStep):
     def _multiply(self, made: _Matrices) -> None:
         """The iterations on this rank's matrices."""
         from paceline.optim import muon_kernels as kernels
-        from paceline.optim.lars_kernels import KINDS
+        from paceline.optim.kernels import KINDS
 
         tiling, kind, count = made.tiling, KINDS[made.results.dtype], made.table.shape[1]
         common = {"KIND": kind, "DEPTH": tiling.depth, "num_warps": tiling.warps}

@@ -21,7 +21,7 @@ from paceline.optim.fused import FusedStep, LarsStep
 from paceline.optim.fused_muon import MuonStep, products_unavailable, rows_are_outermost
 from paceline.optim.lars import LARS
 from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
-from paceline.optim.setting_rules import PRODUCTS
+from paceline.optim.settings import PRODUCTS
 from paceline.optim.state import (
     MOMENTUM,
     Gates,

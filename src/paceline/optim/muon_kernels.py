@@ -1,6 +1,6 @@
 """Triton kernels of Muon over many matrices at once, given tables of their addresses.
 
-Two kinds. Passes over chunks of elements, as in `lars_kernels`: `average` computes the averaged
+Two kinds. Passes over chunks of elements, as in `kernels`: `average` computes the averaged
 gradients, `result_sums` and `update` apply the orthogonalized ones. Matrix products over tiles: `gram`,
 `polynomial` and `apply` make one Newton-Schulz iteration, each with one launch for the matrices of all
 shapes, so that small ones fill the processors that large ones leave idle. Sums have a fixed order, and
@@ -15,8 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.optim.adam_kernels import _load
-from paceline.optim.lars_kernels import (
+from paceline.optim.kernels import (
     ADAPT,
     ANYWHERE,
     BETA1,
@@ -34,7 +33,10 @@ from paceline.optim.lars_kernels import (
     PARAMETER,
     _address,
     _any,
+    _load,
+    _may_step,
     _ordered_sum,
+    _span,
     _trust_ratio,
 )
 
@@ -119,8 +121,7 @@ def average(
     of squares of averages, unscaled gradients and, with adaptation, masters. Changes no state."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
-    start = (chunk - tl.load(table + FIRST_CHUNK * tensors + tensor)) * CHUNK
-    left = tl.minimum(tl.load(table + NUMEL * tensors + tensor) - start, CHUNK).to(tl.int32)
+    start, left = _span(table, chunk, tensor, tensors, CHUNK)
     row = hyper + tl.load(table + GROUP * tensors + tensor) * COLUMNS
     beta1, nesterov = tl.load(row + BETA1), tl.load(row + NESTEROV) != 0
     adapt = tl.load(row + ADAPT) != 0
@@ -334,8 +335,7 @@ def result_sums(
     """Sums of squares of the orthogonalized matrices, chunk by chunk."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
-    start = (chunk - tl.load(table + FIRST_CHUNK * tensors + tensor)) * CHUNK
-    left = tl.minimum(tl.load(table + NUMEL * tensors + tensor) - start, CHUNK).to(tl.int32)
+    start, left = _span(table, chunk, tensor, tensors, CHUNK)
     result = _address(matrices, RESULT, tensor, tensors, KIND, 16)
     columns = _field(matrices, TRUE_COLUMNS, tensor, tensors)
     padded = _field(matrices, PADDED_COLUMNS, tensor, tensors)
@@ -414,10 +414,8 @@ def update(
     flagged = _any(bad, parameters, WIDTH)
     if tl.program_id(0) == 0:
         tl.store(overflow, flagged)
-    go = (flagged == 0) & (tl.load(found_inf) == 0) & (tl.load(hold) == 0)
-    if go & (tl.load(active + index) != 0):
-        start = (chunk - tl.load(table + FIRST_CHUNK * tensors + tensor)) * CHUNK
-        left = tl.minimum(tl.load(table + NUMEL * tensors + tensor) - start, CHUNK).to(tl.int32)
+    if _may_step(flagged, found_inf, hold, active, index):
+        start, left = _span(table, chunk, tensor, tensors, CHUNK)
         row = hyper + tl.load(table + GROUP * tensors + tensor) * COLUMNS
         beta1, nesterov = tl.load(row + BETA1), tl.load(row + NESTEROV) != 0
         rate, decay = tl.load(row + LR) * tl.load(ratio + index), tl.load(row + DECAY)

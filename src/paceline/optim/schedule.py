@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.optim.rms_warmup import SGD_SHARE, sgd_share
-from paceline.optim.setting_rules import CYCLES, OPTIMIZERS_OF_SVRG
-from paceline.optim.settings import OptimSettings
+from paceline.optim.lars import SGD_SHARE, sgd_share
+from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.optim.svrg import DRAW
 
 

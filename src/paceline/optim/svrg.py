@@ -18,9 +18,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.foreach import check_finite, unscaled
-from paceline.optim.setting_rules import ANCHORED, OPTIMIZERS_OF_SVRG
-from paceline.optim.state import Gates, Outcome, Row, check_hyper, read_hyper
+from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
+from paceline.optim.state import (
+    Gates,
+    Outcome,
+    Row,
+    check_finite,
+    check_hyper,
+    read_hyper,
+    unscaled,
+)
 
 FORMS = tuple(sorted(OPTIMIZERS_OF_SVRG))
 INTEGERS = {8: torch.int8, 16: torch.int16}

@@ -20,8 +20,7 @@ from torch.optim.optimizer import Optimizer
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.optim.base import MasterOptimizer, tensor_bytes
-from paceline.optim.foreach import check_finite, unscaled
-from paceline.optim.state import MASTER, Gates, Outcome, Row
+from paceline.optim.state import MASTER, Gates, Outcome, Row, check_finite, unscaled
 
 Groups = Sequence[dict[str, Any]]
 

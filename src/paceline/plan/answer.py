@@ -1,6 +1,6 @@
 """The answer of `paceline plan`: a prediction, efficiency by ranks, what would help, what it costs.
 
-In: workload, cluster and batch. Out: plain data for JSON; `paceline.plan.answer_rows` shows it.
+In: workload, cluster and batch. Out: plain data for JSON; `paceline.report.plan_page` shows it.
 Every point of the curve has a plan of its own: the best for that size.
 """
 

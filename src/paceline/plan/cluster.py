@@ -236,6 +236,9 @@ def accelerator(name: str) -> Accelerator:
 PAYLOAD_SHARE = 0.8
 INTRA_LATENCY_US = 3.0
 INTER_LATENCY_US = 10.0
+# Of a cluster of which nothing else is said.
+GPUS_PER_NODE = 8
+NODE_GBPS = 100.0
 # Start of a collective: kernel launch and the ranks' handshake.
 LAUNCH_US = 20.0
 # A cast reads one format and writes the other, there and back: 2 · (4 + 2) bytes an element.
@@ -243,7 +246,7 @@ CAST_BYTES = 12
 
 
 def gpu_cluster(
-    gpu: Accelerator, nodes: int, gpus_per_node: int, node_gbps: float,
+    gpu: Accelerator, nodes: int, gpus_per_node: int = GPUS_PER_NODE, node_gbps: float = NODE_GBPS,
     latency_us: float = INTER_LATENCY_US, links: int = 1, oversubscription: float = 1.0,
     constants: StepConstants | None = None,
 ) -> Cluster:  # fmt: skip

@@ -1,20 +1,24 @@
-"""`FusionPlan`: ordered buckets, each with its tensors, its algorithm and its wire format.
+"""`FusionPlan`: ordered buckets, each with its tensors, its algorithm and its wire format; and
+`FlatLayout`: where tensors lie in one contiguous buffer.
 
 In: the tensors' names in the order in which backward makes them ready. Out: the one object that the
 simulator scores, the communication module executes and the checkpoint pins.
+
+A layout is made of the tensors' names, shapes and number format, in the order in which they shall lie:
+for each its offset and length in elements, and the padded length of the whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.flat_layout import DEFAULT_ALIGN
 
 # The more exact first: of two that end as soon, the earlier one is taken. float32 comes after auto,
 # because what is computed in 16 bits gains little from a wider sum and takes twice the bytes.
@@ -199,3 +203,80 @@ def keeps_float32(wire: str) -> bool:
 def signal_bytes(tensors: int) -> int:
     """Of what a step's last bucket carries besides gradients."""
     return 4 * (_SIGNALS + tensors)
+
+
+# 32 elements are 128 bytes of float32 and 64 of the 16-bit formats; a tensor that starts on such a
+# boundary is read in full-width vector loads on every device.
+DEFAULT_ALIGN = 32
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor by name and shape. `dtype` is the format's plain name, such as `float32`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"tensor {self.name!r}: shape {self.shape} has a negative size")
+
+    @property
+    def length(self) -> int:
+        """Number of elements; a scalar has one."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one tensor: elements `offset` to `offset + length`."""
+
+    spec: TensorSpec
+    offset: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def length(self) -> int:
+        return self.spec.length
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.spec.length
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Tensors of one number format laid end to end, each start aligned, the whole padded."""
+
+    slots: tuple[Slot, ...]
+    dtype: str
+    length: int
+    align: int
+
+    @classmethod
+    def build(cls, specs: Sequence[TensorSpec], *, align: int = DEFAULT_ALIGN) -> FlatLayout:
+        """Lays `specs` out in the order given. All must have one format, and names must differ."""
+        if align < 1:
+            raise ValueError(f"align = {align}: must be at least 1")
+        formats = {spec.dtype for spec in specs}
+        if len(formats) > 1:
+            raise ValueError(f"one layout has one number format, not {sorted(formats)}")
+        names = [spec.name for spec in specs]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"tensor names must differ; repeated: {twice}")
+        slots, offset = [], 0
+        for spec in specs:
+            slots.append(Slot(spec, offset))
+            offset += -(-spec.length // align) * align
+        return cls(tuple(slots), next(iter(formats), "float32"), offset, align)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)

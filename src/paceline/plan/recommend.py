@@ -23,7 +23,7 @@ from paceline.plan.memory import LARGEST_BATCH, largest_batch
 from paceline.plan.noise import useful_batch
 from paceline.plan.prediction import Prediction
 from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Affine, Workload
+from paceline.plan.workload import Workload
 
 if TYPE_CHECKING:
     from paceline.plan.answer import Question
@@ -283,4 +283,4 @@ def fed_by(work: Workload, supply: InputSupply | None, gpus_per_node: int) -> Wo
     """The workload with an input of that speed, shared by the GPUs of a node."""
     if supply is None:
         return work
-    return replace(work, input=Affine(0.0, gpus_per_node / supply.images_per_s))
+    return work.fed_at(supply.images_per_s / gpus_per_node)

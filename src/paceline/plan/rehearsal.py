@@ -8,14 +8,22 @@ into the cluster's time, cost and energy. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import SettingChecks
 from paceline.core.units import format_duration
-from paceline.plan.cluster import RANKS_LIMIT, Cluster, accelerator, gpu_cluster
+from paceline.plan.cluster import (
+    GPUS_PER_NODE,
+    INTER_LATENCY_US,
+    NODE_GBPS,
+    RANKS_LIMIT,
+    Cluster,
+    accelerator,
+    gpu_cluster,
+)
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.layers import Network, known_network
 from paceline.plan.memory import check_memory
@@ -23,7 +31,7 @@ from paceline.plan.networks import analytic_workload
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict, slowest_of
 from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Affine, Workload
+from paceline.plan.workload import Workload
 
 # Interpreter, torch, model and first kernels of a rank, beside the ranks' meeting: an assumption.
 _PROCESS_START_S = 20.0
@@ -40,7 +48,7 @@ class RehearseSettings:
 
     nodes: int = 0
     """Nodes of the cluster to rehearse; 0 trains as usual."""
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
     """Ranks of each of its nodes."""
     gpu: str = ""
     """Its accelerator, from the planner's catalog, such as `H100`; for the predicted times."""
@@ -49,9 +57,9 @@ class RehearseSettings:
     predicted from its layers."""
     cluster: str = ""
     """File of `paceline tune` with the cluster's measured links, instead of the four settings below."""
-    node_gbps: float = 100.0
+    node_gbps: float = NODE_GBPS
     """All links of a node together, in Gb/s."""
-    latency_us: float = 10.0
+    latency_us: float = INTER_LATENCY_US
     """Start of a message between nodes, in microseconds."""
     links: int = 1
     """Links of a node."""
@@ -211,7 +219,7 @@ class RehearseSettings:
         if work is not None and tensors is not None:
             self._check_step(work, model, image_size, tensors)
         if work is not None and self.input_images_per_s:
-            work = replace(work, input=Affine(0.0, 1 / self.input_images_per_s))
+            work = work.fed_at(self.input_images_per_s)
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:

@@ -21,7 +21,7 @@ from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
 from paceline.plan.recommend import limits_of, recommended_batch
 from paceline.plan.schedules import algorithm_names, check_name
-from paceline.plan.workload import Affine, Workload
+from paceline.plan.workload import Workload
 
 # Names of the command line, which the planner's errors have, and ours.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
@@ -155,8 +155,7 @@ def _cluster(
 ) -> Cluster:
     given: dict[str, Any] = {name: it for name, it in network.items() if it is not None}
     if path is None:
-        values = {"gpus_per_node": 8, "node_gbps": 100.0} | given
-        return gpu_cluster(find_accelerator(gpu), 1 if nodes is None else nodes, **values)
+        return gpu_cluster(find_accelerator(gpu), 1 if nodes is None else nodes, **given)
     for name, value in given.items():
         raise ConfigError(name, value, "is in the cluster file already", "leave out one of them")
     place = PlanFile.read(Path(path), "cluster").planned_cluster()
@@ -198,7 +197,7 @@ def _workload(
         work = PlanFile.read(Path(profile), "profile").profile
         if work.model != model:
             raise ConfigError("model", model, f"the profile is of {work.model}", f"profile {model}")
-    return replace(work, input=Affine(0.0, 1 / input_rate)) if input_rate else work
+    return work.fed_at(input_rate)
 
 
 @contextmanager

@@ -121,6 +121,10 @@ class Workload:
                 )  # fmt: skip
             last = gradient.ready
 
+    def fed_at(self, images_per_s: float) -> Workload:
+        """With an input that delivers so many images to a rank; 0: unchanged."""
+        return replace(self, input=Affine(0.0, 1 / images_per_s)) if images_per_s else self
+
     def with_tensors(self, tensors: Mapping[str, tuple[int, bool]]) -> Workload:
         """With the elements that are trained, and whether in half precision, by name: what travels is
         what the run sends, whatever step was timed. Tensors that are not trained are not sent."""

@@ -1,4 +1,4 @@
-"""Run folders as tables, charts and HTML pages; comparisons; traces. Starts without torch."""
+"""Run folders as tables, charts and HTML pages; comparisons. Starts without torch."""
 
 from paceline.report.bottleneck import bound_by
 from paceline.report.compare_page import (
@@ -10,13 +10,11 @@ from paceline.report.compare_page import (
 )
 from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
 from paceline.report.comparison import Comparison
-from paceline.report.efficiency import Efficiency
 from paceline.report.html import chart_document, range_page
-from paceline.report.outcome import Outcome, verdict
+from paceline.report.outcome import Efficiency, Outcome, verdict
 from paceline.report.run_files import RunFiles
 from paceline.report.run_page import render_run, summary_rows, write_page, write_report
 from paceline.report.tables import Table
-from paceline.report.trace_file import TracedRank, TracedSpan, trace_document
 
 __all__ = [
     "CompareError",
@@ -26,8 +24,6 @@ __all__ = [
     "Outcome",
     "RunFiles",
     "Table",
-    "TracedRank",
-    "TracedSpan",
     "bound_by",
     "chart_document",
     "compare_caption",
@@ -39,7 +35,6 @@ __all__ = [
     "render_comparison",
     "render_run",
     "summary_rows",
-    "trace_document",
     "verdict",
     "write_page",
     "write_report",

@@ -12,10 +12,9 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.host import NOTABLE_WAIT
-from paceline.core.units import format_duration, format_percent
+from paceline.core.units import format_duration, format_percent, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.plan.plan_file import Expected, PlanFile
-from paceline.report.quantities import text_of
 from paceline.report.records import CAUSES, Bools, Floats, Ints, Record, finite, middle
 from paceline.report.run_files import RunFiles, finite_values
 

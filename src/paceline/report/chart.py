@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.report.quantities import markup, number, text_of
+from paceline.core.units import markup, number, text_of
 
 WIDTH, HEIGHT = 520, 290
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 34, 42

@@ -12,13 +12,24 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
+from paceline.core.units import (
+    UNKNOWN,
+    count,
+    format_bytes,
+    format_duration,
+    format_percent,
+    loss,
+    markup,
+    number,
+    plural,
+    rate,
+    text_of,
+)
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
 from paceline.report.curves import MAX_POINTS, over_cluster_time, spans_decades
 from paceline.report.html import document, figures, link_to, list_section, section
-from paceline.report.quantities import count, loss, markup, number, plural, rate, text_of
 from paceline.report.run_page import REPORT_NAME
 from paceline.report.tables import Table
 

@@ -17,10 +17,10 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.units import plural, text_of
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.outcome import Rehearsed
-from paceline.report.quantities import plural, text_of
 
 Settings = Mapping[str, Any]
 _UNSET = "unset"

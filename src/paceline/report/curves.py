@@ -11,10 +11,9 @@ from statistics import median
 
 import numpy as np
 
-from paceline.core.units import format_percent
+from paceline.core.units import count, format_percent, loss, number, rate
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.chart import XY, Chart, Line, Marker
-from paceline.report.quantities import count, loss, number, rate
 from paceline.report.records import Floats, finite
 from paceline.report.run_files import Curve, RunFiles
 

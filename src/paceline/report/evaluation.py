@@ -13,9 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.core.units import format_percent
+from paceline.core.units import count, format_percent, markup, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
-from paceline.report.quantities import count, markup, text_of
 from paceline.report.tables import Table
 
 EVALUATION_NAME = "evaluation.json"

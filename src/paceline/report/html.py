@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
+from paceline.core.units import markup
 from paceline.report.chart import Chart, line_chart
-from paceline.report.quantities import markup
 from paceline.report.tables import Table
 
 

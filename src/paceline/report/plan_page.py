@@ -1,21 +1,20 @@
-"""The page of `paceline plan`: the prediction, one step on a time axis, scaling, choices of nodes and
-batch, and the times of the buckets."""
+"""The answer of `paceline plan` as rows of cells, for the terminal, and as a page.
+
+The page has the prediction, one step on a time axis, scaling, choices of nodes and batch, and the times
+of the buckets.
+"""
 
 from __future__ import annotations
 
-from paceline.core.units import format_duration
-from paceline.plan.answer import Answer
-from paceline.plan.answer_rows import (
-    advice_rows,
-    bucket_rows,
-    curve_rows,
-    fact_rows,
-    option_columns,
-    option_rows,
-)
+import math
+from dataclasses import asdict
+
+from paceline.core.units import format_duration, markup
+from paceline.plan.answer import MOST_RANKS, Answer, node_gbps
+from paceline.plan.prediction import BucketScore, Prediction
+from paceline.plan.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S
 from paceline.report.chart import Bar, Chart, Line, gantt_chart
 from paceline.report.html import document, figures, section
-from paceline.report.quantities import markup
 from paceline.report.tables import Table
 
 PAGE_NAME = "plan.html"
@@ -121,3 +120,177 @@ def _speed(answer: Answer) -> Chart:
         [Line("images/s", seen), Line("linear", linear, 2, dashed=True)], log=True, log_x=True,
         show_value=lambda value: f"{value:,.0f}",
     )  # fmt: skip
+
+
+Row = tuple[str, ...]
+# More buckets than these are shown as a number.
+_MOST_BUFFERS = 12
+
+
+def fact_rows(answer: Answer) -> list[Row]:
+    """What it comes to."""
+    now, work = answer.now, answer.workload
+    sure = f"± {now.uncertainty:.0%}"
+    picked = ", recommended" if answer.recommended else ""
+    most = "none: one node is below" if answer.most_ranks is None else f"{answer.most_ranks:,}"
+    return [
+        ("model", f"{work.model}, {work.elements:,} weights; {work.source}"),
+        ("cluster", _cluster_words(answer)),
+        ("batch", f"{now.batch:,} a GPU, {now.batch * now.ranks:,} in all{picked}{_accuracy(answer)}"),
+        ("step", f"{1e3 * now.step_s:.2f} ms {sure}: compute {1e3 * now.compute_s:.2f}, exposed "
+                 f"communication {1e3 * now.exposed_comm_s:.2f}{_slowed(now)}, input "
+                 f"{1e3 * now.input_stall_s:.2f}"),
+        ("speed", f"{now.images_per_s:,.0f} images/s {sure}, {now.images_per_s_per_gpu:,.0f} a GPU"),
+        ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
+        ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
+                 f"{format_duration(answer.train_s)} {sure}, training alone"),
+        ("start-up", answer.start_up.describe()),
+        ("ranks at 90 %", most + _or_more(answer)),
+        *_memory_rows(answer),
+        ("input", _input_words(answer)),
+        *_cost_rows(answer),
+        ("verdict", f"bound by {answer.bound_by}"),
+    ]  # fmt: skip
+
+
+def _accuracy(answer: Answer) -> str:
+    most = answer.limits.global_batch
+    if answer.now.batch * answer.now.ranks <= most:
+        return ""
+    return (
+        f"; more than {most:,}, the largest that is known to keep the accuracy (--max-global-batch)"
+    )
+
+
+def _memory_rows(answer: Answer) -> list[Row]:
+    memory = answer.memory
+    if memory is None:
+        return [("memory", "not known: no layers of this model, or no image size in its profile")]
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {value / 1e9:.3g}"
+        for name, value in asdict(memory).items() if value
+    )  # fmt: skip
+    room = f" of {answer.memory_bytes / 1e9:,.0f} GB" if answer.memory_bytes else " GB"
+    fits = answer.limits.memory_batch
+    most = f"; up to {fits:,} images fit" if fits else ""
+    return [("memory", f"{memory.total / 1e9:.3g}{room} a GPU ({parts}){most}")]
+
+
+def _input_words(answer: Answer) -> str:
+    """What a node needs, and what it has or would take."""
+    need = answer.needed_images_per_s
+    words = f"{need:,.0f} images/s a node needed"
+    if answer.supply is not None:
+        return f"{words}, {answer.supply.images_per_s:,.0f} there: {answer.supply.source}"
+    cores = math.ceil(need / CORE_IMAGES_PER_S)
+    return f"{words}: {cores:,} cores for full-size JPEGs, or {_packed(need):,} for packed shards"
+
+
+def _packed(need: float) -> int:
+    return math.ceil(need / PACKED_IMAGES_PER_S)
+
+
+def _cost_rows(answer: Answer) -> list[Row]:
+    this, limits = answer.option, answer.limits
+    if this is None or answer.job is None:
+        return []
+    cost = f", {this.cost:,.2f} at {limits.price:g} a GPU-hour" if limits.price else ""
+    rows: list[Row] = [(
+        "price", f"{this.gpu_hours:,.1f} GPU-hours, start-up of {format_duration(this.startup_s)} "
+                 f"included{cost}; {this.energy_kwh:,.1f} kWh with every GPU at "
+                 f"{answer.job.watts:g} W (an estimate; hosts not counted)",
+    )]  # fmt: skip
+    if limits.minutes or limits.budget:
+        wanted = [f"{limits.minutes:g} min"] if limits.minutes else []
+        wanted += [f"a budget of {limits.budget:,.2f}"] if limits.budget else []
+        rows.append(("within " + " and ".join(wanted), _chosen_words(answer)))
+    return rows
+
+
+def _chosen_words(answer: Answer) -> str:
+    chosen = answer.chosen
+    if chosen is not None:
+        cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
+        return (
+            f"{chosen.nodes:,} nodes, batch {chosen.batch:,} a GPU: {format_duration(chosen.total_s)} "
+            f"with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}"
+        )
+    if not answer.options:
+        return "none of the numbers of nodes has a price"
+    fastest = min(answer.options, key=lambda option: option.total_s)
+    return (
+        f"not possible: the fastest, {fastest.nodes:,} nodes, takes {format_duration(fastest.total_s)} "
+        "with start-up" + (f" and {fastest.cost:,.2f}" if answer.limits.price else "")
+    )
+
+
+def _slowed(now: Prediction) -> str:
+    """Only where it was measured."""
+    if not now.hidden_comm_s:
+        return ""
+    return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:.2f}"
+
+
+def _or_more(answer: Answer) -> str:
+    """More than 65,536 ranks are not looked at."""
+    step = answer.cluster.ranks_per_node
+    capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
+    return " or more" if capped else ""
+
+
+def _cluster_words(answer: Answer) -> str:
+    c = answer.cluster
+    return (
+        f"{c.nodes:,} nodes × {c.ranks_per_node}, {node_gbps(c):,.4g} Gb/s of payload a node, "
+        f"{1e6 * c.inter.alpha_s:.3g} µs a message"
+    )
+
+
+def bucket_rows(answer: Answer) -> list[Row]:
+    now = answer.now
+    rows: list[Row] = [
+        (
+            str(number), str(score.tensors), f"{score.bytes / 2**20:.2f}", _way(score),
+            f"{1e3 * made.ready_s:.2f}", f"{1e3 * made.start_s:.2f}", f"{1e3 * made.end_s:.2f}",
+        )
+        for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1)
+    ]  # fmt: skip
+    if len(rows) <= _MOST_BUFFERS:
+        return rows
+    half = _MOST_BUFFERS // 2
+    gap = ("…", f"{len(rows) - 2 * half} more", "", "", "", "", "")
+    return [*rows[:half], gap, *rows[-half:]]
+
+
+def _way(score: BucketScore) -> str:
+    """`ring`, or `ring, float16` where the bucket does not travel as it is held."""
+    return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
+
+
+def curve_rows(answer: Answer) -> list[Row]:
+    return [
+        (f"{p.ranks:,}", f"{p.images_per_s:,.0f}", f"{p.efficiency:.1%}",
+         f"{1e3 * p.exposed_comm_s:.2f}")
+        for p in answer.curve
+    ]  # fmt: skip
+
+
+def advice_rows(answer: Answer) -> list[Row]:
+    return [(advice.change, f"{advice.gain:+.1%}", advice.price) for advice in answer.advice]
+
+
+def option_columns(answer: Answer) -> tuple[str, ...]:
+    cost = ("cost",) if answer.limits.price else ()
+    return (
+        "nodes", "batch", "time with start-up", "GPU-hours", *cost, "kWh", "images/s", "efficiency",
+        "global batch",
+    )  # fmt: skip
+
+
+def option_rows(answer: Answer) -> list[Row]:
+    return [
+        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), f"{o.gpu_hours:,.1f}",
+         *((f"{o.cost:,.2f}",) if answer.limits.price else ()), f"{o.energy_kwh:,.1f}",
+         f"{o.images_per_s:,.0f}", f"{o.efficiency:.1%}", f"{o.global_batch:,}")
+        for o in answer.options
+    ]  # fmt: skip

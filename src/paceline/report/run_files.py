@@ -19,8 +19,8 @@ import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.events import parse_event, read_events
+from paceline.core.units import text_of
 from paceline.core.untrusted import ParseError, is_count, parse_json, parse_toml
-from paceline.report.quantities import text_of
 from paceline.report.records import Floats, Ints, Record, Records, Steps, finite
 
 Derived = TypeVar("Derived")

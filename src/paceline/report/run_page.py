@@ -13,12 +13,11 @@ from typing import Any
 
 from paceline.core.errors import DataError
 from paceline.core.files import whole_file
-from paceline.core.units import format_percent
+from paceline.core.units import count, date, format_percent, markup, rate, text_of
 from paceline.report import tables
 from paceline.report.bottleneck import InputStall, bound_by
 from paceline.report.chart import share_bar
 from paceline.report.curves import run_charts
-from paceline.report.efficiency import CAUSES, Efficiency
 from paceline.report.evaluation import Evaluation
 from paceline.report.html import (
     card_section,
@@ -29,8 +28,7 @@ from paceline.report.html import (
     list_section,
     section,
 )
-from paceline.report.outcome import Outcome, verdict
-from paceline.report.quantities import count, date, markup, rate, text_of
+from paceline.report.outcome import CAUSES, Efficiency, Outcome, verdict
 from paceline.report.records import finite, middle
 from paceline.report.run_files import EVENTS_NAME, RunFiles
 

@@ -27,13 +27,18 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from paceline.core.errors import ConfigError
+from paceline.core.units import markup, plural
 from paceline.core.untrusted import one_line
 from paceline.report.curves import run_charts
 from paceline.report.html import document, figures, joined, list_section
-from paceline.report.live_run import LiveRun, distinct_names, run_folders
-from paceline.report.metrics_text import CONTENT_TYPE, metrics_text
+from paceline.report.live_run import (
+    CONTENT_TYPE,
+    LiveRun,
+    distinct_names,
+    metrics_text,
+    run_folders,
+)
 from paceline.report.outcome import Outcome, verdict
-from paceline.report.quantities import markup, plural
 from paceline.report.run_page import efficiency_section, run_parts
 
 LOOPBACK, PORT = "127.0.0.1", 8970

@@ -12,7 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.units import UNKNOWN, format_bytes, format_duration, format_percent
+from paceline.core.units import (
+    UNKNOWN,
+    count,
+    date,
+    format_bytes,
+    format_duration,
+    format_percent,
+    loss,
+    number,
+    plural,
+    rate,
+    text_of,
+)
 from paceline.plan.noise import describe_noise
 from paceline.report.bottleneck import (
     ExposedWaits,
@@ -22,7 +34,6 @@ from paceline.report.bottleneck import (
     traced_buckets,
 )
 from paceline.report.outcome import Outcome
-from paceline.report.quantities import count, date, loss, number, plural, rate, text_of
 from paceline.report.records import STALENESS, Record, finite, middle
 from paceline.report.run_files import RunFiles, checkpoint_files
 

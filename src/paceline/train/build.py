@@ -22,15 +22,12 @@ from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.schedule import LrSchedule
-from paceline.optim.setting_rules import ANCHORED
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import ANCHORED, OptimSettings
 from paceline.plan.layers import Network
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
-from paceline.train.anchors import create_anchors
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
-from paceline.train.chosen import describe_run
 from paceline.train.components import Components
 from paceline.train.fast_path import eager_norms, share_norms
 from paceline.train.inputs import (
@@ -46,7 +43,6 @@ from paceline.train.inputs import (
     requested_batch,
     resolve_batch_sizes,
 )
-from paceline.train.layer_count import count_trained
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.model_checks import (
@@ -62,7 +58,8 @@ from paceline.train.run_state import PinnedPlan, Progress, RunState
 from paceline.train.shares import with_shares
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
-from paceline.train.training import Training
+from paceline.train.training import Training, describe_run
+from paceline.train.update import create_anchors
 
 
 def build(
@@ -247,8 +244,15 @@ def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Netw
     classes = config.model.num_classes or len(source.classes)
     return settings.network(
         name, pixels, classes, config.model.stem_for(pixels),
-        lambda: count_trained(model, name, pixels, config.data.channels),
+        lambda: _count_layers(model, name, pixels, config.data.channels),
     )  # fmt: skip
+
+
+def _count_layers(model: nn.Module, name: str, pixels: int, channels: int) -> Network:
+    # Here, because torch's counter of operations imports Triton.
+    from paceline.train.layer_count import count_trained
+
+    return count_trained(model, name, pixels, channels)
 
 
 def _cluster_clock(

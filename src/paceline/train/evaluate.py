@@ -1,12 +1,17 @@
 """Evaluation of a model, or of a checkpoint file: exact top-1 and top-5 over the validation images.
 
 Each image is evaluated by exactly one rank and counts are summed, so the result does not depend on
-the number of ranks (in half precision, within rounding of a few images).
+the number of ranks (in half precision, within rounding of a few images). `EvalDetails` is what it got
+wrong, over all ranks: counts by class and prediction, and the most confident mistakes with thumbnails;
+nothing in it waits for the device before the end of the evaluation.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
+import json
 import os
 import signal
 import sys
@@ -18,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
@@ -43,11 +49,10 @@ from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
-from paceline.train.eval_details import EvalDetails
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
-from paceline.train.machine import choose_device, out_of_memory
+from paceline.train.machine import choose_device, out_of_memory, run_eagerly
 from paceline.train.model_checks import find_logits, forward_error, make_model
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
@@ -79,13 +84,15 @@ def evaluate(
     classes: int | None = None,
     loss_function: TrainingLoss | None = None,
     details: EvalDetails | None = None,
+    flip: bool = False,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
     Without a `loss_function` the reported loss is cross-entropy.
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
     they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
-    outputs of a model that has several. `details` collects what was wrong.
+    outputs of a model that has several. `details` collects what was wrong. `flip`: the logits of an
+    image are the mean of its own and those of its mirror image.
     """
     started = time.perf_counter()
     loss_function = loss_function or CrossEntropy()
@@ -99,8 +106,12 @@ def evaluate(
                 if stop.received is not None or group.stop_announced():
                     break
                 sums.batch_size = len(batch)
-                found = _outputs(model, normalize(batch.images, group.device))
+                images = normalize(batch.images, group.device)
+                found = _outputs(model, images)
                 outputs = find_logits(found, classes).float()
+                if flip:
+                    mirrored = _outputs(model, images.flip(3))
+                    outputs = (outputs + find_logits(mirrored, classes).float()) / 2
                 labels = batch.labels.to(group.device, non_blocking=True)
                 loss = loss_function.evaluated(found if all_outputs else outputs, labels)
                 sums.add(outputs, labels, loss, batch.corrupt)
@@ -176,7 +187,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         # Eager, because blocks compiled for training would be compiled again.
-        with no_gradients, torch.compiler.set_stance("force_eager"):
+        with no_gradients, run_eagerly():
             yield
     finally:
         for module, training in modes:
@@ -255,7 +266,7 @@ def evaluate_file(
             loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
             result = evaluate(
                 model, loader, normalize, policy, group, stop, corrupt_limit=limit,
-                classes=classes, loss_function=loss,
+                classes=classes, loss_function=loss, flip=config.data.eval_flip,
             )  # fmt: skip
         if config.run.loss not in LOSSES and group.rank == 0:
             # It is code of whoever wrote the file.
@@ -324,3 +335,90 @@ def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> N
         number = next(i for i, name in enumerate(here) if name != trained[i])
         cause = f"class {number} is {here[number]!r} in the data, {trained[number]!r} in {path}"
     raise CheckpointError(cause, "evaluate on the classes of its training")
+
+
+MISTAKES = 24
+_EDGE, _QUALITY = 64, 80
+# `run.eval_details = "auto"`.
+_MOST_IMAGES, _MOST_CLASSES = 20_000, 1_000
+
+
+def wants_details(config: RunConfig, images: int, classes: int) -> bool:
+    """Equal on all ranks: gathering is a collective."""
+    if config.run.eval_details == "auto":
+        return images <= _MOST_IMAGES and classes <= _MOST_CLASSES
+    return config.run.eval_details == "on"
+
+
+class EvalDetails:
+    """Collects the samples of this rank, batch by batch; `gather` combines all ranks."""
+
+    def __init__(self, classes: int, device: torch.device) -> None:
+        self._classes = classes
+        self._counts = torch.zeros(classes * classes, dtype=torch.int64, device=device)
+        self._confidence = torch.zeros(0, device=device)
+        self._labels = torch.zeros(0, dtype=torch.int64, device=device)
+        self._predicted = self._labels.clone()
+        self._images: Tensor | None = None
+
+    def add(self, outputs: Tensor, labels: Tensor, images: Tensor) -> None:
+        """Logits and labels on the device; images as uint8, samples × height × width × channels."""
+        confidence, predicted = outputs.softmax(dim=1).max(dim=1)
+        # A model may have more outputs than there are classes.
+        inside = predicted.clamp(max=self._classes - 1)
+        self._counts.index_add_(0, labels * self._classes + inside, torch.ones_like(labels))
+        wrong = torch.where(predicted == labels, -torch.ones_like(confidence), confidence)
+        highest = wrong.topk(min(MISTAKES, len(labels)))
+        shown = images.to(outputs.device, non_blocking=True)[highest.indices]
+        kept = shown if self._images is None else torch.cat([self._images, shown])
+        confidence = torch.cat([self._confidence, highest.values])
+        best = confidence.topk(min(MISTAKES, len(confidence)))
+        self._confidence, self._images = best.values, kept[best.indices]
+        self._labels = torch.cat([self._labels, labels[highest.indices]])[best.indices]
+        self._predicted = torch.cat([self._predicted, inside[highest.indices]])[best.indices]
+
+    def gather(self, group: Group, step: int, classes: list[str]) -> bytes | None:
+        """The content of `evaluation.json`, on rank 0. A collective."""
+        group.all_reduce_sum(self._counts)
+        gathered = group.gather_bytes(json.dumps(self._mistakes()).encode())
+        if gathered is None:
+            return None
+        mistakes = [mistake for sent in gathered for mistake in json.loads(sent)]
+        mistakes.sort(key=lambda mistake: -mistake["confidence"])
+        counts = self._counts.cpu().view(self._classes, self._classes)
+        found = [[*place, int(counts[tuple(place)])] for place in counts.nonzero().tolist()]
+        return json.dumps(
+            {"step": step, "classes": classes, "counts": found, "mistakes": mistakes[:MISTAKES]}
+        ).encode()
+
+    def _mistakes(self) -> list[dict[str, Any]]:
+        if self._images is None:
+            return []
+        images = self._images.cpu()
+        columns = (self._confidence, self._labels, self._predicted)
+        rows = zip(*(column.tolist() for column in columns), images, strict=True)
+        return [
+            {
+                "label": label, "predicted": predicted, "confidence": round(confidence, 4),
+                "image": thumbnail(image),
+            }
+            for confidence, label, predicted, image in rows
+            if confidence > 0
+        ]  # fmt: skip
+
+
+def thumbnail(image: Tensor) -> str:
+    """A small JPEG in base64; empty where the channels are no picture."""
+    channels = image.shape[-1]
+    if channels not in (1, 3):
+        return ""
+    pixels = image.numpy()
+    picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+    width, height = picture.size
+    scale = _EDGE / max(width, height)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    buffer = io.BytesIO()
+    picture.resize(size, Image.Resampling.BILINEAR).convert("RGB").save(
+        buffer, "JPEG", quality=_QUALITY
+    )
+    return base64.b64encode(buffer.getvalue()).decode()

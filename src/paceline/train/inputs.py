@@ -20,8 +20,7 @@ from paceline.core.errors import CheckpointError, ConfigError, DataError, Paceli
 from paceline.data import OpenedFiles, Source, open_data
 from paceline.optim.batch_growth import Stages
 from paceline.optim.scaling import Recipe, Target, scale_recipe
-from paceline.optim.setting_rules import ANCHORED, OPTIMIZERS_OF_SVRG
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.train.checkpoint import (
     Checkpoint,

@@ -20,11 +20,8 @@ from paceline.core.events import (
     StartEvent,
 )
 from paceline.data import allowed_corrupt, create_eval_loader
-from paceline.train.average import applied
 from paceline.train.checkpoint import Checkpoint, write_atomically
-from paceline.train.divergence import check_divergence
-from paceline.train.eval_details import EvalDetails, wants_details
-from paceline.train.evaluate import evaluate
+from paceline.train.evaluate import EvalDetails, evaluate, wants_details
 from paceline.train.inputs import eval_batch
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
@@ -32,8 +29,9 @@ from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
 from paceline.train.run_state import shared_weights
 from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
-from paceline.train.step_records import StepRecords
+from paceline.train.step_records import StepRecords, check_divergence
 from paceline.train.training import Training
+from paceline.train.weights import applied
 
 
 @dataclass(frozen=True)
@@ -258,7 +256,7 @@ class TrainingLoop:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop,
                 corrupt_limit=limit, classes=classes, loss_function=t.step.micro.loss_function,
-                details=details,
+                details=details, flip=t.config.data.eval_flip,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")

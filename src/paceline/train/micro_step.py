@@ -3,7 +3,7 @@
 The loss is divided by the step's samples, those of all ranks, and multiplied by the step's loss scale
 before the backward pass, so the sum of the gradients over ranks and micro-steps is their average, times
 that scale. In the last micro-step of a step an exchange that overlaps sends buckets while backward goes
-on. `Mixing` draws mixup and CutMix; `step_error` turns what a pass raises into an error for the user.
+on. `step_error` turns what a pass raises into an error for the user.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,8 +23,8 @@ from paceline.core.imports import first_line
 from paceline.data import Normalizer
 from paceline.models.product_choice import choices
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.loss import CrossEntropy, TrainingLoss
-from paceline.train.machine import derive_seed, out_of_memory
+from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
+from paceline.train.machine import out_of_memory, run_eagerly
 
 # The first calls run the function itself: they compile kernels and choose algorithms, which a capture
 # cannot do.
@@ -148,8 +146,6 @@ def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
 
 # Images, labels, and a table of `Mixing` where images are mixed.
 _Inputs = tuple[Tensor, Tensor, Tensor | None]
-# A row of a table of `Mixing`: the image's share outside of the box, and the box, where its share is 0.
-_COLUMNS = 5
 
 
 class MicroStep:
@@ -216,7 +212,7 @@ class MicroStep:
             self.drop_graphs()
         if not usual:
             # Not compiled: that takes a minute for a size that comes once, such as the run's last.
-            with torch.compiler.set_stance("force_eager"):
+            with run_eagerly():
                 self._compute(sends, *_moved(inputs, device))
             return
         if not self._graphs or (sends and not self._exchange.transport.capturable):
@@ -336,57 +332,6 @@ class _CapturedMicroSteps:
     def release(self) -> None:
         for captured in self._captured.values():
             captured.release()
-
-
-class Mixing:
-    """Mixes each image of a micro-batch with another one, and its label too.
-
-    Mixup (Zhang et al. 2018) adds two images up, CutMix (Yun et al. 2019) puts a box of one into the
-    other; with both on, each image takes one of the two at random. The other image is the one at the
-    same place from the end. Shares are drawn image by image: one share for a whole batch would make the
-    steps of large batches differ. `mixup` and `cutmix` are the parameters of their Beta distributions;
-    0 is off.
-    """
-
-    def __init__(self, mixup: float, cutmix: float, size: int, seed: int) -> None:
-        """`size`: width and height of the images in pixels."""
-        self._mixup, self._cutmix = mixup, cutmix
-        self._size = size
-        self._seed = seed
-
-    def table(self, step: int, number: int, samples: int) -> Tensor:
-        """For `samples` images of micro-batch `number` of `step`, whichever rank computes it."""
-        key = derive_seed(self._seed, step, number, "mixing")
-        chance = np.random.Generator(np.random.Philox(key))
-        table = np.zeros((samples, _COLUMNS), dtype=np.float32)
-        table[:, 0] = chance.beta(self._mixup, self._mixup, samples) if self._mixup else 1
-        if self._cutmix:
-            boxes = self._boxes(chance, samples)
-            boxed = np.zeros_like(table)
-            boxed[:, 0], boxed[:, 1:] = 1, boxes
-            takes = chance.random(samples) < (0.5 if self._mixup else 1)
-            table[takes] = boxed[takes]
-        return torch.from_numpy(table)
-
-    def _boxes(self, chance: np.random.Generator, samples: int) -> npt.NDArray[np.int64]:
-        """Top, bottom, left and right, cut off at the edges of the image."""
-        side = self._size * np.sqrt(1 - chance.beta(self._cutmix, self._cutmix, samples))
-        centre = chance.integers(0, self._size, (2, samples))
-        first, last = centre - side.astype(int) // 2, centre + side.astype(int) // 2
-        rows_and_columns = np.stack((first, last), axis=1).clip(0, self._size)
-        return rows_and_columns.reshape(4, samples).T
-
-
-def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The images, and what share of each is still its own."""
-    height, width = images.shape[2:]
-    own, top, bottom, left, right = (column.view(-1, 1, 1, 1) for column in table.unbind(1))
-    rows = torch.arange(height, device=images.device).view(1, 1, -1, 1)
-    columns = torch.arange(width, device=images.device).view(1, 1, 1, -1)
-    inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
-    share = torch.where(inside, torch.zeros_like(own), own).to(images.dtype)
-    kept = own * (1 - (bottom - top) * (right - left) / (height * width))
-    return torch.lerp(images.flip(0), images, share), kept.flatten()
 
 
 def step_error(

@@ -22,8 +22,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.models.factories import call_factory, checked_module
-from paceline.models.freeze import freeze_parameters
-from paceline.models.registry import create_model, is_own
+from paceline.models.registry import create_model, freeze_parameters, is_own
 from paceline.train.components import Components
 from paceline.train.machine import out_of_memory
 

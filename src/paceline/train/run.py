@@ -25,11 +25,10 @@ from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
-from paceline.core.signal_context import SignalWakeup
+from paceline.core.host import SignalWakeup
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
 from paceline.report import write_report
-from paceline.train.average import applied
 from paceline.train.build import build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
@@ -37,12 +36,13 @@ from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
-from paceline.train.rank_records import RecentEvents, each_rank_writes
 from paceline.train.run_folder import RunLock
+from paceline.train.step_records import RecentEvents, each_rank_writes
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.trackers import open_trackers
 from paceline.train.training import Training
 from paceline.train.weights import (
+    applied,
     as_metadata,
     fingerprint,
     finish_module,
@@ -326,6 +326,7 @@ def _summary(
         "state_bytes_per_parameter": training.step.state_bytes_per_parameter(),
         "exchange_bytes_per_step": training.step.exchange_bytes(),
         "train_s": progress.train_s,
+        "steps_s": progress.step_s,
         "target_top1": config.run.target_top1,
         "time_to_target_s": progress.time_to_target_s,
         "stopped_by": result.stopped_by,

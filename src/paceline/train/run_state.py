@@ -27,12 +27,11 @@ from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.policy import LossScale
-from paceline.train.average import WeightAverage
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.machine import versions
 from paceline.train.run_folder import NEUTRAL_SETTINGS
-from paceline.train.weights import full_state, restore_masters
+from paceline.train.weights import WeightAverage, full_state, restore_masters
 
 # Settings that a resumed run must not change: sample order, shapes of the weights or the meaning of the
 # step count would differ.

@@ -27,15 +27,15 @@ from paceline.core.imports import first_line
 from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
 from paceline.models.synced_norm import NormGroup
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.anchors import Anchors
 from paceline.train.asynchronous import AsynchronousUpdate, Outcome
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
-from paceline.train.micro_step import WARM_CALLS, MicroStep, Mixing, step_error
+from paceline.train.micro_step import WARM_CALLS, MicroStep, step_error
 from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
-from paceline.train.update import Update, row_values
+from paceline.train.update import Anchors, Update, row_values
 
 
 @dataclass(frozen=True)

@@ -24,23 +24,19 @@ from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import is_own, parameter_groups
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.build import create_optimizer
-from paceline.optim.layers import describe_layers, with_layer_decay
+from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
 from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
-from paceline.optim.setting_rules import ANCHORED
-from paceline.optim.settings import OptimSettings
+from paceline.optim.settings import ANCHORED, OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
-from paceline.train.anchors import Anchors
 from paceline.train.asynchronous import AsynchronousUpdate
-from paceline.train.average import WeightAverage, create_average
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.components import Components
-from paceline.train.dry_backward import DryBackward
 from paceline.train.exchange_plan import (
     ChosenPlan,
+    DryBackward,
     ExchangeParts,
     cluster_facts,
     describe_exchange,
@@ -53,14 +49,14 @@ from paceline.train.fast_path import (
     triton_problem,
     try_fast_path,
 )
-from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, create_loss
-from paceline.train.micro_step import MicroStep, Mixing
+from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
+from paceline.train.micro_step import MicroStep
 from paceline.train.model_checks import with_one_output
 from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
-from paceline.train.update import Update
-from paceline.train.weights import fingerprint
+from paceline.train.update import Anchors, Update
+from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,46 @@
-"""What the outcome of a step becomes: the run's progress, and the events of its record."""
+"""What the outcome of a step becomes: the run's progress, the events of its record, and the end of a run
+that keeps skipping steps.
+
+`StepRecords` accounts for completed steps. Where every rank has a file of its own, each of them writes to
+it in every step, often on one shared file system. Of many ranks only rank 0 writes: it gathers the times
+of all of them whenever the run pauses (an evaluation, a checkpoint, the end) and records how they spread,
+with the slowest rank, as a `RanksEvent` for each step (`RankTimes`). The other ranks keep their latest
+events in memory (`RecentEvents`). `check_divergence` raises one error on all ranks that names step and
+layer; the last good checkpoint is kept.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from paceline.core.events import NoteEvent, StepEvent, TrustEvent
+from paceline.comm.group import Group
+from paceline.config import RunSettings
+from paceline.core.errors import DivergedError
+from paceline.core.events import (
+    CorruptEvent,
+    Event,
+    JsonlWriter,
+    MetricEvent,
+    NoteEvent,
+    RanksEvent,
+    StartEvent,
+    StepEvent,
+    TrustEvent,
+)
 from paceline.core.host import HostLoad
+from paceline.models.resnet import fuse_norms
 from paceline.plan.noise import NoiseEstimate, NoiseScale
-from paceline.train.rank_records import RankTimes, RecentEvents, each_rank_writes
+from paceline.precision.policy import Policy
+from paceline.train.machine import run_eagerly
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
 
@@ -123,3 +154,190 @@ class StepRecords:
                 self._overload_noted = True
                 self._t.emit(NoteEvent(text))
         return self._load.latest.waited if self._load.latest else None
+
+
+# Allowed steps in a row with a non-finite loss, which no loss scale can fix.
+_BAD_LOSSES = 10
+# Images of the probe, enough for a batch-norm variance.
+_IMAGES = 4
+
+
+def check_divergence(training: Training, outcome: StepOutcome) -> None:
+    """Called after a skipped step. Uses only numbers that the exchange has made equal on all ranks."""
+    row, limit = training.progress.skipped_in_a_row, training.config.run.max_skipped_steps
+    scale = training.step.scale
+    bad_loss = not math.isfinite(outcome.loss)
+    if bad_loss and row >= min(_BAD_LOSSES, limit):
+        cause = f"the loss was not finite in {row} steps in a row"
+    elif scale.dynamic and outcome.loss_scale <= scale.floor:
+        cause = f"gradients overflow even at the lowest loss scale, {scale.floor:g}"
+    elif row >= limit:
+        cause = f"gradients were not finite in {row} steps in a row"
+    else:
+        return
+    # The first skipped step of the row, counted from 1 as in the display.
+    began = outcome.number + 1 - row + 1
+    place = ""
+    if bad_loss:
+        data = training.config.data
+        shape = (_IMAGES, data.channels, data.image_size, data.image_size)
+        place = find_bad_layer(training.model, training.step.policy, shape)
+    place = place or _bad_gradient(training, outcome)
+    kept = "; the last good checkpoint is kept" if training.saved_step >= 0 else ""
+    raise DivergedError(
+        f"diverged at step {began}: {cause}; {place}",
+        f"lower --lr (now {training.schedule.peak:g} at its peak) or lengthen --warmup-epochs{kept}",
+    )
+
+
+def _bad_gradient(training: Training, outcome: StepOutcome) -> str:
+    """The parameter closest to the loss whose gradient was not finite, which backward computed
+    first."""
+    names = training.step.exchange.names
+    first = next((name for name in names if name in outcome.bad), None)
+    if first is None:
+        return "no gradient identifies the layer"
+    return f"first in the gradient of {first} ({len(outcome.bad)} of {len(names)} tensors)"
+
+
+def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) -> str:
+    """Describes the first non-finite weight, else the first layer with a non-finite output, else "".
+
+    Runs a forward pass on noise of the shape `images`, equal on all ranks, which changes running
+    statistics.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            return f"the weight {name} is not finite"
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+                found.append(name)
+
+        return hook
+
+    leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
+    handles = [module.register_forward_hook(look(name)) for name, module in leaves]
+    fuse_norms(model, False)  # fused kernels bypass hooks
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(images, generator=generator).to(policy.device, policy.dtype)
+    try:
+        with torch.no_grad(), run_eagerly(), policy.compute():
+            model(noise.contiguous(memory_format=torch.channels_last))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"the output of {found[0]} is not finite" if found else ""
+
+
+# `auto`: up to so many ranks, those of one node, each writes its own file.
+_EACH_WRITES = 8
+_KEPT_EVENTS = 1000
+# Steps of one gathering; of a longer stretch, the latest.
+_GATHERED_STEPS = 256
+
+
+def each_rank_writes(settings: RunSettings, world_size: int) -> bool:
+    """Whether every rank writes all its events to a file of its own."""
+    if settings.rank_records == "auto":
+        return world_size <= _EACH_WRITES or settings.trace
+    return settings.rank_records == "on"
+
+
+class RecentEvents:
+    """An `Observer` that keeps the latest events in memory and writes them when asked to.
+
+    Notes, corrupt samples and numbers of callbacks are of this rank alone, so they are written at once.
+    """
+
+    def __init__(self, path: Path, *, keeps: bool = True) -> None:
+        self._path = path
+        self._kept: deque[tuple[Event, float]] = deque(maxlen=_KEPT_EVENTS if keeps else 0)
+        # Written first, however long ago it was.
+        self._started: tuple[Event, float] | None = None
+        self._writer: JsonlWriter | None = None
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, CorruptEvent | NoteEvent | MetricEvent):
+            self._open().on_event(event)
+        elif isinstance(event, StartEvent):
+            self._started = (event, time.time())
+        else:
+            self._kept.append((event, time.time()))
+
+    def write(self) -> None:
+        """Appends what is kept, and forgets it."""
+        while self._kept:
+            event, moment = self._kept.popleft()
+            self._open().write(event, moment)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> JsonlWriter:
+        if self._writer is None:
+            self._writer = JsonlWriter(self._path)
+            if self._started is not None:
+                self._writer.write(*self._started)
+        return self._writer
+
+
+class RankTimes:
+    """The times of all ranks, step by step, gathered on rank 0."""
+
+    def __init__(self, group: Group, emit: Callable[[Event], None]) -> None:
+        self._group, self._emit = group, emit
+        self._steps: deque[int] = deque(maxlen=_GATHERED_STEPS)
+        self._rows: deque[list[float]] = deque(maxlen=_GATHERED_STEPS)
+
+    def note(self, event: StepEvent) -> None:
+        waited = math.nan if event.core_wait_share is None else event.core_wait_share
+        self._steps.append(event.step)
+        self._rows.append([event.step_s, event.exposed_comm_s, event.input_stall_s, waited])
+
+    def gather(self) -> None:
+        """A collective: all ranks call it after the same step."""
+        if not self._rows:
+            return
+        rows = torch.tensor(list(self._rows), dtype=torch.float64, device=self._group.device)
+        steps = list(self._steps)
+        self._rows.clear()
+        self._steps.clear()
+        of_all = self._group.gather(rows)
+        if of_all is None:
+            return
+        for number, step in enumerate(steps):
+            step_s, exposed_s, stall_s, waited = (
+                of_all[:, number, column].tolist() for column in range(4)
+            )
+            self._emit(
+                RanksEvent(
+                    step=step,
+                    ranks=len(step_s),
+                    step_s=_spread(step_s),
+                    exposed_comm_s=_exposed(exposed_s),
+                    input_stall_s=_spread(stall_s),
+                    core_wait_share=_spread([w for w in waited if not math.isnan(w)]),
+                )
+            )
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    """`rank` is that of the largest value."""
+    if not values:
+        return {}
+    largest = max(values)
+    return {
+        "min": min(values), "median": median(values), "max": largest, "rank": values.index(largest),
+    }  # fmt: skip
+
+
+def _exposed(waits: list[float]) -> dict[str, float]:
+    """`rank` waited least, so it was the last to arrive; `others`: the median of all but that one."""
+    least = min(waits)
+    last = waits.index(least)
+    others = [wait for rank, wait in enumerate(waits) if rank != last]
+    return {**_spread(waits), "rank": last, "others": median(others or waits)}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
-from paceline.core.signal_context import SignalContext
+from paceline.core.host import SignalContext
 
 # Field of the exchange's signals for each stop request. If ranks received different signals, the
 # first in this order counts.

@@ -1,14 +1,18 @@
-"""The weights of a run in full precision: masters, those of a checkpoint, export files, fingerprints.
+"""The weights of a run in full precision: masters, those of a checkpoint, export files, fingerprints, and
+averages over steps for evaluation and export.
 
 The model computes in half precision while the optimizer holds fp32 masters; checkpoints, export and
-comparisons use the masters.
+comparisons use the masters. Averages are a running one, and the one of schedule-free training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim.base import MasterOptimizer
-from paceline.train.batch_norm import pool
+from paceline.train.batch_norm import BatchNormState, pool
 from paceline.train.checkpoint import Checkpoint, write_atomically
+from paceline.train.machine import explain_out_of_memory
 
 
 def master_weights(
@@ -138,3 +144,200 @@ def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
         flat = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(flat.numpy().tobytes())
     return digest.hexdigest()
+
+
+_REMEDY = "use run.average_epochs=0, or free the device"
+
+
+class WeightAverage:
+    """Running average in fp32 of masters and batch-norm statistics over the last steps.
+
+    Evaluation and export use it in place of the last step's weights; training never does. It is the
+    plain mean, without the initial weights, until `steps` steps are done; after that the weight of a
+    step decays exponentially with its age. `weights` are in the optimizer's order, `statistics` are
+    this rank's own.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: MasterOptimizer, batch_norm: BatchNormState, steps: float
+    ) -> None:
+        self.steps = steps
+        self._model = model
+        self._optimizer = optimizer
+        self._batch_norm = batch_norm
+        self._parameters = optimizer.parameters()
+        self.weights = [m.detach().float().clone() for m in optimizer.masters()]
+        self.statistics = batch_norm.kept.clone()
+        # Number of steps in the average. On the device, because a flag there decides whether a step
+        # counts.
+        self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
+
+    def set_rate(self, rate: float) -> None:
+        """The rate of the next step, which `ScheduleFree` needs."""
+
+    def add(self, discard: Tensor) -> None:
+        """Adds the current step unless the flag on the device is set."""
+        counts = 1 - discard.double()
+        share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
+        self._approach([m.detach().float() for m in self._optimizer.masters()], share)
+        self._count.add_(counts)
+
+    def _approach(self, weights: list[Tensor], share: Tensor) -> None:
+        """Moves the average towards `weights` and the current statistics by `share` of the way."""
+        places = [*self.weights, self.statistics]
+        apart = torch._foreach_sub([*weights, self._batch_norm.kept], places)
+        torch._foreach_mul_(apart, share)
+        torch._foreach_add_(places, apart)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside the context the model computes with the average."""
+        with torch.no_grad():
+            with explain_out_of_memory(
+                "while loading the averaged weights into the model", _REMEDY
+            ):
+                own = [p.clone() for p in self._parameters]
+                statistics = self._batch_norm.kept.clone()
+            torch._foreach_copy_(self._parameters, self.weights)
+            self._batch_norm.kept.copy_(self.statistics)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, own)
+                self._batch_norm.kept.copy_(statistics)
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The model's state dict with the average in place of its weights."""
+        return full_state(self._model, self._optimizer, self.weights)
+
+    def named(self) -> dict[str, Tensor]:
+        """The average of each parameter by name, as in `master_weights`."""
+        return master_weights(self._model, self._optimizer, self.weights)
+
+    def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
+        """State for the checkpoint, on rank 0. A collective; `average` as in `gather_rows`."""
+        rows = self._batch_norm.gather(self.statistics, group, average=average)
+        return {} if rows is None else self._captured(rows)
+
+    def capture_alone(self) -> dict[str, Any]:
+        """State for a checkpoint of this rank alone."""
+        return self._captured(self.statistics.detach().cpu()[None].clone())
+
+    def _captured(self, rows: Tensor) -> dict[str, Any]:
+        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        state = self.full_state()
+        return {
+            "count": float(self._count),
+            "weights": {name: state[name] for name in state if name in names},
+            "rows": rows,
+        }
+
+    def restore(self, saved: dict[str, Any], group: Group) -> None:
+        """Restores captured state. Without any, the average starts with the current weights."""
+        if not saved:
+            self._count.zero_()
+            for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
+                place.copy_(master)
+            self.statistics.copy_(self._batch_norm.kept)
+            return
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        for place, parameter in zip(self.weights, self._parameters, strict=True):
+            place.copy_(saved["weights"][names[id(parameter)]])
+        self.statistics.copy_(self._batch_norm.own_rows(saved["rows"], group))
+        self._count.fill_(saved["count"])
+
+    def describe(self, steps_per_epoch: float) -> str:
+        epochs = self.steps / steps_per_epoch
+        return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
+
+
+class ScheduleFree(WeightAverage):
+    """Schedule-free training (Defazio et al. 2024) around any optimizer's step Δ.
+
+    Gradients are taken at y = z + β·(x − z); z ← z + Δ(y); x ← x + c·(z − x) with c = r² / Σ r², r being
+    the rates so far. x takes the place of the average: evaluation and export use it, and no rate has to
+    fall. Masters hold y, `weights` x and `base` z. A skipped step leaves all three as they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: MasterOptimizer, batch_norm: BatchNormState, beta: float
+    ) -> None:
+        super().__init__(model, optimizer, batch_norm, math.inf)
+        self._beta = beta
+        self.base = [weight.clone() for weight in self.weights]
+        self._rate = torch.zeros((), dtype=torch.float64, device=self._count.device)
+
+    def set_rate(self, rate: float) -> None:
+        self._rate.fill_(rate)
+
+    def add(self, discard: Tensor) -> None:
+        """Turns the optimizer's step from y into the three updates. `_count` is the sum of r²."""
+        masters = [m.detach() for m in self._optimizer.masters()]
+        squared = (1 - discard.double()) * self._rate.square()
+        share = (squared / (self._count + squared).clamp(min=1e-300)).float()
+        moves = torch._foreach_sub([m.float() for m in masters], self._evaluated())
+        torch._foreach_add_(self.base, moves)
+        self._approach(self.base, share)
+        self._count.add_(squared)
+        torch._foreach_copy_(masters, self._evaluated())
+        halves = [
+            (p.detach(), m)
+            for p, m in zip(self._parameters, masters, strict=True)
+            if p.data_ptr() != m.data_ptr()
+        ]
+        if halves:
+            torch._foreach_copy_([p for p, _ in halves], [m for _, m in halves])
+
+    def _evaluated(self) -> list[Tensor]:
+        """y; a function of x and z alone, so that a skipped step finds the masters' own bits."""
+        return list(torch._foreach_lerp(self.base, self.weights, self._beta))
+
+    def _captured(self, rows: Tensor) -> dict[str, Any]:
+        return super()._captured(rows) | {"base": list(self.base)}
+
+    def restore(self, saved: dict[str, Any], group: Group) -> None:
+        super().restore(saved, group)
+        base = saved.get("base")
+        if not saved:
+            base = self.weights
+        elif base is None:
+            raise CheckpointError(
+                "the checkpoint was written without optim.schedule_free",
+                "resume with the checkpoint's settings, or start a new run with --pretrained",
+            )
+        torch._foreach_copy_(self.base, [weight.to(self._count.device) for weight in base])
+
+    def describe(self, steps_per_epoch: float) -> str:
+        return f"schedule-free, gradients {self._beta:g} of the way to the average"
+
+
+def create_average(
+    epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: MasterOptimizer,
+    batch_norm: BatchNormState, schedule_free: float = 0.0,
+) -> WeightAverage | None:  # fmt: skip
+    """None if `run.average_epochs` and `optim.schedule_free` are 0."""
+    if schedule_free:
+        if epochs:
+            raise ConfigError(
+                "run.average_epochs", epochs, "schedule-free training has an average of its own",
+                "use 0 with optim.schedule_free",
+            )  # fmt: skip
+        with explain_out_of_memory("while copying the weights for their average", _REMEDY):
+            return ScheduleFree(model, optimizer, batch_norm, schedule_free)
+    if epochs == 0:
+        return None
+    steps = epochs * steps_per_epoch
+    if steps < 2:
+        raise ConfigError(
+            "run.average_epochs", epochs,
+            f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
+            f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
+        )  # fmt: skip
+    with explain_out_of_memory("while copying the weights for their average", _REMEDY):
+        return WeightAverage(model, optimizer, batch_norm, steps)
+
+
+def applied(average: WeightAverage | None) -> Context[None]:
+    """`average.applied()`, or a context that does nothing."""
+    return nullcontext() if average is None else average.applied()

@@ -33,9 +33,9 @@ from paceline.data import (
 )
 from paceline.data.augment import FitTransform
 from paceline.data.chunk import Chunk, CorruptLog
-from paceline.data.decode import region as module
+from paceline.data.decode import decoder as module
+from paceline.data.decode.decoder import BulkRead, RegionDecoder
 from paceline.data.decode.library import Pieces, RegionLibrary
-from paceline.data.decode.region import BulkRead, RegionDecoder
 from paceline.data.prefetch import Progress
 from paceline.data.sources import shards as shards_module
 from paceline.data.sources import storage

@@ -45,7 +45,7 @@ from paceline.bench.cluster.network import (
     owner_is_gone,
 )
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.signal_context import SignalContext
+from paceline.core.host import SignalContext
 
 # Signals are handled only where the handler is Python's default: other handlers stay in charge.
 _REPLACED = (signal.SIG_DFL, signal.default_int_handler)

@@ -28,8 +28,7 @@ from paceline.core.host import few_connections
 from paceline.data.augment import SquareTransform, extra_draws
 from paceline.data.batch import Batch, kept_rows
 from paceline.data.chunk import Chunk
-from paceline.data.decode.decoder import BatchInProgress, Decoder, PillowDecoder
-from paceline.data.decode.region import BulkRead
+from paceline.data.decode.decoder import BatchInProgress, BulkRead, Decoder, PillowDecoder
 from paceline.data.device.nvjpeg import Decoded, DeviceImage, JpegFile, jpeg_file
 from paceline.data.device.nvjpeg_library import CHUNK
 from paceline.data.device.streams import drained_stream, finish, mark_stream

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from paceline.core.errors import ConfigError, RunError
+from paceline.core.untrusted import one_line
 from paceline.data.decode.library import StoredFiles
 from paceline.data.device.nvjpeg_library import (
     NvJpegError,
@@ -194,7 +195,7 @@ class NvJpeg:
             self._library = library or load_nvjpeg(torch.version.cuda or "")
         except OSError as error:
             raise ConfigError(
-                "data.decoder", "nvjpeg", f"nvJPEG cannot be loaded ({_one_line(error)[:120]})",
+                "data.decoder", "nvjpeg", f"nvJPEG cannot be loaded ({one_line(str(error))[:120]})",
                 f"pip install nvidia-nvjpeg (CUDA 12: nvidia-nvjpeg-cu12), {_INSTEAD}",
             ) from None  # fmt: skip
         try:
@@ -333,7 +334,3 @@ def sound_jpeg() -> JpegFile:
     found = jpeg_file(stream.getvalue())
     assert found is not None
     return found
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

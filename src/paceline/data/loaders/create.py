@@ -15,9 +15,8 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.host import ask_for_connections
 from paceline.data.augment import EvalTransform, SquareTransform, TrainTransform, extra_draws
-from paceline.data.decode.decoder import Decoder, PillowDecoder
+from paceline.data.decode.decoder import Decoder, PillowDecoder, RegionDecoder
 from paceline.data.decode.library import RegionUnavailableError, region_library
-from paceline.data.decode.region import RegionDecoder
 from paceline.data.device.gpu_decoder import GpuDecoder, check_settings, check_source
 from paceline.data.device.nvjpeg import NvJpeg
 from paceline.data.device.resident import (

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
@@ -47,13 +46,7 @@ class _Loader(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
+    def __exit__(self, *details: object) -> None: ...
 
 
 class TrainBatches(_Loader, Protocol):

@@ -20,13 +20,18 @@ from paceline.data.chunk import CorruptSample
 from paceline.data.image import CorruptImage, ImageFacts, decode, image_facts
 from paceline.data.order import PACK_STREAM, Int64, hash64
 from paceline.data.pack.manifest import PackedShard, PackManifest
+from paceline.data.pack.pack import file_digest
 from paceline.data.pack.splits import all_shards, open_splits
-from paceline.data.pack.writer import file_digest
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source
-from paceline.data.sources.index_store import UnfitIndexError, index_path, read_index
 from paceline.data.sources.storage import ShardStamp, unreadable, write_file
-from paceline.data.sources.tar_index import ShardIndex, scan_shard
+from paceline.data.sources.tar_index import (
+    ShardIndex,
+    UnfitIndexError,
+    index_path,
+    read_index,
+    scan_shard,
+)
 
 # What is being done, how much of it is done, and how much there is to do.
 OnProgress = Callable[[str, int, int], None]

@@ -1,20 +1,31 @@
 """Opens the splits of a data set: for training behind checks and a cache, for `pack` and `inspect`
-as they are."""
+as they are; `OpenedFiles`: what that found out about the files, for the other processes of a host.
+
+Opening looks at every shard, or lists every folder, which on a shared file system costs more than all
+else of it. So one process of a host opens the data set, writes what it found to a file in the host's
+memory, and the others make their sources of that, without a look at the data set.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.data.image import CorruptImage, image_facts
 from paceline.data.pack.manifest import check_packed
 from paceline.data.settings import DataSettings
-from paceline.data.sources.base import Source, Split, checked_source
+from paceline.data.sources.base import FileFacts, Source, Split, checked_source, split_source
 from paceline.data.sources.cache import CachedSource, cached
+from paceline.data.sources.folders import ImageFiles
+from paceline.data.sources.imagenet_tars import TarredImages
 from paceline.data.sources.labels import read_classes
 from paceline.data.sources.layouts import (
     has_validation,
@@ -23,9 +34,8 @@ from paceline.data.sources.layouts import (
     open_layout,
     shard_paths,
 )
-from paceline.data.sources.opened_files import OpenedFiles
 from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
-from paceline.data.sources.subset import split_source
+from paceline.data.sources.storage import Retry
 
 SPLITS: tuple[Split, ...] = ("train", "val")
 _LOOKS = 8
@@ -191,3 +201,94 @@ def all_shards(directory: str) -> list[Path]:
         for path in root.iterdir()
         if path.name.endswith(SHARD_SUFFIXES) and not path.name.startswith((".", "ILSVRC"))
     )
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+_KINDS: dict[str, type[TarShards | ImageFiles | TarredImages]] = {
+    "shards": TarShards, "files": ImageFiles, "tars": TarredImages,
+}  # fmt: skip
+
+
+class OpenedFiles:
+    """Of the splits of one data set. Kinds of storage of a few files have no facts to share, and every
+    process opens them."""
+
+    def __init__(self, settings: DataSettings) -> None:
+        self._settings = settings
+        self._splits: dict[str, FileFacts] = {}
+
+    def add(self, split: Split, source: Source) -> None:
+        """Remembers what `source` knows about its files."""
+        facts = source.file_facts()
+        if facts is not None:
+            self._splits[split] = facts
+
+    def source(self, split: Split) -> Source | None:
+        """Made without a look at the files; None for a split of which nothing is known."""
+        facts = self._splits.get(split)
+        if facts is None:
+            return None
+        return _KINDS[facts.kind].from_facts(facts, Retry(self._settings.read_retries))
+
+    def write(self) -> Path | None:
+        """To a file that the processes of this host share and that the caller removes; None where there
+        is nothing to share, or no place for it."""
+        if not self._splits:
+            return None
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
+        arrays = {
+            f"{split}/{name}": np.ascontiguousarray(array)
+            for split, facts in self._splits.items()
+            for name, array in facts.arrays.items()
+        }
+        about = {split: [facts.kind, facts.about] for split, facts in self._splits.items()}
+        metadata = {"settings": _text(self._settings), "splits": json.dumps(about)}
+        path: Path | None = None
+        try:
+            path = _new_file()
+            save_file(arrays, path, metadata=metadata)
+        except (OSError, SafetensorError):
+            # No memory left: every process opens the data set by itself.
+            if path is not None:
+                path.unlink(missing_ok=True)
+            return None
+        return path
+
+    @classmethod
+    def read(cls, path: Path, settings: DataSettings) -> OpenedFiles | None:
+        """None where this process does not see the file, or has another data set than its writer."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("settings") != _text(settings):
+                    return None
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError:
+            return None
+        except SafetensorError as error:
+            raise DataError(f"{path}: damaged ({error})", "free memory in /dev/shm") from None
+        found = cls(settings)
+        for split, (kind, about) in json.loads(metadata["splits"]).items():
+            own = {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith(f"{split}/")}
+            found._splits[split] = FileFacts(kind, own, about)
+        return found
+
+
+def _new_file() -> Path:
+    """In memory, where the host has such a file system, readable by this user alone."""
+    for directory in (_SHARED_MEMORY, None):
+        if directory is None or os.access(directory, os.W_OK):
+            descriptor, name = tempfile.mkstemp(".opened", "paceline-", directory)
+            os.close(descriptor)
+            return Path(name)
+    raise AssertionError("the last directory is always tried")
+
+
+def _text(settings: DataSettings) -> str:
+    """By which a process recognizes its own data set: nodes may have paths of their own."""
+    named: Mapping[str, Any] = {**asdict(settings), "dir": str(Path(settings.dir).absolute())}
+    return json.dumps(named, default=str, sort_keys=True)

@@ -20,10 +20,9 @@ import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.data.sources.base import Extent, FileFacts, Source
-from paceline.data.sources.index_store import IndexStore
 from paceline.data.sources.labels import CLASSES_FILE, numbered_classes
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
-from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
+from paceline.data.sources.tar_index import IndexStore, NameTable, ShardIndex, scan_shard
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 # A process may usually hold 1024 descriptors; shards beyond these are opened for each read.
