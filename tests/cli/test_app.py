@@ -89,6 +89,21 @@ print(json.dumps(found))
 """
 
 
+def test_a_training_imports_neither_the_compiler_nor_triton(tmp_path: Path) -> None:
+    """Importing torch.compile's engine takes as long as torch itself."""
+    flags = small("--epochs", "1", "--output", "run")
+    code = (
+        f"import sys; sys.argv = ['paceline', *{flags!r}]\n"
+        "from paceline.cli.app import run_command\n"
+        "code = run_command()\n"
+        "found = {'torch._dynamo', 'torch._inductor', 'sympy', 'triton'} & set(sys.modules)\n"
+        "sys.exit(code or ', '.join(sorted(found)) or 0)"
+    )
+    done = python(code, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "run/summary.json").is_file()
+
+
 def test_without_torch_pillow_and_safetensors(tmp_path: Path) -> None:
     """`plan`, `report` and `compare` run, `doctor` reports them as missing, `--help` helps."""
     write_ablation(tmp_path / "runs")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import DataError
-from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
+from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard, tar_members
 
 PATH = Path("data/train-0007.tar")
 
@@ -212,6 +212,28 @@ def test_the_first_lonely_sample_is_named() -> None:
 def with_checksum(header: bytes) -> bytes:
     total = sum(header[:148]) + 8 * 32 + sum(header[156:])
     return header[:148] + b"%06o\0 " % total + header[156:]
+
+
+@pytest.mark.parametrize(
+    ("at", "field"),
+    [
+        (124, b"000000000005"),  # no byte left for an end
+        (124, b"5\0          "),
+        (124, b"          5\0"),
+        (124, tarfile.itn(5, 12, tarfile.GNU_FORMAT)),
+        (124, b"\x80" + bytes(10) + b"\5"),  # as GNU writes sizes that octal digits cannot hold
+        (156, tarfile.AREGTYPE),
+        (345, b"folder\0"),
+        (0, b"\xc3\xbc.jpg\0"),
+    ],
+)
+def test_headers_are_read_as_by_tarfile(at: int, field: bytes) -> None:
+    whole = archive(("a.jpg", b"12345"), ("a.cls", b"1"))
+    content = with_checksum(whole[:at] + field + whole[at + len(field) : 512]) + whole[512:]
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        theirs = [(member.name, member.size, member.offset_data) for member in tar]
+    ours = [(m.name, m.size, m.offset_data) for m in tar_members(PATH, io.BytesIO(content))]
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("size", [-512, -1024, -1])

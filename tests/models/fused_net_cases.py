@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from paceline.models.alexnet import NORM_NAMES, AlexNet
+from paceline.models.fused import as_map
 from paceline.models.resnet import (
     BasicBlock,
     Bottleneck,
+    FastResNet,
     ResNet,
     SmallResNet,
     fuse_norms,
@@ -29,6 +31,10 @@ def small() -> nn.Module:
 
 def pooled() -> nn.Module:
     return ResNet(BasicBlock, (1, 1, 1, 1), num_classes=5, zero_init_gamma=False)
+
+
+def fast() -> nn.Module:
+    return FastResNet(num_classes=5, channels=(4, 8, 12, 16), zero_init_gamma=False)
 
 
 class Bottlenecks(nn.Module):
@@ -76,7 +82,9 @@ def away(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize(("make", "size"), [(small, 12), (pooled, 33), (Bottlenecks, 10)])
+@pytest.mark.parametrize(
+    ("make", "size"), [(small, 12), (pooled, 33), (fast, 20), (Bottlenecks, 10)]
+)
 def test_a_fused_net_learns_what_a_plain_one_learns(
     make: Callable[[], nn.Module], size: int
 ) -> None:
@@ -101,6 +109,14 @@ def test_evaluation_uses_torchs_operators() -> None:
     fused, plain = (prepared(small, on)[0].eval() for on in (True, False))
     x = images(16)
     assert torch.equal(fused(x), plain(x))
+
+
+def test_a_fast_net_takes_images_with_an_empty_channel() -> None:
+    model, _ = prepared(fast, fused=True)
+    x = images(16)
+    plain, _ = run(model, x)
+    padded, _ = run(model, as_map(F.pad(x, (0, 0, 0, 0, 0, 1))))
+    assert away(padded, plain.double()) < 1e-4
 
 
 def test_images_with_an_empty_channel_give_the_same() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from full_products import full_products
 from models.norm_reference import Wanted, as_map, norm_for, ours, random_map
-from paceline.models.resnet import BasicBlock, ResNet, SmallResNet, fuse_norms
+from paceline.models.resnet import BasicBlock, FastResNet, ResNet, SmallResNet, fuse_norms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,6 +96,8 @@ def made(stem: str) -> nn.Module:
     torch.manual_seed(0)
     if stem == "tiny":
         return SmallResNet(num_classes=10, in_channels=3, zero_init_gamma=False)
+    if stem == "fast":
+        return FastResNet(num_classes=10, zero_init_gamma=False)
     return ResNet(BasicBlock, (1, 1, 1, 1), num_classes=10, stem=stem, zero_init_gamma=False)
 
 
@@ -111,7 +113,9 @@ def away(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm())
 
 
-@pytest.mark.parametrize(("stem", "size"), [("tiny", 32), ("small", 32), ("imagenet", 96)])
+@pytest.mark.parametrize(
+    ("stem", "size"), [("tiny", 32), ("fast", 32), ("small", 32), ("imagenet", 96)]
+)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 def test_a_fused_net_has_the_gradients_of_a_plain_one(stem: str, size: int, half: bool) -> None:
     """About as far from those in float64 as torch's own operators."""

@@ -17,7 +17,7 @@ import paceline.models
 from paceline.core.errors import ConfigError
 from paceline.models import MODEL_NAMES, AlexNet, ModelSettings, SmallResNet, alexnet, create_model
 from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet2012, LocalResponseNorm
-from paceline.models.resnet import RESNET_LAYOUTS, BasicBlock, Bottleneck, ResNet
+from paceline.models.resnet import RESNET_LAYOUTS, BasicBlock, Bottleneck, FastResNet, ResNet
 
 PARAMETERS = {
     "resnet18": 11_689_512,
@@ -26,6 +26,7 @@ PARAMETERS = {
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
     "resnet_tiny": 727_288,
+    "resnet_fast": 3_450_120,
     "alexnet": 61_100_840,
     "alexnet2012": 60_965_224,
     "alexnet_bn": 61_103_656,
@@ -58,6 +59,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         ("stem", {"stem": "smal"}),
         ("stem", {"name": "alexnet", "stem": "small"}),
         ("stem", {"name": "resnet_tiny", "stem": "imagenet"}),
+        ("stem", {"name": "resnet_fast", "stem": "imagenet"}),
         ("dropout", {"dropout": 1.0}),
         ("dropout", {"dropout": -0.1}),
         ("dropout", {"dropout": math.nan}),
@@ -103,7 +105,7 @@ def test_the_stem_setting(stem: str, image_size: int, kernel: int) -> None:
     assert model.conv1.weight.shape == (64, 1, kernel, kernel)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet_tiny"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet_tiny", "resnet_fast"])
 @pytest.mark.parametrize("zero", [True, False])
 def test_the_gamma_setting_affects_the_last_norm_of_each_branch(name: str, zero: bool) -> None:
     settings = ModelSettings(name=name, zero_init_gamma=zero)
@@ -223,6 +225,26 @@ def test_the_small_resnet() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.2, "it learns to distinguish two patterns"
+
+
+def test_the_fast_resnet() -> None:
+    """Each stage halves the maps; the largest value of each last map counts, and logits are scaled."""
+    torch.manual_seed(0)
+    model = FastResNet(num_classes=4, channels=(4, 8, 8, 16), zero_init_gamma=False)
+    seen: dict[str, tuple[int, ...]] = {}
+    inputs = []
+    for name in ("layer1", "layer2", "layer3"):
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda _m, _i, out, at=name: seen.update({at: out.shape}))
+    model.fc.register_forward_hook(lambda _m, given, out: inputs.extend((*given, out)))
+    logits = model(torch.randn(3, 3, 32, 32))
+    assert seen == {"layer1": (3, 8, 16, 16), "layer2": (3, 8, 8, 8), "layer3": (3, 16, 4, 4)}
+    assert inputs[0].shape == (3, 16)
+    torch.testing.assert_close(logits, inputs[1] / 8)
+    logits.logsumexp(1).sum().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+    with pytest.raises(RuntimeError, match="channels"):
+        model(torch.zeros(2, 4, 32, 32))
 
 
 # --- AlexNets ----------------------------------------------------------------------------------

@@ -146,7 +146,17 @@ def test_measured_systems_of_many_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet", "alexnet_bn"]
+    "name",
+    [
+        "resnet18",
+        "resnet34",
+        "resnet50",
+        "resnet101",
+        "resnet152",
+        "resnet_fast",
+        "alexnet",
+        "alexnet_bn",
+    ],
 )
 def test_the_tensors_are_the_models_own(name: str) -> None:
     """Names, sizes and which stay fp32, as in training; the order is that of the forward pass."""
@@ -168,6 +178,8 @@ def test_the_products_of_known_networks() -> None:
     """Published: 4.1 and 0.71 billion multiply-adds."""
     assert network("resnet50").flops == pytest.approx(2 * 4.1e9, rel=0.02)
     assert network("alexnet").flops == pytest.approx(2 * 0.71e9, rel=0.02)
+    by_hand = 27 * 32 * 1024 + 9 * 64 * (32 * 1024 + 64 * 512 + 256 * 256) + 9 * 256 * 256 * 224
+    assert network("resnet_fast", 32, 10).flops == pytest.approx(2 * by_hand, rel=0.03)
 
 
 @pytest.mark.parametrize(

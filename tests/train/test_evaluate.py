@@ -62,6 +62,27 @@ def test_counts_are_exact_on_any_number_of_ranks() -> None:
             assert loss == pytest.approx(found.loss, rel=1e-6)
 
 
+def test_a_mirror_image_counts_as_much_as_the_image() -> None:
+    """The reader looks at the left half of an image: alone it sees one of the two patterns only."""
+
+    class LeftHalf(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return images[:, 0, 0, :2] * torch.tensor([1.0, 3.0])
+
+    image = torch.tensor([4, 1, 2, 0], dtype=torch.uint8).view(1, 1, 4, 1)
+    given = [Batch(image, torch.tensor([1]))]
+    found = {}
+    for flip in (False, True):
+        result = evaluate(LeftHalf(), given, NORMALIZE, FULL, alone(), StopSignals(), flip=flip)
+        assert isinstance(result, EvalResult)
+        found[flip] = result
+    # Logits 4 and 3 of the image, 0 and 6 of its mirror image; bytes become shares of 255.
+    assert (found[False].top1, found[True].top1) == (0.0, 100.0)
+    logits = torch.tensor([[4.0 + 0.0, 3.0 + 6.0]]) / 255 / 2
+    loss = nn.functional.cross_entropy(logits, torch.tensor([1]))
+    assert found[True].loss == pytest.approx(loss.item(), rel=1e-5)
+
+
 def _stopped(rank: int) -> str:
     stop = StopSignals()
     if rank == 1:

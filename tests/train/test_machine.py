@@ -92,6 +92,13 @@ def test_other_errors_are_not_changed() -> None:
     assert caught.value is other
 
 
+def test_a_micro_batch_is_seeded_as_by_manual_seed() -> None:
+    torch.manual_seed(derive_seed(7, 3, 1))
+    wanted = torch.rand(3)
+    seed_micro_batch(7, 3, 1)
+    assert torch.equal(torch.rand(3), wanted)
+
+
 def test_seeds_depend_on_every_part_and_nothing_else() -> None:
     seeds = {derive_seed(a, b, c) for a in range(8) for b in range(8) for c in range(8)}
     assert len(seeds) == 512

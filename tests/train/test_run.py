@@ -52,7 +52,7 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     promised = {
         "top1", "top5", "images_per_s", "epochs", "steps", "world_size", "global_batch_size",
-        "train_s", "versions", "hardware",
+        "train_s", "steps_s", "versions", "hardware",
     }  # fmt: skip
     assert promised <= set(summary)
     assert summary["steps"] == 7  # 2 · 56 samples in batches of 16
@@ -61,7 +61,10 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     assert outcome.report == tmp_path / "run/report.html"
     assert "<svg" in outcome.report.read_text()
     events = list(read_events(tmp_path / "run/metrics.jsonl"))
-    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 8))
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 8))
+    assert summary["steps_s"] == pytest.approx(sum(event["step_s"] for event in steps))
+    assert summary["steps_s"] < summary["train_s"], "which has evaluations and saves too"
     # Batches of 16 cross the end of epoch 1 (56 samples) in step 4.
     assert [event["step"] for event in events if event["event"] == "eval"] == [4, 7]
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())

@@ -230,6 +230,7 @@ NOTES = {
     "resnet101": "ResNet v1.5",
     "resnet152": "ResNet v1.5",
     "resnet_tiny": "for 28 or 32 pixels; parameters for 10 classes in grayscale",
+    "resnet_fast": "for 32 pixels, seconds on a GPU; parameters for 10 classes",
     "alexnet": "torchvision's AlexNet",
     "alexnet2012": "the original: two groups, local response normalization",
     "alexnet_bn": "with batch norm, for large batches",
@@ -283,9 +284,9 @@ def count_parameters(name: str) -> int:
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
 
-    shape = (10, 1) if name == "resnet_tiny" else (1000, 3)
+    classes, channels = {"resnet_tiny": (10, 1), "resnet_fast": (10, 3)}.get(name, (1000, 3))
     with torch.device("meta"):
-        model = create_model(ModelSettings(name=name), num_classes=shape[0], in_channels=shape[1])
+        model = create_model(ModelSettings(name=name), num_classes=classes, in_channels=channels)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -239,7 +240,7 @@ class BatchPlan:
     def total_samples(self) -> int:
         return self.samples * self.epochs
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
         step, position, batch = next(
             stage for stage in reversed(self._stages) if stage[1] < self.total_samples

@@ -75,6 +75,8 @@ class DataSettings:
     eval_resize: int | None = None
     """Short side of validation images before the center crop, in pixels; 0 resizes them directly to
     `image_size`; unset, `image_size` · 8 / 7 (256 for 224)."""
+    eval_flip: bool = False
+    """Evaluate each validation image and its mirror image, and average the logits of both."""
     val_split: float = 0.0
     """Share of the training images of each class that is used for validation, where the data has no
     validation set; 0 takes none."""

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from paceline.core.errors import ConfigError, nearest
 from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet, AlexNet2012
 from paceline.models.factories import create_foreign_model
-from paceline.models.resnet import RESNET_LAYOUTS, ResNet, SmallResNet
+from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResNet, SmallResNet
 from paceline.models.settings import (
     MODEL_NAMES,
     ModelSettings,
@@ -41,6 +41,10 @@ __all__ = [
 
 WEIGHT = "weight"
 BIAS_NORM = "bias_norm"
+_SMALL: dict[str, type[SmallResNet] | type[FastResNet]] = {
+    "resnet_tiny": SmallResNet,
+    "resnet_fast": FastResNet,
+}
 # `_NormBase` is the base of every BatchNorm, SyncBatchNorm and InstanceNorm.
 _NORM_TYPES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -85,8 +89,8 @@ def _create_own(
             stem=settings.stem_for(image_size),
             zero_init_gamma=settings.zero_init_gamma,
         )
-    if name == "resnet_tiny":
-        return SmallResNet(
+    if name in _SMALL:
+        return _SMALL[name](
             num_classes=num_classes,
             in_channels=in_channels,
             zero_init_gamma=settings.zero_init_gamma,

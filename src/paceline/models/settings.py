@@ -29,6 +29,7 @@ STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
     "resnet101": _RESNET_STEMS,
     "resnet152": _RESNET_STEMS,
     "resnet_tiny": ("small",),
+    "resnet_fast": ("small",),
     "alexnet": (),
     "alexnet2012": (),
     "alexnet_bn": (),
@@ -155,9 +156,9 @@ class ModelSettings:
     """Which network to train, and its initialization."""
 
     name: str = "resnet50"
-    """`resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152`, `resnet_tiny`, `alexnet`,
-    `alexnet2012`, `alexnet_bn`, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, or a name
-    that a package has registered."""
+    """`resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152`, `resnet_tiny`, `resnet_fast`,
+    `alexnet`, `alexnet2012`, `alexnet_bn`, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, or
+    a name that a package has registered."""
     arguments: str = ""
     """More keyword arguments for the factory of a model that is not ours, as a TOML table:
     `{drop_rate = 0.1}`."""

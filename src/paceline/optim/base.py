@@ -7,6 +7,7 @@ class alone.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,7 +36,16 @@ from paceline.optim.state import (
 BIAS_NORM = "bias_norm"
 
 
-class MasterOptimizer(Optimizer):
+class _PlainOptimizer(Optimizer):
+    """torch wraps these methods to keep its compiler away from them. The wrapper imports the compiler,
+    which takes about two seconds and which most runs do not use."""
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+
+
+class MasterOptimizer(_PlainOptimizer):
     """An optimizer with fp32 masters and switches on the device.
 
     `fused` is None (Triton on CUDA where it is installed), True or False; `path` is the resulting

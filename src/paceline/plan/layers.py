@@ -209,7 +209,27 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
     trace.spread(f"{name}.sum", 1.0)
 
 
-RESNETS: dict[str, Build] = {name: partial(_layers, name) for name in _DEPTHS}
+_FAST_CHANNELS = (32, 64, 256, 256)
+
+
+def _layers_fast(image_size: int, num_classes: int, _stem: str) -> list[Layer]:
+    trace = Tracer(3, image_size)
+    trace.conv("conv1", _FAST_CHANNELS[0], 3)
+    trace.norm("bn1")
+    for number, channels in enumerate(_FAST_CHANNELS[1:], 1):
+        trace.conv(f"layer{number}.0.conv", channels, 3)
+        trace.norm(f"layer{number}.0.bn", kept=False)
+        trace.pool(f"layer{number}.0.maxpool", 3, 2, 1)
+        _block(trace, f"layer{number}.1", channels, 1, wide=False)
+    trace.average("maximum")
+    trace.linear("fc", num_classes)
+    return trace.layers
+
+
+RESNETS: dict[str, Build] = {
+    **{name: partial(_layers, name) for name in _DEPTHS},
+    "resnet_fast": _layers_fast,
+}
 
 
 # Number in `features`, channels, kernel, stride, padding, and whether a pool follows.

@@ -43,7 +43,6 @@ from paceline.train.inputs import (
     requested_batch,
     resolve_batch_sizes,
 )
-from paceline.train.layer_count import count_trained
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.model_checks import (
@@ -245,8 +244,15 @@ def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Netw
     classes = config.model.num_classes or len(source.classes)
     return settings.network(
         name, pixels, classes, config.model.stem_for(pixels),
-        lambda: count_trained(model, name, pixels, config.data.channels),
+        lambda: _count_layers(model, name, pixels, config.data.channels),
     )  # fmt: skip
+
+
+def _count_layers(model: nn.Module, name: str, pixels: int, channels: int) -> Network:
+    # Here, because torch's counter of operations imports Triton.
+    from paceline.train.layer_count import count_trained
+
+    return count_trained(model, name, pixels, channels)
 
 
 def _cluster_clock(

@@ -52,7 +52,7 @@ from paceline.train.components import Components
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
-from paceline.train.machine import choose_device, out_of_memory
+from paceline.train.machine import choose_device, out_of_memory, run_eagerly
 from paceline.train.model_checks import find_logits, forward_error, make_model
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
@@ -84,13 +84,15 @@ def evaluate(
     classes: int | None = None,
     loss_function: TrainingLoss | None = None,
     details: EvalDetails | None = None,
+    flip: bool = False,
 ) -> EvalResult | signal.Signals:
     """Evaluates a model that holds the averaged batch-norm statistics.
 
     Without a `loss_function` the reported loss is cross-entropy.
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
     they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
-    outputs of a model that has several. `details` collects what was wrong.
+    outputs of a model that has several. `details` collects what was wrong. `flip`: the logits of an
+    image are the mean of its own and those of its mirror image.
     """
     started = time.perf_counter()
     loss_function = loss_function or CrossEntropy()
@@ -104,8 +106,12 @@ def evaluate(
                 if stop.received is not None or group.stop_announced():
                     break
                 sums.batch_size = len(batch)
-                found = _outputs(model, normalize(batch.images, group.device))
+                images = normalize(batch.images, group.device)
+                found = _outputs(model, images)
                 outputs = find_logits(found, classes).float()
+                if flip:
+                    mirrored = _outputs(model, images.flip(3))
+                    outputs = (outputs + find_logits(mirrored, classes).float()) / 2
                 labels = batch.labels.to(group.device, non_blocking=True)
                 loss = loss_function.evaluated(found if all_outputs else outputs, labels)
                 sums.add(outputs, labels, loss, batch.corrupt)
@@ -181,7 +187,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         # Eager, because blocks compiled for training would be compiled again.
-        with no_gradients, torch.compiler.set_stance("force_eager"):
+        with no_gradients, run_eagerly():
             yield
     finally:
         for module, training in modes:
@@ -260,7 +266,7 @@ def evaluate_file(
             loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
             result = evaluate(
                 model, loader, normalize, policy, group, stop, corrupt_limit=limit,
-                classes=classes, loss_function=loss,
+                classes=classes, loss_function=loss, flip=config.data.eval_flip,
             )  # fmt: skip
         if config.run.loss not in LOSSES and group.rank == 0:
             # It is code of whoever wrote the file.

@@ -32,7 +32,7 @@ from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.fast_path import FastPath
 from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient
-from paceline.train.machine import explain_out_of_memory
+from paceline.train.machine import explain_out_of_memory, run_eagerly
 from paceline.train.micro_step import step_error
 from paceline.train.model_checks import restored_buffers
 from paceline.train.run_state import PinnedPlan
@@ -337,7 +337,7 @@ class DryBackward:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.policy.compute():
+            with torch.no_grad(), run_eagerly(), self.policy.compute():
                 outputs = model(self.normalize(zeros, self.policy.device))
                 self.loss.evaluated(outputs, self._labels(len(zeros)))
         except RunError:

@@ -256,7 +256,7 @@ class TrainingLoop:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop,
                 corrupt_limit=limit, classes=classes, loss_function=t.step.micro.loss_function,
-                details=details,
+                details=details, flip=t.config.data.eval_flip,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy
@@ -149,8 +149,22 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds torch's generators for micro-batch `number` of `step`. Dropout then depends neither on
     the rank that computes the micro-batch nor on earlier steps: resumed runs, and runs on another
     number of ranks, draw the same numbers."""
-    torch.manual_seed(derive_seed(seed, step, number))
+    key = derive_seed(seed, step, number)
+    # As `torch.manual_seed`, which also formats a stack trace for each kind of device that is not in
+    # use: a millisecond in every step.
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)
 
 
 def seed_initial_weights(seed: int) -> None:
     torch.manual_seed(derive_seed(seed, "weights"))
+
+
+def run_eagerly() -> AbstractContextManager[None]:
+    """Inside, compiled modules run as they are written. Without the compiler in memory there are none,
+    and importing it would take seconds."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance

@@ -24,7 +24,7 @@ from paceline.data import Normalizer
 from paceline.models.product_choice import choices
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
-from paceline.train.machine import out_of_memory
+from paceline.train.machine import out_of_memory, run_eagerly
 
 # The first calls run the function itself: they compile kernels and choose algorithms, which a capture
 # cannot do.
@@ -212,7 +212,7 @@ class MicroStep:
             self.drop_graphs()
         if not usual:
             # Not compiled: that takes a minute for a size that comes once, such as the run's last.
-            with torch.compiler.set_stance("force_eager"):
+            with run_eagerly():
                 self._compute(sends, *_moved(inputs, device))
             return
         if not self._graphs or (sends and not self._exchange.transport.capturable):

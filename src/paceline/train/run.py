@@ -326,6 +326,7 @@ def _summary(
         "state_bytes_per_parameter": training.step.state_bytes_per_parameter(),
         "exchange_bytes_per_step": training.step.exchange_bytes(),
         "train_s": progress.train_s,
+        "steps_s": progress.step_s,
         "target_top1": config.run.target_top1,
         "time_to_target_s": progress.time_to_target_s,
         "stopped_by": result.stopped_by,

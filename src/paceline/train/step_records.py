@@ -40,6 +40,7 @@ from paceline.core.host import HostLoad
 from paceline.models.resnet import fuse_norms
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.precision.policy import Policy
+from paceline.train.machine import run_eagerly
 from paceline.train.step import StepOutcome
 from paceline.train.training import Training
 
@@ -223,7 +224,7 @@ def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) ->
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(images, generator=generator).to(policy.device, policy.dtype)
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), policy.compute():
+        with torch.no_grad(), run_eagerly(), policy.compute():
             model(noise.contiguous(memory_format=torch.channels_last))
     finally:
         for handle in handles:

@@ -45,6 +45,7 @@ _BLOCK = tarfile.BLOCKSIZE
 # Two blocks of zeros end a tar, which is then filled up to a whole record: so much and no more.
 _MOST_AFTER_END = 2 * _BLOCK + tarfile.RECORDSIZE
 _REBUILD = "copy or build the shard anew"
+_OCTAL = frozenset(b"01234567")
 
 # What tarfile lets escape where a header is damaged; a header can also ask for all the memory.
 _DAMAGE = (
@@ -114,12 +115,39 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
     )
 
 
+class _Member(tarfile.TarInfo):
+    """Reads the header of a regular file with a short name without what nobody asks for (owner, mode,
+    time), in a third of tarfile's time; leaves all other headers to tarfile."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        name = bytes(buf[:100]).partition(b"\0")[0]
+        size, checksum = (bytes(buf[a:b]).rstrip(b"\0 ") for a, b in ((124, 136), (148, 156)))
+        plain = (
+            len(buf) == _BLOCK
+            and buf[156:157] in (tarfile.REGTYPE, tarfile.AREGTYPE)
+            and buf[345] == 0  # no first part of a long name
+            and name.isascii()
+            and not name.endswith(b"/")
+            and size
+            and _OCTAL.issuperset(size)
+            and checksum
+            and _OCTAL.issuperset(checksum)
+        )
+        # The bytes of the checksum itself count as spaces.
+        if plain and int(checksum, 8) == sum(buf) - sum(buf[148:156]) + 8 * 0x20:
+            member = cls(name.decode())
+            member.size = int(size, 8)
+            return member
+        return super().frombuf(buf, encoding, errors)
+
+
 def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """The regular files of the archive, which must be whole to its end marker. OSError: storage
     that fails for the moment."""
     end = 0
     try:
-        with tarfile.open(fileobj=content, mode="r:") as archive:
+        with tarfile.open(fileobj=content, mode="r:", tarinfo=_Member) as archive:
             while (member := archive.next()) is not None:
                 # tarfile keeps every member it met: gigabytes for a shard of millions.
                 archive.members = []  # type: ignore[attr-defined]
