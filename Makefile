@@ -69,11 +69,11 @@ types: $(VENV)/.installed-test
 contracts: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
-# Three at a time, since many wait more than they compute, but those that start real launchers, jobs of
-# many ranks or hosts: they want the cores for themselves.
+# Three at a time, since many wait more than they compute. Those that start real launchers, jobs of many
+# ranks or hosts come after them, file by file (tests/conftest.py).
 unit: $(VENV)/.installed-test $(VENV)/.system
 	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale --ignore tests/watch $(ARGS)
-	$(BIN)/python -m pytest -m 'not slow' tests/cluster tests/launch tests/chaos tests/scale $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadscope --no-loadscope-reorder tests/cluster tests/scale tests/launch tests/chaos $(ARGS)
 
 # A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
 cluster-test: $(VENV)/.installed-test

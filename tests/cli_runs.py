@@ -127,7 +127,7 @@ class CliProcess:
                 self.kill()
                 done = self.wait()
                 raise AssertionError(f"was not reached; code {done.code}\n{done.out}\n{done.err}")
-            time.sleep(0.002)
+            time.sleep(0.02)
 
     def kill(self) -> None:
         self.process.kill()
@@ -161,15 +161,26 @@ def started_ranks(
     master_port: int | None = None,
     job_id: str | None = None,
     cluster: EmulatedCluster | None = None,
+    per_host: Sequence[int] = (),
 ) -> Iterator[list[CliProcess]]:
     """One rank for each list of arguments, in the environment that a launcher sets.
 
     The default job id depends on the port, so that ranks with different settings are of one job.
-    `cluster`: as many ranks on each of its hosts."""
+    `cluster`: as many ranks on each of its hosts, or those of `per_host`."""
     port, size = str(master_port or free_port()), len(arguments)
-    local = size // cluster.hosts if cluster else size
+    hosts = cluster.hosts if cluster else 1
+    places = [
+        {
+            "RANK": "",
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_RANK": str(host),
+        }
+        for host, ranks in enumerate(per_host or [size // hosts] * hosts)
+        for local in range(ranks)
+    ]
     world = {
-        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local), "MASTER_PORT": port,
+        "WORLD_SIZE": str(size), "MASTER_PORT": port,
         "MASTER_ADDR": cluster.address(0) if cluster else "127.0.0.1",
         "PACELINE_JOB_ID": f"test-{port}" if job_id is None else job_id,
     }  # fmt: skip
@@ -177,10 +188,9 @@ def started_ranks(
         world["GLOO_SOCKET_IFNAME"] = "eth0"
     ranks: list[CliProcess] = []
     try:
-        for rank, own in enumerate(arguments):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % local)}
-            place |= {"GROUP_RANK": str(rank // local)} if cluster else {}
-            host = cluster.namespaces[rank // local] if cluster else ""
+        for rank, (own, place) in enumerate(zip(arguments, places, strict=True)):
+            place["RANK"] = str(rank)
+            host = cluster.namespaces[int(place["GROUP_RANK"])] if cluster else ""
             fault = faults[rank] if faults else None
             ranks.append(CliProcess(own, cwd, fault, place | world, host))
         yield ranks

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -99,6 +100,7 @@ def serve(channel: Connection) -> Request:
             between = os.getpid()
             if os.fork() == 0:
                 set_name(request.name)  # from here on it is no server
+                _set_environment(request.env)  # before its requester knows of it, as after an exec
                 os.write(writer, struct.pack("<i", os.getpid()))
                 while os.getppid() == between:  # its parent must be the requester before it looks
                     time.sleep(0.0005)
@@ -153,10 +155,8 @@ def main() -> Request:
 
 
 def prepare(request: Request) -> None:
-    """Makes a fork what a new process would be."""
+    """Makes a fork what a new process would be, together with `_set_environment`."""
     os.setsid()
-    os.environ.clear()
-    os.environ.update(request.env)
     if request.cwd:
         os.chdir(request.cwd)
     for number, path in ((1, request.out), (2, request.err)):
@@ -172,6 +172,17 @@ def prepare(request: Request) -> None:
             _checked(_libc.setns(namespace.fileno(), _CLONE_NEWNET))
     if request.obeys_permissions and os.geteuid() == 0:
         _drop_override()
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    """Also what `/proc/PID/environ` shows, in the memory of the server's own."""
+    os.environ.clear()
+    os.environ.update(values)  # copies: nothing points into that memory any more
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    text = b"".join(b"%b=%b\0" % pair for pair in os.environb.items())
+    if len(text) <= end - begin:  # a kernel that does not say where it is has 0 in both
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, text, len(text))
 
 
 def _checked(result: int) -> None:
@@ -211,10 +222,30 @@ def _launcher(request: Request) -> Request:
             name, list(args[3:]), env, obeys_permissions=obeys, tears_down=request.tears_down,
             fault=request.fault,
         )  # fmt: skip
-        return AdoptedChild(_start(channel, rank), args)
+        with _signals_later():
+            return AdoptedChild(_start(channel, rank), args)
 
     SubprocessHandler._popen = popen
     return request
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """A signal is handled once the block is done: a request to the server is as indivisible as a fork.
+    The signals are those with a handler in Python, which may raise. (A mask of this thread would not do:
+    others would take the signal.)"""
+    handlers = {n: signal.getsignal(n) for n in signal.valid_signals()}
+    handlers = {n: handler for n, handler in handlers.items() if callable(handler)}
+    came: list[int] = []
+    for number in handlers:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 class AdoptedChild(subprocess.Popen[bytes]):
@@ -260,6 +291,7 @@ class ForkServer:
         own = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)]
         paths = filter(None, [*own, os.environ.get("PYTHONPATH")])
         env = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ | dict.fromkeys(threads, "1")
+        env["ROOM"] = "-" * (16 << 10)  # for the environments of forks
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fork_server", str(theirs.fileno())], stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()], env=env | {"PYTHONPATH": os.pathsep.join(paths)},

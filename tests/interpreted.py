@@ -37,5 +37,18 @@ def _languages(fn: Any) -> list[Any]:
     return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
 
 
+def _numpy_type(of: Any) -> Any:
+    """Triton makes a table of all types for each look-up."""
+    if isinstance(of, tl.block_type):
+        of = of.element_ty
+    return _find_numpy_type(of) if isinstance(of, tl.pointer_type) else _scalar_numpy_type(of)
+
+
+_find_numpy_type = interpreter._get_np_dtype
+_scalar_numpy_type = functools.cache(_find_numpy_type)
+interpreter._get_np_dtype = _numpy_type
+# Every sum of 32-bit integers a second time in 64 bits, a third of the time: a compiled kernel has none
+# of this, and indices of small tensors do not overflow.
+object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter._patch_lang = _patch_once

@@ -1,4 +1,4 @@
-"""Runs a file of tests that needs Triton's interpreter in a process of its own.
+"""Runs files of tests that need Triton's interpreter in a process of their own.
 
 Triton reads TRITON_INTERPRET when it is imported, so the calling process cannot run them itself.
 """
@@ -23,10 +23,10 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_interpreted(cases: Path, at_least: int, timeout_s: float = 280) -> None:
+def run_interpreted(*cases: Path, at_least: int, timeout_s: float = 280) -> None:
     """Fails unless at least so many tests pass, and none is skipped."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", *map(str, cases), "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -3,6 +3,8 @@ from __future__ import annotations
 import ast
 import math
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +15,20 @@ import paceline
 from paceline.config import RunConfig, load_config, parse_assignment, read_recipe, recipe_names
 from paceline.core.errors import ConfigError
 from paceline.optim.schedule import LrSchedule
+
+TORCH_FREE = """
+import sys
+import paceline.comm, paceline.comm.settings, paceline.models, paceline.optim
+paceline.optim.OptimSettings(), paceline.models.ModelSettings(), paceline.comm.SizeTable
+assert not {"torch", "safetensors"} & set(sys.modules)
+paceline.optim.LARS, paceline.comm.HybridAllReduce
+assert "torch" in sys.modules and "triton" not in sys.modules
+"""
+
+
+def test_settings_load_without_torch() -> None:
+    """And what needs it imports it by itself, but not Triton."""
+    subprocess.run([sys.executable, "-c", TORCH_FREE], check=True, timeout=250)
 
 
 def test_the_promised_recipes_are_shipped_and_valid() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+import faults
+from cli_runs import started
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.core.topology import Topology
@@ -50,3 +54,11 @@ def test_shows_the_traceback_of_the_rank_that_failed() -> None:
 def test_a_hanging_rank_is_named() -> None:
     with pytest.raises(RankFailed, match=r"ranks \[0, 1\] of 2 did not return"):
         run_ranks(2, _sleep, timeout_s=3)
+
+
+def test_a_fork_shows_its_environment_at_once(tmp_path: Path) -> None:
+    """By which launchers know their ranks."""
+    waits = partial(faults.await_file, tmp_path / "never")
+    with started(["--version"], tmp_path, waits, PACELINE_LAUNCHER="77") as fork:
+        shown = Path(f"/proc/{fork.process.pid}/environ").read_bytes().split(b"\0")
+        assert b"PACELINE_LAUNCHER=77" in shown

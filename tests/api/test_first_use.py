@@ -75,25 +75,29 @@ def run(home: Path, *words: str) -> str:
     return done.stdout
 
 
-# Runs several command lines, one after the other, and shows what each printed; torch is imported once.
+# Runs several command lines and then a program, one after the other, and shows what each printed; torch
+# is imported once.
 COMMANDS = """
-import contextlib, io, json, sys
+import contextlib, io, json, runpy, sys
 from paceline.cli.app import run_command
 
 printed = []
-for words in json.loads(sys.argv[1]):
+*commands, program = json.loads(sys.argv[1])
+for words in commands:
     sys.argv = ["paceline", *words]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = run_command()
     if code:
         sys.exit(f"{words}: code {code}")
     printed.append(out.getvalue())
-print(json.dumps(printed))
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    runpy.run_path(*program, run_name="__main__")
+print(json.dumps([*printed, out.getvalue()]))
 """
 
 
 def paceline(home: Path, *commands: str) -> list[str]:
-    """What each command prints."""
+    """What each command, and the program that comes last, prints."""
     words = json.dumps([command.split() for command in commands])
     return list(json.loads(run(home, sys.executable, "-c", COMMANDS, words)))
 
@@ -104,24 +108,25 @@ TRAIN = (
 
 
 def test_a_new_users_first_hour(home: Path) -> None:
-    module = [sys.executable, "-m", "paceline"]
-    assert "nothing was trained or written" in run(home, *module, *f"{TRAIN} --dry-run".split())
-    assert not (home / "runs").exists()
     rate = f"{TRAIN} --lr 0.01 --output first"
     onnx = ["export first net.onnx --trust"] if _has("onnxscript") and _has("onnxruntime") else []
-    _, _, predicted, _, *exported = paceline(
+    dry, _, _, predicted, _, *exported, looped = paceline(
         home,
+        f"{TRAIN} --dry-run",
         f"{rate} --epochs 2",
         f"{rate} --epochs 4 --resume first",
         "predict first photos --trust --csv found.csv",
         "export first net.pt2 --trust",
         *onnx,
+        "own_loop.py",
     )
+    assert "nothing was trained or written" in dry
+    assert not (home / "runs").exists()
     assert all("in ONNX Runtime" in printed for printed in exported)
     line = predicted.splitlines()[0]
     assert "dark birds" in line or "light fish" in line
     assert len((home / "found.csv").read_text().splitlines()) == 33
-    where, own = run(home, sys.executable, "own_loop.py").splitlines()
+    where, own = looped.splitlines()
     assert where.startswith(str(home / "site"))
     assert own.startswith("own loop")
 

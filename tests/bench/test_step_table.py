@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from paceline.bench.optimizer import measure_all
-from paceline.bench.step import RowProcess, StepRow, choose_rows, measure_rows, ratios
+from paceline.bench.step import RowProcess, StepRow, choose_rows, measure, measure_rows, ratios
 from paceline.bench.timing import Times, device_times, steady_times
 from paceline.core.errors import ConfigError
+from ranks import run_ranks
 
 COMMON: dict[str, Any] = {
     "model": "resnet_tiny", "batch_size": 4, "image_size": 28, "classes": 5, "device": "cpu",
@@ -39,19 +40,27 @@ def test_a_row_survives_the_way_to_its_process() -> None:
     assert row.group
 
 
-def test_rows_are_measured_in_processes_and_a_broken_one_says_why() -> None:
-    """A plain row is measured by `tests/cli/test_bench.py`."""
-    (ranks,) = choose_rows(["ours N>1"], COMMON)
+def test_a_row_with_a_group_has_its_buckets() -> None:
+    (row,) = choose_rows(["ours N>1"], COMMON)
     # Not the single bucket that a lone rank has.
-    ranks = replace(ranks, switches={**ranks.switches, "comm.fusion_mib": 0.02})
+    row = replace(row, switches={**row.switches, "comm.fusion_mib": 0.02})
+    (result,) = run_ranks(1, _measure, row)
+    assert result["steps"] == 2
+    assert result["images_per_s"] == pytest.approx(4 / result["step_s"])
+    assert re.search(r"\d+ buckets of .*, native, overlapped, backend gloo", result["what"])
+
+
+def _measure(rank: int, row: StepRow) -> dict[str, Any]:
+    return measure(row)
+
+
+def test_a_row_that_fails_in_its_process_says_why() -> None:
+    """Two rows that are measured are in `tests/cli/test_bench.py`."""
     broken = StepRow(**{**COMMON, "name": "broken", "kind": "ours", "switches": {"run.nothing": 1}})
     told: list[str] = []
-    results = measure_rows([ranks, broken], 100, 2, lambda result: told.append(result["name"]))
-    assert told == ["ours N>1", "broken"]
-    assert results[0]["steps"] == 2
-    assert results[0]["images_per_s"] == pytest.approx(4 / results[0]["step_s"])
-    assert re.search(r"\d+ buckets of .*, native, overlapped, backend gloo", results[0]["what"])
-    assert "run.nothing" in results[1]["error"]
+    (result,) = measure_rows([broken], 100, 1, lambda result: told.append(result["name"]))
+    assert told == ["broken"]
+    assert "run.nothing" in result["error"]
 
 
 def test_a_row_that_never_gets_warm_is_given_up() -> None:

@@ -50,6 +50,6 @@ def _no_compiler() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_machine_without_a_compiler_ends_with_one_line(tmp_path: Path) -> None:
-    line = train(tmp_path, "model", _no_compiler).error_line()
+    line = train(tmp_path, "blocks", _no_compiler).error_line()
     assert line.startswith("torch.compile failed")
     assert "--compile off" in line

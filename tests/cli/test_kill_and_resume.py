@@ -103,19 +103,6 @@ def test_killed_while_the_background_thread_writes(
     assert summary(tmp_path / "run")["resumed_at_steps"] == resumed_at
 
 
-def test_a_half_written_file_beside_the_good_ones_is_no_checkpoint(
-    tmp_path: Path, reference: Reference
-) -> None:
-    killed = run(small("--output", "run", *SAVES), tmp_path, partial(faults.at_evaluation, 1, KILL))
-    assert killed.code == -signal.SIGKILL
-    newest = tmp_path / CHECKPOINTS / "step-00000006.pt"
-    rest = tmp_path / CHECKPOINTS / ".step-00000009.pt.0123456789abcdef.tmp"
-    rest.write_bytes(newest.read_bytes()[:5000])
-    resume(tmp_path)
-    assert summary(tmp_path / "run")["resumed_at_steps"] == [6]
-    assert_same_end(tmp_path / "run", reference())
-
-
 def test_two_ranks_killed_together(tmp_path: Path, reference: Reference) -> None:
     arguments = small("--output", "run", "-b", "8", *SAVES)
     # Rank 1 holds back, so that rank 0 is killed while it waits in the exchange.
@@ -132,16 +119,6 @@ def test_two_ranks_killed_together(tmp_path: Path, reference: Reference) -> None
     assert load_file(tmp_path / "run/weights.safetensors")["bn1.running_mean"].equal(
         load_file(expected / "weights.safetensors")["bn1.running_mean"]
     ), "each rank's own statistics are saved and restored"
-
-
-def test_a_rank_that_dies_ends_the_other_within_seconds(tmp_path: Path) -> None:
-    arguments = small("--output", "run", "-b", "8", *SAVES)
-    fault = in_step(5, 1)
-    survivor, dead = run_two(arguments, tmp_path, [None, fault])
-    assert dead.code == -signal.SIGKILL
-    assert "rank 1" in survivor.error_line()
-    assert "--resume auto" in survivor.error_line()
-    assert run_two([*arguments, "--resume", "auto"], tmp_path)[0].code == 0
 
 
 def _fail_the_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -45,16 +46,25 @@ def salvaged(cwd: Path) -> list[str]:
     return sorted(path.name for path in (cwd / "run/checkpoints").glob("*.salvaged.pt"))
 
 
-@pytest.mark.parametrize(
-    ("rank", "micro_batch"),
-    # Of four micro-batches, 0 and 2 are rank 0's: the survivor is in the middle of its step.
-    [(1, 3), (0, 2)],
-)
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A run that has lost rank 1 in step 4, and the end of rank 0."""
+    folder = tmp_path_factory.mktemp("lost")
+    return folder / "run", lose(folder, 1, in_step(4))
+
+
+@pytest.mark.parametrize("rank", [1, 0])
 def test_the_rank_that_is_left_saves_and_the_weights_stay_exact(
-    tmp_path: Path, reference: Reference, rank: int, micro_batch: int
+    tmp_path: Path, reference: Reference, lost: tuple[Path, Done], rank: int
 ) -> None:
-    left = lose(tmp_path, rank, in_step(4, micro_batch))
-    left.error_line()
+    if rank == 1:
+        left = lost[1]
+        shutil.copytree(lost[0], tmp_path / "run")
+    else:
+        # Of four micro-batches, 0 and 2 are rank 0's: the survivor is in the middle of its step.
+        left = lose(tmp_path, 0, in_step(4, 2))
+    assert f"rank {rank}" in left.error_line()
+    assert "--resume auto" in left.error_line()
     assert salvaged(tmp_path) == ["step-00000004.salvaged.pt"]
     file = tmp_path / "run/checkpoints/step-00000004.salvaged.pt"
     assert Checkpoint.read(file).salvaged_by == 1 - rank
@@ -68,11 +78,11 @@ def test_the_rank_that_is_left_saves_and_the_weights_stay_exact(
     assert salvaged(tmp_path) == [], "a regular checkpoint has taken its place"
 
 
-def test_its_statistics_are_those_of_the_last_completed_step(tmp_path: Path) -> None:
+def test_its_statistics_are_those_of_the_last_completed_step(
+    tmp_path: Path, lost: tuple[Path, Done]
+) -> None:
     """What the broken step has added to them is gone."""
-    kill = in_step(4)
-    lose(tmp_path, 1, kill, "--set", "checkpoint.keep=9")
-    alone = Checkpoint.read(tmp_path / "run/checkpoints/step-00000004.salvaged.pt")
+    alone = Checkpoint.read(lost[0] / "checkpoints/step-00000004.salvaged.pt")
     every = ["--set", "checkpoint.interval_steps=1", "--set", "checkpoint.keep=20"]
     run_two([*ARGUMENTS, "--output", "all", *every], tmp_path)
     regular = Checkpoint.read(tmp_path / "all/checkpoints/step-00000004.pt")
@@ -82,8 +92,10 @@ def test_its_statistics_are_those_of_the_last_completed_step(tmp_path: Path) -> 
         assert alone.model[name].equal(value), name
 
 
-def test_a_setting_refuses_it(tmp_path: Path, reference: Reference) -> None:
-    lose(tmp_path, 1, in_step(4))
+def test_a_setting_refuses_it(
+    tmp_path: Path, reference: Reference, lost: tuple[Path, Done]
+) -> None:
+    shutil.copytree(lost[0], tmp_path / "run")
     file = "run/checkpoints/step-00000004.salvaged.pt"
     named = run_two([*small("--resume", file, "-b", "4"), *REFUSED], tmp_path)
     assert len({end.error_line() for end in named}) == 1

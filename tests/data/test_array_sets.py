@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -12,13 +11,13 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import make_embedded_data as tool
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, SyntheticImages, open_source
 from paceline.data.sources.array_sets import (
@@ -38,7 +37,6 @@ from paceline.data.sources.shards import TarShards
 FORMS = ["bin", "png", "py"]
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 4), dtype=np.uint8)
 LABELS = np.array([0, 2, 1, 2, 0, 1], dtype=np.uint8)
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_embedded_data.py"
 ORIGINALS = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -436,16 +434,6 @@ def test_pixels_do_not_wrap() -> None:
 # --- the embedded set ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_embedded_data", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(("split", "per_class"), [("train", 1200), ("val", 200)])
 def test_counts_and_balance(split: str, per_class: int) -> None:
     source = open_source(DataSettings(source="embedded"), split)
@@ -479,7 +467,7 @@ def test_no_image_is_in_both_splits() -> None:
     assert sum(val.read(i) in known for i in range(len(val))) == 0
 
 
-def test_the_tool_writes_the_same_bytes_again(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_tool_writes_the_same_bytes_again(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 255, (6, 28, 28), dtype=np.uint8)
     labels = np.array([0, 1, 2, 0, 1, 2], dtype=np.uint8)
     paths = [tmp_path / "train-0000.tar.gz", tmp_path / "other.tar.gz"]
@@ -493,7 +481,7 @@ def test_the_tool_writes_the_same_bytes_again(tool: ModuleType, tmp_path: Path) 
         np.testing.assert_array_equal(np.asarray(image), images[5])
 
 
-def test_the_tool_takes_the_first_of_each_class_in_file_order(tool: ModuleType) -> None:
+def test_the_tool_takes_the_first_of_each_class_in_file_order() -> None:
     labels = np.array([*range(10), 0, 0, 5, *range(10)], dtype=np.uint8)
     assert tool.first_of_each_class(labels, 2).tolist() == [
         *range(11),
@@ -506,7 +494,7 @@ def test_the_tool_takes_the_first_of_each_class_in_file_order(tool: ModuleType) 
 @pytest.mark.skipif(
     not ORIGINALS.is_dir(), reason="Debian's dataset-fashion-mnist is not installed"
 )
-def test_pixels_are_the_originals(tool: ModuleType) -> None:
+def test_pixels_are_the_originals() -> None:
     images = tool.read_idx(ORIGINALS / "t10k-images-idx3-ubyte.gz")
     labels = tool.read_idx(ORIGINALS / "t10k-labels-idx1-ubyte.gz")
     chosen = tool.first_of_each_class(labels, 200)

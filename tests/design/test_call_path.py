@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cli_runs import is_launchers
+from cli_runs import run_two
 from data_sets import write_shards
-from ranks import free_port
+from design.traced_step import install
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,26 +43,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     flags = ["train", "--data-dir", str(shards), "--model", "resnet_tiny", "-b", "4", "--epochs", "1",
              "--set", "data.image_size=32", "--set", "data.eval_resize=36", "--opt", "lars",
              "--set", "comm.algorithm=ring", "--output", str(place / "run")]  # fmt: skip
-    script, port = str(Path(__file__).parent / "traced_step.py"), str(free_port())
-    base = {name: value for name, value in os.environ.items() if not is_launchers(name)}
-    base |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    base |= {"MASTER_PORT": port, "PYTHONPATH": str(ROOT / "src")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(place / f"{rank}.json"), *flags],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    # A rank without the other would wait for it for minutes: the first that fails ends both.
-    deadline = time.monotonic() + 250
-    while {rank.poll() for rank in ranks} in ({None}, {None, 0}) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for rank in ranks:
-        rank.kill()
-    outputs = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    traces = [partial(install, place / f"{rank}.json") for rank in range(2)]
+    for done in run_two(flags, place, traces):
+        assert done.code == 0, done.err
     found = [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["steps"] >= 6 for rank in found)
     return {module for rank in found for module in rank["modules"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ ROOT = Path(paceline.__file__).parent
 SMALL: dict[str, str] = {}
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """Module path → the module paths that it imports, at the top and inside functions."""
     paths = {

@@ -7,6 +7,7 @@ put ranks into sessions of their own, so they are found by the folder in which t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,11 +16,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cli_runs import Done, is_launchers, small, steps
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples" / "launch"
+# Takes the place of a launcher and writes down how it was called.
+_RECORDER = """#!/usr/bin/env python3
+import json, os, sys
+json.dump({"argv": sys.argv[1:], "env": dict(os.environ)}, open(os.environ["RECORD"], "w"))
+"""
 # A machine that is busy with other things takes its time to import torch.
 PATIENCE_S = 200.0
 # 6 epochs of 100 samples in batches of 16: long enough to be disturbed, and saved every 10 steps.
@@ -41,6 +48,29 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     # Two launchers, four ranks and few cores: none of them shall take more than one.
     env["OMP_NUM_THREADS"] = "1"
     return env | extra
+
+
+def stand_in(folder: Path, name: str, text: str) -> str:
+    """Puts a program first on the path; returns that path."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), environment({})["PATH"]])
+
+
+def called(
+    folder: Path, script: str, launcher: str, users: Sequence[str], **extra: str
+) -> tuple[list[str], Any]:
+    """Runs a script of the examples with the arguments of its user and a recorder for its launcher;
+    returns the launcher's arguments and variables."""
+    stand_in(folder / "bin", "nvidia-smi", "#!/bin/sh\nexit 9\n")
+    path = stand_in(folder / "bin", launcher, _RECORDER)
+    env = environment(extra | {"RECORD": str(folder / "record"), "PATH": path})
+    command = ["bash", str(EXAMPLES / script), *users]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    record = json.loads((folder / "record").read_text())
+    return record["argv"], record["env"]
 
 
 class Job:
@@ -76,7 +106,7 @@ class Job:
                 self.kill()
                 done = self.wait()
                 raise AssertionError(f"was not reached; code {done.code}\n{done.out}\n{done.err}")
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

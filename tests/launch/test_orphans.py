@@ -15,7 +15,6 @@ import pytest
 from launch.jobs import Job, assert_nothing_left, ranks_of, reached_step, started, training
 from ranks import free_port
 
-pytestmark = pytest.mark.xdist_group("processes")  # needs no `reference`
 PACELINE = [sys.executable, "-m", "paceline"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 ENDLESS = ["--epochs", "5000"]

@@ -1,6 +1,6 @@
 """`paceline train --nproc-per-node`: signals reach the ranks, failures are one line, nothing stays.
 
-Here the launcher and its ranks are forks of one server; `reference` starts them for real.
+Here the launcher and its ranks are forks of one server; `test_all_launchers.py` starts them for real.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ from paceline.cli.launch import end_ranks
 
 TWO = ("--nproc-per-node", "2")
 ENDLESS = ("--epochs", "5000")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of the undisturbed run."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert run(training(folder / "run", *TWO), folder).code == 0
+    return summary(folder / "run")
 
 
 def stop(folder: Path, *numbers: signal.Signals, more: tuple[str, ...] = ()) -> Done:

@@ -1,19 +1,23 @@
-"""The examples of own loops run as they stand, on one rank and on two, and resume exactly."""
+"""The examples of own loops and of DDP's hook run as they stand, on one rank and on two; each where its
+library is. The launchers of these ranks are tested in `test_all_launchers.py`."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import os
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args
 
-from launch.jobs import ROOT, assert_nothing_left, run
+from launch.jobs import ROOT, run
 from ranks import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")  # needs no `reference`
 EXAMPLES = ROOT / "examples"
 
 
@@ -24,6 +28,9 @@ def _example(rank: int, name: str, *arguments: str) -> list[str]:
     try:
         with contextlib.redirect_stdout(out):
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     finally:
         sys.argv = before
     return out.getvalue().splitlines()
@@ -45,23 +52,59 @@ def test_an_own_loop_resumes_exactly(ranks: int, tmp_path: Path) -> None:
     assert f"{ranks} ranks" in straight[-1]
 
 
-def test_ddp_replaced_on_one_rank() -> None:
-    _losses_fall(run_ranks(1, _example, "ddp_replacement.py", "--device", "cpu")[0], 1)
-
-
-def test_ddp_replaced_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    example = [str(EXAMPLES / "ddp_replacement.py"), "--device", "cpu"]
-    example += ["--wire", "fp16", "--algorithm", "ring"]
-    done = run([*torchrun, "--nproc-per-node", "2", *example], tmp_path)
-    assert done.code == 0, done.err
-    _losses_fall(done.out.splitlines(), 2)
-    assert_nothing_left(tmp_path)
-
-
-def _losses_fall(lines: list[str], ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "flags"), [(1, ()), (2, ("--wire", "fp16", "--algorithm", "ring"))]
+)
+def test_ddp_replaced(ranks: int, flags: tuple[str, ...]) -> None:
+    lines, *_ = run_ranks(ranks, _example, "ddp_replacement.py", "--device", "cpu", *flags)
     assert [line.split(":")[0] for line in lines] == [
         f"{ranks} ranks, step 1", f"{ranks} ranks, step 20",
     ]  # fmt: skip
     first, last = (float(line.split()[-1]) for line in lines)
     assert last < first
+
+
+HOOK = ("--ranks", "2", "--wire", "float16")
+
+
+def test_ddps_hook() -> None:
+    line, *_ = run_ranks(2, _example, "ddp_hook.py", *HOOK)[0]
+    _assert_equal_weights(line)
+
+
+def test_ddps_hook_starts_its_ranks_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def execute(program: str, arguments: list[str]) -> None:
+        calls.append(arguments)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.delenv("RANK", raising=False)
+    _example(0, "ddp_hook.py", *HOOK)
+    ((_, *command),) = calls
+    assert command[:2] == ["-m", "torch.distributed.run"]
+    options = parse_args(command[2:])
+    assert options.standalone
+    assert options.nproc_per_node == "2"
+    assert [options.training_script, *options.training_script_args] == [
+        str(EXAMPLES / "ddp_hook.py"), *HOOK,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["lightning", "accelerate"])
+def test_hooks_in_other_libraries(library: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    done = run([sys.executable, str(EXAMPLES / f"{library}_hook.py"), *HOOK], tmp_path)
+    assert done.code == 0, done.out + done.err
+    _assert_equal_weights(done.out.splitlines()[-1])
+
+
+def _assert_equal_weights(line: str) -> None:
+    found = re.search(
+        r"2 ranks on cpu, float16 wire: loss (.*) to (.*), (\d+) buckets, weights equal", line
+    )
+    assert found, line
+    assert float(found[2]) < float(found[1])
+    assert int(found[3]) > 0

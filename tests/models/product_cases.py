@@ -106,7 +106,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def images(kind: torch.dtype) -> Tensor:
-    return as_map(random_map((2, 20, 9, 7), kind, 0.3, 1))
+    return as_map(random_map((2, 20, 7, 5), kind, 0.3, 1))
 
 
 @pytest.mark.usefixtures("small_tiles")

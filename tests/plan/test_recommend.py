@@ -53,6 +53,20 @@ def test_measured_peaks_are_met(
     assert found.total / 2**30 == pytest.approx(gib, rel=0.10)
 
 
+def test_small_batches_need_what_no_batch_changes() -> None:
+    """At batch 1 the peak is where backward has made the classifier's gradients, beside the flat ones."""
+    net = network("alexnet_bn")
+    one, two = (step_memory(net, batch) for batch in (1, 2))
+    last_layers = sum(t.elements for t in net.tensors if t.name.startswith("classifier"))
+    assert one.gradients >= 2 * (net.elements + last_layers)
+    assert one.libraries == two.libraries > 0
+    assert step_memory(net, 1, graphs=False).graph == 0 < one.graph < two.graph
+    shares = [
+        step_memory(NET, batch).activations / step_memory(NET, batch).total for batch in (8, 512)
+    ]
+    assert shares[0] < 0.5 < 0.9 < shares[1]
+
+
 @pytest.mark.parametrize("name", list(catalogue()))
 def test_the_largest_batch_is_the_largest(name: str) -> None:
     gpu = accelerator(name)

@@ -178,7 +178,7 @@ def test_the_products_of_known_networks() -> None:
     """Published: 4.1 and 0.71 billion multiply-adds."""
     assert network("resnet50").flops == pytest.approx(2 * 4.1e9, rel=0.02)
     assert network("alexnet").flops == pytest.approx(2 * 0.71e9, rel=0.02)
-    by_hand = 27 * 32 * 1024 + 9 * 64 * (32 * 1024 + 64 * 512 + 256 * 256) + 9 * 256 * 256 * 224
+    by_hand = 27 * 64 * 1024 + 9 * 64 * (64 * 1024 + 64 * 512 + 256 * 256) + 9 * 256 * 256 * 224
     assert network("resnet_fast", 32, 10).flops == pytest.approx(2 * by_hand, rel=0.03)
 
 

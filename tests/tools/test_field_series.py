@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import field_series as tool
 from paceline.config import RunConfig, load_config
 from paceline.core.errors import ConfigError, DivergedError
 from paceline.train.loop import RunResult
 from paceline.train.run import RunOutcome
 
-TOOL = Path(__file__).parents[2] / "tools" / "field_series.py"
 TINY = [
     "--model", "resnet_tiny", "--batches", "256",
     *(word for text in (
@@ -30,18 +27,7 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("field_series", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["field_series"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_planned_run_has_valid_settings(tool: ModuleType) -> None:
+def test_every_planned_run_has_valid_settings() -> None:
     names = set()
     for option in tool.OPTIONS:
         for batch in option.middles:
@@ -65,7 +51,7 @@ def test_every_planned_run_has_valid_settings(tool: ModuleType) -> None:
 
 
 def test_a_series_tunes_trains_and_continues(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [str(tmp_path / "out"), *TINY, "--only", "sgd"]
     assert tool.main([*command, "--seconds", "0"]) == 3, "no time at all"
@@ -117,14 +103,14 @@ class FakeTraining:
 
 
 @pytest.fixture
-def fake(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
     made = FakeTraining()
     monkeypatch.setattr(tool, "run_training", made)
     return made
 
 
 def test_a_run_that_diverged_is_done_and_one_that_failed_is_tried_again(
-    tool: ModuleType, tmp_path: Path, fake: FakeTraining, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake: FakeTraining, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.raises = {
         "sgd-b256-0.1-s0": DivergedError("diverged at step 3"),
@@ -137,7 +123,7 @@ def test_a_run_that_diverged_is_done_and_one_that_failed_is_tried_again(
     assert fake.count() == {"sgd": 5, "nesterov": 3, "lars": 3}
     assert "Traceback" in capsys.readouterr().err, "of the bug"
     assert (tmp_path / "sgd-b256-0.1-s0/failed.txt").read_text() == "diverged at step 3\n"
-    assert "0.1 → diverged" in _tuning(tool, tmp_path, "sgd")
+    assert "0.1 → diverged" in _tuning(tmp_path, "sgd")
     fake.raises = {}
     (tmp_path / "lars-b256-0.4-s0").rmdir()  # the folder that the fake would make again
     fake.count()
@@ -145,13 +131,13 @@ def test_a_run_that_diverged_is_done_and_one_that_failed_is_tried_again(
     assert fake.count() == {"nesterov": 3, "lars": 3}, "the failed tries, and two more seeds each"
 
 
-def _tuning(tool: ModuleType, out: Path, only: str) -> str:
+def _tuning(out: Path, only: str) -> str:
     assert tool.main([str(out), *TINY, "--only", only]) == 0
     return (out / "tuning.md").read_text()
 
 
 def test_a_signal_ends_the_series_and_the_next_command_continues(
-    tool: ModuleType, tmp_path: Path, fake: FakeTraining
+    tmp_path: Path, fake: FakeTraining
 ) -> None:
     command = [str(tmp_path), *TINY, "--only", "sgd"]
     fake.raises = {"sgd-b256-0.2-s0": signal.SIGTERM}
@@ -163,7 +149,7 @@ def test_a_signal_ends_the_series_and_the_next_command_continues(
 
 
 def test_a_wrong_data_folder_ends_the_series_and_marks_no_run(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "nothing"
     assert tool.main([str(tmp_path / "out"), "--data-dir", str(missing), "--only", "sgd"]) == 1
@@ -173,7 +159,7 @@ def test_a_wrong_data_folder_ends_the_series_and_marks_no_run(
 
 @pytest.mark.slow
 def test_every_option_trains_at_a_tiny_scale(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows with all their settings but smaller batches, one value and one seed."""
     sizes = {256: 16, 500: 4, 1000: 8, 2500: 20, 4096: 256, 10_000: 80}
@@ -196,6 +182,6 @@ def test_every_option_trains_at_a_tiny_scale(
     assert len((tmp_path / "out/tuning.md").read_text().splitlines()) == 2 + rows
 
 
-def test_the_list_of_runs(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["out", "--list", "--only", "one-cycle*"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 * 2 * 3

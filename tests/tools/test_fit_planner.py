@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "fit_planner.py"
+import fit_planner as tool
+
 COLUMNS = (
     "round",
     "gpu",
@@ -43,17 +41,6 @@ MADE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fit_planner", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules["fit_planner"] = found
-    spec.loader.exec_module(found)
-    return found
-
-
 def table(path: Path, steps_ms: list[float]) -> Path:
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
@@ -63,7 +50,7 @@ def table(path: Path, steps_ms: list[float]) -> Path:
     return path
 
 
-def test_rows_become_systems(tool: ModuleType, tmp_path: Path) -> None:
+def test_rows_become_systems(tmp_path: Path) -> None:
     systems = tool.read_systems(table(tmp_path / "made.csv", [1.0] * len(MADE)))
     assert [s.gpu.name for s in systems] == [
         "A100", "A100", "A100-PCIE-40GB", "H100", "H100", "V100", "V100-SXM2"
@@ -73,7 +60,7 @@ def test_rows_become_systems(tool: ModuleType, tmp_path: Path) -> None:
     assert systems[1].batch == 51
 
 
-def test_the_constants_behind_made_up_systems_are_found(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_constants_behind_made_up_systems_are_found(tmp_path: Path) -> None:
     """Steps predicted with other constants than the prior: the fit predicts them, and comes closer."""
     truth = np.array([value for value, _ in tool.PRIORS.values()])
     truth[:3] *= (1.15, 0.9, 1.2)
@@ -89,7 +76,7 @@ def test_the_constants_behind_made_up_systems_are_found(tool: ModuleType, tmp_pa
         assert getattr(fit.law, name) == pytest.approx(getattr(law, name), rel=0.06)
 
 
-def test_the_committed_constants_are_of_this_form(tool: ModuleType) -> None:
+def test_the_committed_constants_are_of_this_form() -> None:
     from paceline.plan.cluster import step_constants
 
     law = step_constants()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Uses: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Pending"
 STAGE_CHANNELS = (64, 128, 256, 512)
 # `FastResNet`: first convolution, then each stage.
-FAST_CHANNELS = (32, 64, 256, 256)
+FAST_CHANNELS = (64, 64, 256, 256)
 PADDED_CHANNELS = 4
 
 

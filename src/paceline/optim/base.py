@@ -38,7 +38,7 @@ BIAS_NORM = "bias_norm"
 
 class _PlainOptimizer(Optimizer):
     """torch wraps these methods to keep its compiler away from them. The wrapper imports the compiler,
-    which takes about two seconds and which most runs do not use."""
+    which takes as long as torch itself and which most runs do not use."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     state_dict = inspect.unwrap(Optimizer.state_dict)

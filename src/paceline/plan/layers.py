@@ -90,7 +90,7 @@ class Tracer:
 
     def norm(self, name: str, kept: bool = True) -> None:
         """Fused kernels: the product before it gives the statistics, the norm reads and writes the map.
-        Its output is kept unless a sum follows, which keeps its own."""
+        Its output is kept unless a sum or a pool follows, which keep their own."""
         tensors = tuple(
             NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
         )
@@ -100,7 +100,8 @@ class Tracer:
     def pool(self, name: str, kernel: int, stride: int, padding: int) -> None:
         read = self.map_elements
         self.size = self._shrunk(kernel, stride, padding)
-        moved, kept = read + self.map_elements, self.map_elements
+        # Kept: the map, and a byte for the place of each maximum.
+        moved, kept = read + self.map_elements, 1.5 * self.map_elements
         self.layers.append(Layer(name, 0.0, moved, kept=kept))
 
     def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
@@ -181,7 +182,7 @@ def _layers(name: str, image_size: int, num_classes: int, stem: str) -> list[Lay
         trace.norm("bn1")
     else:
         trace.conv("conv1", 64, 7, 2, 3)
-        trace.norm("bn1")
+        trace.norm("bn1", kept=False)
         trace.pool("maxpool", 3, 2, 1)
     for number, depth in enumerate(_DEPTHS[name]):
         for block in range(depth):
@@ -209,7 +210,7 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
     trace.spread(f"{name}.sum", 1.0)
 
 
-_FAST_CHANNELS = (32, 64, 256, 256)
+_FAST_CHANNELS = (64, 64, 256, 256)
 
 
 def _layers_fast(image_size: int, num_classes: int, _stem: str) -> list[Layer]:
@@ -250,7 +251,7 @@ def _layers_network_alexnet(
     for number, channels, kernel, stride, padding, pooled in _CONVOLUTIONS:
         trace.conv(f"features.{number}", channels, kernel, stride, padding, bias=True)
         if norms:
-            trace.norm(f"features.bn{number}")
+            trace.norm(f"features.bn{number}", kept=not pooled)
         else:
             trace.spread(f"features.{number + 1}", 2.0)
         if pooled:

@@ -1,10 +1,11 @@
 """What a training step keeps in the memory of one GPU, and the largest batch that fits.
 
-In: the layers of a network (`paceline.plan.layers`), a batch, the number format. Out: bytes by purpose.
-The model is a count, not a fit: weights and gradients in the format of training, fp32 masters and
-momentum, the activations that each layer keeps for the backward pass, the images on the device, the
-pool of the CUDA graph. Peaks that were measured on an H200 are met within 10 % (docs/planner.md,
-Accuracy).
+In: the layers of a network (`paceline.plan.layers`), a batch, the number format. Out: bytes by purpose,
+at the moment of the backward pass that needs most. The model is a count, not a fit: weights in the
+format of training, fp32 masters and momentum, the exchange's flat gradients and those that backward has
+made so far, the activations that are still kept, the gradients of the maps at hand, the images on the
+device, buffers of the matrix library and what the CUDA graph has of its own. How far it is from measured
+peaks is in docs/planner.md, Accuracy.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from paceline.plan.cluster import Accelerator
 from paceline.plan.layers import Network
 
 _CHANNELS = 3
+# Normalized images have a fourth channel of zeros, which GPUs convolve faster than three.
+_PADDED_CHANNELS = 4
 # Batches of uint8 images on the device: the one in use and those that are prefetched.
 _RESIDENT_BATCHES = 4
-# fp32: on an H200, ResNet-50 at batch 256 took 1.29 times the activations that its layers keep, with both
+# fp32: on an H200, ResNet-50 at batch 256 took 1.32 times the activations that its layers keep, with both
 # strict fp32 and TF32 products; the rest is workspace of convolutions.
-_FULL_WORKSPACE = 1.29
-# The pool of a CUDA graph, over what the same step takes without one; on an H200, ResNet-50 at batch 256.
-_GRAPH_POOL = 0.01
+_FULL_WORKSPACE = 1.32
+# torch gives cuBLAS a buffer for each thread and stream (32 MiB on Hopper, 8 MiB before): forward and
+# backward have a thread each, and a CUDA graph is captured on a stream of its own.
+_LIBRARY_BYTES = 2.0 * 2**25
 # Of the memory that the maker states: context and libraries' buffers take about 2 GB, and an allocator
 # cannot fill the rest to the last byte.
 _USABLE = 0.95
@@ -40,7 +44,8 @@ class MemoryEstimate:
     momentum: float
     activations: float
     images: float
-    graph_pool: float
+    libraries: float
+    graph: float
 
     @property
     def total(self) -> float:
@@ -50,18 +55,35 @@ class MemoryEstimate:
 def step_memory(net: Network, batch: int, half: bool = True, graphs: bool = True) -> MemoryEstimate:
     """`half`: fp16 or bf16 with fp32 masters; otherwise fp32, whose weights are the masters."""
     width = 2 if half else 4
-    kept = sum(layer.kept for layer in net.layers) * (1.0 if half else _FULL_WORKSPACE)
-    pixels = _CHANNELS * net.image_size**2
-    activations = batch * kept * width
+    pixels = batch * net.image_size**2
+    activations, made = _backward_peak(net, batch, half)
+    flat = net.elements * width
     return MemoryEstimate(
         weights=float(net.elements * width),
-        gradients=float(net.elements * width),
+        gradients=flat + made,
         masters=4.0 * net.elements if half else 0.0,
         momentum=4.0 * net.elements,
         activations=activations,
-        images=float(batch * pixels * (width + _RESIDENT_BATCHES)),
-        graph_pool=_GRAPH_POOL * activations if graphs else 0.0,
+        images=float(pixels * (_RESIDENT_BATCHES * _CHANNELS + _PADDED_CHANNELS * width)),
+        libraries=_LIBRARY_BYTES,
+        # The graph reads a copy of the batch.
+        graph=_LIBRARY_BYTES + pixels * _CHANNELS if graphs else 0.0,
     )
+
+
+def _backward_peak(net: Network, batch: int, half: bool) -> tuple[float, float]:
+    """Bytes of activations and of parameters' gradients where both together are most. Backward frees what
+    a layer has kept and makes its gradients, which are gathered into the flat ones when all are there;
+    meanwhile the gradients of the layer's input and output exist."""
+    width, workspace = (2, 1.0) if half else (4, _FULL_WORKSPACE)
+    kept = sum(layer.kept for layer in net.layers)
+    made, most = 0.0, (0.0, 0.0)
+    for layer in reversed(net.layers):
+        made += sum(t.elements * (width if t.half else 4) for t in layer.tensors)
+        here = batch * width * (workspace * kept + layer.moved)
+        most = max(most, (here, made), key=sum)
+        kept -= layer.kept
+    return most
 
 
 def usable_bytes(gpu: Accelerator) -> float:

@@ -153,7 +153,7 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
     # As `torch.manual_seed`, which also formats a stack trace for each kind of device that is not in
     # use: a millisecond in every step.
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(key)
 
 
@@ -163,7 +163,7 @@ def seed_initial_weights(seed: int) -> None:
 
 def run_eagerly() -> AbstractContextManager[None]:
     """Inside, compiled modules run as they are written. Without the compiler in memory there are none,
-    and importing it would take seconds."""
+    and importing it would take more than a second."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,36 +14,22 @@ from typing import Any
 import pytest
 
 from cli_runs import events, summary
+from cli_runs import started as forked
 from launch.jobs import (
     DISTURB_AT,
     EXAMPLES,
     ROOT,
     TOTAL_STEPS,
-    environment,
+    assert_nothing_left,
+    called,
     ranks_of,
     reached_step,
     run,
+    stand_in,
     started,
     training,
 )
 from ranks import free_port
-
-# srun for one node: it starts its tasks with the variables that SLURM gives them, and waits for all.
-SRUN = """#!/usr/bin/env python3
-import os, subprocess, sys
-size = os.environ["SLURM_NTASKS"]
-command = sys.argv[1:]
-while command[0].startswith("-"):
-    command.pop(0)
-step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": size}
-tasks = [
-    subprocess.Popen(command, env={**os.environ, **step, "SLURM_PROCID": n, "SLURM_LOCALID": n})
-    for n in map(str, range(int(size)))
-]
-sys.exit(max(task.wait() for task in tasks))
-"""
-
 
 FIGURES = ("top1", "val_loss")
 
@@ -56,12 +43,17 @@ def assert_same(
         assert found[name] == reference[name], name
 
 
-def stand_in(folder: Path, name: str, text: str) -> str:
-    """Puts a program first on the path; returns that path."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-    return os.pathsep.join([str(folder), environment({})["PATH"]])
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of `paceline train --nproc-per-node 2`, undisturbed, which all others must equal."""
+    folder = tmp_path_factory.mktemp("reference")
+    command = [sys.executable, "-m", "paceline", *training(folder / "run")]
+    done = run([*command, "--nproc-per-node", "2"], folder)
+    assert (done.code, done.err) == (0, ""), done.out
+    found = summary(folder / "run")
+    assert (found["world_size"], found["steps"]) == (2, TOTAL_STEPS)
+    assert_nothing_left(folder)
+    return found
 
 
 # Rank 1 stands still in a step until it is killed, however slow its killer is; the one after it does not.
@@ -120,10 +112,24 @@ def test_mpirun(tmp_path: Path, reference: dict[str, Any]) -> None:
 
 
 def test_slurm(tmp_path: Path, reference: dict[str, Any]) -> None:
+    """What the script asks of srun, by two forks with the variables that SLURM gives its tasks."""
     job = {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1"}
-    script = ["bash", str(EXAMPLES / "slurm.sbatch"), *training(tmp_path / "run")[1:]]
-    done = run(script, tmp_path, PATH=stand_in(tmp_path / "bin", "srun", SRUN), **job)
-    assert done.code == 0, done.err
+    users = training(tmp_path / "run")[1:]
+    argv, env = called(tmp_path, "slurm.sbatch", "srun", users, **job)
+    given = {name: value for name, value in env.items() if name.startswith("SLURM_")}
+    given |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
+    given["SLURM_STEP_TASKS_PER_NODE"] = "2"
+    arguments = argv[argv.index("paceline") + 1 :]
+    with contextlib.ExitStack() as stack:
+        tasks = [
+            stack.enter_context(
+                forked(arguments, tmp_path, **given, SLURM_PROCID=n, SLURM_LOCALID=n)
+            )
+            for n in ("0", "1")
+        ]
+        for task in tasks:
+            done = task.wait()
+            assert done.code == 0, done.err
     assert_same(tmp_path / "run", reference, "slurm")
 
 
