@@ -9,9 +9,10 @@ seconds, and one that does not is stopped with a checkpoint, from which the next
 Data sets are decoded once and stay in memory; on a GPU each run keeps its own copy resident, and
 kernels are compiled by the first run. tools/large_batch_table.py prints the tables.
 
-Phases, the most informative cells first: `explore` (18 epochs, development sets), `main` (30 epochs,
-four sets, three seeds), `long` (90 epochs), `models`, and `smoke`, which takes a minute on a CPU. The
-rule must be fixed before `main`: `explore` touches neither tinyimagenet60 nor a model without batch norm.
+Phases, the most informative cells first: `explore` (18 epochs, development sets), `few` (30 epochs, what
+may help at few steps), `main` (30 epochs, four sets, three seeds), `long` (90 epochs), `models`, and
+`smoke`, which takes a minute on a CPU. The rule must be fixed before `main`: `explore` and `few` touch
+neither tinyimagenet60 nor a model without batch norm.
 """
 
 from __future__ import annotations
@@ -143,13 +144,17 @@ def _momentum(value: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
     return change
 
 
-def _bias_rate(config: RunConfig, cell: Cell) -> dict[str, Any]:
-    """A quarter of the rate for biases and norms, the same pace for the other layers."""
-    assert config.optim.lr is not None
-    return {
-        "optim.lr": config.optim.lr / 4,
-        "optim.trust_coefficient": config.optim.trust_coefficient * 4,
-    }
+def _bias_rate(factor: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
+    """Another rate for biases and norms, the same pace for the other layers."""
+
+    def change(config: RunConfig, cell: Cell) -> dict[str, Any]:
+        assert config.optim.lr is not None
+        return {
+            "optim.lr": config.optim.lr * factor,
+            "optim.trust_coefficient": config.optim.trust_coefficient / factor,
+        }
+
+    return change
 
 
 def _group(config: RunConfig, cell: Cell) -> dict[str, Any]:
@@ -191,7 +196,11 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "linear-decay": lambda config, cell: {"optim.schedule": "poly", "optim.poly_power": 1.0},
     "momentum-0.8": _momentum(0.8),
     "momentum-0.95": _momentum(0.95),
-    "bias-rate-quarter": _bias_rate,
+    "bias-rate-quarter": _bias_rate(0.25),
+    "bias-rate-double": _bias_rate(2.0),
+    "orthogonal-all": lambda config, cell: {"optim.orthogonal": "all"},
+    "zero-gamma": lambda config, cell: {"model.zero_init_gamma": True},
+    "no-smoothing": lambda config, cell: {"run.smoothing": 0.0},
 }
 
 
@@ -295,6 +304,16 @@ def phase_cells(phase: str) -> list[Cell]:
             ingredients=("pace-half", "pace-double"),
         )
         return first + tuned + others + rest
+    if phase == "few":
+        changes = (
+            "rule", "cutmix", "pace-half", "pace-double", "orthogonal-all", "no-smoothing",
+            "momentum-0.8", "zero-gamma", "bias-rate-double", "norm-group-1000", "cosine",
+        )  # fmt: skip
+        sets = ("cifar10", "tinyimagenet25")
+        found = _grid(sets, "resnet18", 30, large[1:], ingredients=changes)
+        found += _grid(sets, "resnet18", 30, large[:1], ingredients=changes[:6])
+        tries = ("rule", "no-cutmix-linear", *changes[2:6])
+        return found + _grid(sets, "resnet18", 30, [("small", "muon")], ingredients=tries)
     # Exploration found Muon ahead of SGD at the small batch; mixed images and cosine decay are tried too.
     best = [("small", "muon", "rule"), ("small", "muon", "no-cutmix-linear")]
     tried = [*((batch, optimizer, "rule") for batch, optimizer in large), *best]
@@ -524,7 +543,7 @@ def run_series(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    phases = ("explore", "main", "long", "models", "smoke")
+    phases = ("explore", "few", "main", "long", "models", "smoke")
     parser.add_argument("--phase", choices=phases, required=True)
     parser.add_argument("--out", type=Path, required=True, help="results.jsonl and run folders")
     parser.add_argument("--data", action="append", default=[], metavar="SET=DIR")

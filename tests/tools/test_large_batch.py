@@ -29,7 +29,7 @@ def load(name: str) -> ModuleType:
 
 
 series, tables = load("large_batch_series"), load("large_batch_table")
-PHASES = ("explore", "main", "long", "models", "smoke")
+PHASES = ("explore", "few", "main", "long", "models", "smoke")
 
 
 def net(num_classes: int, in_channels: int) -> nn.Module:
@@ -63,7 +63,7 @@ def test_every_cell_has_valid_settings_of_its_own(phase: str, tmp_path: Path) ->
         found[c.key] = {k: v for k, v in config.flat().items() if k != "run.name"}
     # An ingredient that changes nothing would say that it is worth nothing.
     distinct = {json.dumps(settings, sort_keys=True) for settings in found.values()}
-    if phase != "explore":
+    if phase not in ("explore", "few"):
         assert len(distinct) == len(cells)
     for c in cells:
         # The rule averages at 5 steps an epoch and not at 20, decays linearly and mixes no images.
@@ -78,6 +78,8 @@ def test_every_cell_has_valid_settings_of_its_own(phase: str, tmp_path: Path) ->
 
 
 def test_the_rule_is_developed_without_the_sets_and_models_that_judge_it() -> None:
+    few = series.phase_cells("few")
+    assert {c.set for c in few} == {"cifar10", "tinyimagenet25"}
     cells = series.phase_cells("explore")
     assert {c.set for c in cells} == {"cifar10", "tinyimagenet25", "fashion"}
     assert {c.model for c in cells} == {"resnet18"}
