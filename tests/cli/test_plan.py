@@ -141,7 +141,7 @@ def test_slow_input_is_the_verdict() -> None:
         (("--gpu", "H100", "--nodes", "0"), "--nodes"),
         (("--gpu", "H100", "--node-gbps", "-1"), "--node-gbps"),
         (("--gpu", "H100", "-b", "0"), "--batch-size"),
-        (("--gpu", "H100", "-b", "1000000"), "at most 1,706 fit"),
+        (("--gpu", "H100", "-b", "1000000"), "at most 1,759 fit"),
         (("--gpu", "H100", "--nodes", "1000000"), "ranks"),
         (("--gpu", "H100", "--nodes", "100000", "-b", "64"), "more than the 1,281,167 images"),
         (("--gpu", "H100", "--nodes", "100000"), "--max-global-batch"),
