@@ -104,6 +104,9 @@ def test_predictions_are_those_of_the_command() -> None:
         ({"cluster": "nowhere.toml"}, "^cluster = 'nowhere.toml'"),
         ({"profile": "nowhere.toml"}, "^profile = 'nowhere.toml'"),
         ({"image_size": 8}, "^image_size = 8"),
+        ({"image_size": 1_000_000}, "^image_size = 1000000"),
+        ({"input_images_per_s": float("nan")}, "^input_images_per_s = nan"),
+        ({"input_images_per_s": 1e-310}, "^input_images_per_s = 1e-310"),
     ],
 )
 def test_mistakes_name_the_argument(arguments: dict[str, Any], words: str) -> None:

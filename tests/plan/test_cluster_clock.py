@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.plan.cluster import accelerator
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.layers import Network, network
+from paceline.plan.memory import largest_batch
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.rehearsal import ClusterClock, RehearseSettings, cluster_clock
 from paceline.plan.workload import Affine, Workload
@@ -92,10 +94,23 @@ def test_a_cpu_is_timed_in_fp32() -> None:
     assert place.left_out(work, "sgd", half=True) == ("half precision (the times are of fp32)",)
 
 
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), 1e-310])
+def test_an_input_without_a_speed_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(PLACE, input_images_per_s=rate)
+    assert caught.value.field == "rehearse.input_images_per_s"
+
+
 def test_a_batch_that_does_not_fit_is_refused() -> None:
     net = PLACE.network("resnet50", 224, 1000)
     PLACE.check_batch(net, batch=1_000, half=True)
     PLACE.check_batch(None, batch=1_000_000, half=True)  # its layers are not known
+    small = PLACE.network("resnet18", 224, 1000)
+    assert small is not None
+    most = largest_batch(small, accelerator(PLACE.gpu))
+    PLACE.check_batch(small, batch=most, half=True)
+    with pytest.raises(ConfigError, match="at most"):  # as with run.fused_norm = "off"
+        PLACE.check_batch(small, batch=most, half=True, fused=False)
     for batch, half in ((1_000_000, True), (1_000, False)):
         with pytest.raises(ConfigError, match="at most") as caught:
             PLACE.check_batch(net, batch=batch, half=half)

@@ -163,6 +163,7 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     import torch
 
     from paceline.models.registry import create_model
+    from paceline.models.resnet import fuse_norms
     from paceline.models.settings import ModelSettings
     from paceline.precision.policy import choose_policy
     from paceline.precision.settings import PrecisionSettings
@@ -170,8 +171,10 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     model = create_model(ModelSettings(name=name), num_classes=1000)
     choose_policy(PrecisionSettings(amp_dtype="bf16"), torch.device("cpu")).convert(model)
     wanted = {n: (p.numel(), p.dtype != torch.float32) for n, p in model.named_parameters()}
-    found = network(name).tensors
-    assert {t.name: (t.elements, t.half) for t in found} == wanted
+    found = network(name)
+    assert {t.name: (t.elements, t.half) for t in found.tensors} == wanted
+    assert found.has_fused_form == (fuse_norms(model, False) > 0)
+    assert found.pads_images == getattr(model, "pads_images", False)
 
 
 def test_the_products_of_known_networks() -> None:
@@ -204,8 +207,9 @@ def test_small_images_are_not_shrunk_by_the_stem() -> None:
 def test_an_unknown_model_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'resnet50'"):
         network("resnet5")
-    with pytest.raises(ConfigError, match="image-size"):
-        network("resnet50", 8)
+    for size in (8, 1_000_000):
+        with pytest.raises(ConfigError, match="image-size"):
+            network("resnet50", size)
 
 
 @pytest.mark.parametrize("flag", ["nodes", "gpus_per_node", "node_gbps", "latency_us", "links"])

@@ -115,7 +115,7 @@ def plan(
     chosen = _fusion_plan(with_plan, question, place, restricted=bool(algorithm or wire))
     now = predict(work, place, chosen, batch)
     # Clusters of CPUs meet over Gloo.
-    is_gpu = (chip is None or chip.name != "CPU") if file.probed is None else (
+    is_gpu = (chip is None or chip.is_gpu) if file.probed is None else (
         file.probed.device == "cuda"
     )  # fmt: skip
     job = None
@@ -217,16 +217,18 @@ def _chip(gpu: str) -> Accelerator | None:
 def _network(model: str, profiled: Workload | None, image_size: int | None) -> Network | None:
     """The layers of the model; None where it is profiled and the planner does not know them, or not the
     size of the images."""
-    from paceline.plan.layers import known_network, network
+    from paceline.plan.layers import check_image_size, known_network, network
 
     if profiled is not None:
         return known_network(profiled.model, profiled.image_size)
     name = model or "resnet50"
+    pixels = 224 if image_size is None else image_size
     if ":" in name:
+        check_image_size(pixels)
         from paceline.train.layer_count import count_layers
 
-        return count_layers(name, image_size or 224)
-    return network(name, image_size or 224)
+        return count_layers(name, pixels)
+    return network(name, pixels)
 
 
 def _workload(
@@ -256,8 +258,9 @@ def _workload(
 
 def _check_input(rate: float, cores: int, packed: bool, nvjpeg: bool, bench: Path | None) -> None:
     """The speed of the input is given once; cores scale a benchmark, and may decode packed shards."""
-    if rate < 0:
-        raise ConfigError("--input-images-per-s", rate, "must be 0 or more")
+    from paceline.plan.workload import check_input_rate
+
+    check_input_rate(rate)
     ways = {
         "--input-images-per-s": bool(rate), "--nvjpeg": nvjpeg, "--input-bench": bench is not None,
         "--cores-per-node": bool(cores) and bench is None,
@@ -280,7 +283,7 @@ def _faster(
     """The same model on the next faster accelerator of the catalogue with memory for the batch, where
     this one is from it."""
     from paceline.plan.cluster import catalogue
-    from paceline.plan.memory import step_memory, usable_bytes
+    from paceline.plan.memory import memory_on, usable_bytes
     from paceline.plan.networks import analytic_workload
 
     if net is None or chip is None or not work.source.startswith("layers"):
@@ -288,7 +291,7 @@ def _faster(
     faster = sorted(
         (gpu for gpu in catalogue().values() if gpu.flops_per_s * gpu.memory_bytes_per_s
          > chip.flops_per_s * chip.memory_bytes_per_s
-         and step_memory(net, batch, gpu.in_half).total <= usable_bytes(gpu)),
+         and memory_on(gpu, net, batch).total <= usable_bytes(gpu)),
         key=lambda gpu: gpu.flops_per_s * gpu.memory_bytes_per_s,
     )[:1]  # fmt: skip
     return {f"{gpu.name} instead of {chip.name}": analytic_workload(net, gpu) for gpu in faster}

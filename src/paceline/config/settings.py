@@ -179,6 +179,11 @@ class RunSettings:
                 "recompute_norms", "needs fused convolutions", "add run.fused_convolutions = 'auto'"
             )
 
+    @property
+    def allows_fused_norms(self) -> bool:
+        """Where model and device have them."""
+        return self.channels_last and self.fused_norm != "off" and self.compile in ("auto", "off")
+
     def _check_shares(self) -> None:
         if self.shares in (EQUAL_SHARES, PROBED_SHARES):
             if self.rebalance and self.shares == EQUAL_SHARES:

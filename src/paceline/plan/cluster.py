@@ -168,12 +168,16 @@ class Measured:
     source: str
 
 
+# Triton has no back end for earlier chips.
+TRITON_CAPABILITY = 7.0
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """Peaks in FLOP/s and bytes/s; `processors` (multiprocessors), `clock_hz`, `memory_bytes` and
     `watts` of the board, which has `reference_watts` where the peaks hold. `measured`, where the law of
     the step does not hold as it is, may be a sister chip's, then `like` names it. `family` is the chip
-    whose software it shares."""
+    whose software it shares. `compute_capability` is CUDA's, 0 for a CPU."""
 
     name: str
     flops_per_s: float
@@ -186,13 +190,23 @@ class Accelerator:
     watts: float
     reference_watts: float
     family: str
+    compute_capability: float
     like: str = ""
     measured: Measured | None = None
 
     @property
+    def is_gpu(self) -> bool:
+        return self.compute_capability > 0
+
+    @property
     def in_half(self) -> bool:
         """Whether its steps are in half precision, as `precision.amp_dtype = "auto"` chooses."""
-        return self.name != "CPU"
+        return self.is_gpu
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether our fused kernels can be built for it."""
+        return self.compute_capability >= TRITON_CAPABILITY
 
 
 @cache
@@ -215,6 +229,7 @@ def _read(name: str, table: dict[str, Any]) -> Accelerator:
         watts=table["watts"],
         reference_watts=table.get("reference_watts", table["watts"]),
         family=table.get("family", name),
+        compute_capability=table.get("compute_capability", 0.0),
         like=table.get("like", ""),
         measured=None if measured is None else Measured(**measured),
     )
@@ -267,6 +282,6 @@ def gpu_cluster(
         launch_s=LAUNCH_US * 1e-6,
         cast_s=CAST_BYTES / gpu.memory_bytes_per_s,
         # Fitted to GPUs; on CPU ranks `paceline tune` measures what hidden exchanges cost.
-        hidden_cost=0.0 if gpu.name == "CPU" else constants.hidden_cost,
+        hidden_cost=constants.hidden_cost if gpu.is_gpu else 0.0,
         depth_cost=constants.depth_cost,
     )

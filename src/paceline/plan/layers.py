@@ -14,6 +14,9 @@ from functools import partial
 
 from paceline.core.errors import ConfigError, nearest
 
+# A place of a maximum as torch keeps it; our fused kernels keep a byte.
+INDEX_BYTES = 8
+
 
 @dataclass(frozen=True)
 class NetTensor:
@@ -28,7 +31,8 @@ class NetTensor:
 class Layer:
     """`flops` counts a multiply-add as two, `moved` the elements read and written, both for one image
     in the forward pass. `depth` is the length of the sums of a matrix product (input channels times
-    kernel area), 0 for other layers. `kept` are the elements that stay for the backward pass."""
+    kernel area), 0 for other layers. For the backward pass stay `kept` elements, `unfused` ones more
+    where our fused kernels do not run, and the places of the maxima of a pool, `indices`."""
 
     name: str
     flops: float
@@ -36,6 +40,14 @@ class Layer:
     tensors: tuple[NetTensor, ...] = ()
     depth: int = 0
     kept: float = 0.0
+    unfused: float = 0.0
+    indices: float = 0.0
+
+    def kept_bytes(self, width: int, fused: bool) -> float:
+        """Of one image, with elements of `width` bytes."""
+        if fused:
+            return width * self.kept + self.indices
+        return width * (self.kept + self.unfused) + INDEX_BYTES * self.indices
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,16 @@ class Network:
     @property
     def tensors(self) -> tuple[NetTensor, ...]:
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
+
+    @property
+    def has_fused_form(self) -> bool:
+        """Whether training has fused kernels for it; other models keep what torch's operators keep."""
+        return not self.traced and self.name != "alexnet"
+
+    @property
+    def pads_images(self) -> bool:
+        """Whether the fused form takes images with a fourth channel."""
+        return self.has_fused_form and self.name in RESNETS
 
     @property
     def flops(self) -> float:
@@ -88,21 +110,22 @@ class Tracer:
         moved, kept = read + self.map_elements, self.map_elements
         self.layers.append(Layer(name, flops, moved, tuple(tensors), depth, kept))
 
-    def norm(self, name: str, kept: bool = True) -> None:
-        """Fused kernels: the product before it gives the statistics, the norm reads and writes the map.
-        Its output is kept unless a sum or a pool follows, which keep their own."""
+    def norm(self, name: str, before: str = "product") -> None:
+        """The product before it gives the statistics, the norm reads and writes the map. Its output is
+        kept before a `product`, not before a `sum`, and before a `pool` not by our fused kernels."""
         tensors = tuple(
             NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
         )
         size = self.map_elements
-        self.layers.append(Layer(name, 4 * size, 2 * size, tensors, kept=size if kept else 0.0))
+        kept = size if before == "product" else 0.0
+        unfused = size if before == "pool" else 0.0
+        self.layers.append(Layer(name, 4 * size, 2 * size, tensors, kept=kept, unfused=unfused))
 
     def pool(self, name: str, kernel: int, stride: int, padding: int) -> None:
         read = self.map_elements
         self.size = self._shrunk(kernel, stride, padding)
-        # Kept: the map, and a byte for the place of each maximum.
-        moved, kept = read + self.map_elements, 1.5 * self.map_elements
-        self.layers.append(Layer(name, 0.0, moved, kept=kept))
+        size = self.map_elements
+        self.layers.append(Layer(name, 0.0, read + size, kept=size, indices=size))
 
     def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
         size = (self.size + 2 * padding - kernel) // stride + 1
@@ -110,9 +133,10 @@ class Tracer:
             raise ConfigError("--image-size", None, "too small for this model", "224 is usual")
         return size
 
-    def spread(self, name: str, times: float) -> None:
-        """Elementwise work over the whole map, whose result is kept."""
-        self.layers.append(Layer(name, 0.0, times * self.map_elements, kept=self.map_elements))
+    def spread(self, name: str, times: float, kept: bool = True) -> None:
+        """Elementwise work over the whole map, whose result is kept unless it takes the map's place."""
+        size = self.map_elements
+        self.layers.append(Layer(name, 0.0, times * size, kept=size if kept else 0.0))
 
     def average(self, name: str, size: int = 1) -> None:
         read = self.map_elements
@@ -134,6 +158,8 @@ Build = Callable[[int, int, str], list[Layer]]
 # Residual nets have the small stem (3 × 3, no pool) for images up to this size, as in `ModelSettings`.
 SMALL_STEM_MAX_PIXELS = 64
 _LEAST_PIXELS = 32
+# Far more than images have; within it no time of a step overflows.
+MOST_PIXELS = 1 << 16
 
 
 def is_network(name: str) -> bool:
@@ -144,7 +170,7 @@ def known_network(
     name: str, image_size: int, num_classes: int = 1000, stem: str = "auto"
 ) -> Network | None:
     """As `network`; None where the model is not known, or its images are too small or of unknown size."""
-    known = is_network(name) and image_size >= _LEAST_PIXELS
+    known = is_network(name) and _LEAST_PIXELS <= image_size <= MOST_PIXELS
     return network(name, image_size, num_classes, stem) if known else None
 
 
@@ -159,10 +185,14 @@ def network(
     if name not in known:
         remedy = nearest(name, tuple(known)) or "give timm:NAME or module:factory, or --profile"
         raise ConfigError("--model", name, "unknown to the planner", remedy)
-    if image_size < _LEAST_PIXELS:
-        problem = f"must be at least {_LEAST_PIXELS}"
-        raise ConfigError("--image-size", image_size, problem, "224 is usual")
+    check_image_size(image_size, _LEAST_PIXELS)
     return Network(name, image_size, tuple(known[name](image_size, num_classes, stem)))
+
+
+def check_image_size(pixels: int, least: int = 1) -> None:
+    if not least <= pixels <= MOST_PIXELS:
+        problem = f"must be from {least} to {MOST_PIXELS:,}"
+        raise ConfigError("--image-size", pixels, problem, "224 is usual")
 
 
 _DEPTHS = {
@@ -182,7 +212,7 @@ def _layers(name: str, image_size: int, num_classes: int, stem: str) -> list[Lay
         trace.norm("bn1")
     else:
         trace.conv("conv1", 64, 7, 2, 3)
-        trace.norm("bn1", kept=False)
+        trace.norm("bn1", before="pool")
         trace.pool("maxpool", 3, 2, 1)
     for number, depth in enumerate(_DEPTHS[name]):
         for block in range(depth):
@@ -199,12 +229,12 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
     for number, (kernel, step) in enumerate(kernels, 1):
         out = channels * 4 if wide and number == 3 else channels
         trace.conv(f"{name}.conv{number}", out, kernel, step)
-        trace.norm(f"{name}.bn{number}", kept=number < len(kernels))
+        trace.norm(f"{name}.bn{number}", before="product" if number < len(kernels) else "sum")
     leaving = trace.channels, trace.size
     if entry != leaving:
         trace.channels, trace.size = entry
         trace.conv(f"{name}.downsample.0", leaving[0], 1, stride, 0)
-        trace.norm(f"{name}.downsample.1", kept=False)
+        trace.norm(f"{name}.downsample.1", before="sum")
     trace.channels, trace.size = leaving
     # Fused with the norm before it: one map more is read.
     trace.spread(f"{name}.sum", 1.0)
@@ -219,7 +249,7 @@ def _layers_fast(image_size: int, num_classes: int, _stem: str) -> list[Layer]:
     trace.norm("bn1")
     for number, channels in enumerate(_FAST_CHANNELS[1:], 1):
         trace.conv(f"layer{number}.0.conv", channels, 3)
-        trace.norm(f"layer{number}.0.bn", kept=False)
+        trace.norm(f"layer{number}.0.bn", before="pool")
         trace.pool(f"layer{number}.0.maxpool", 3, 2, 1)
         _block(trace, f"layer{number}.1", channels, 1, wide=False)
     trace.average("maximum")
@@ -251,9 +281,10 @@ def _layers_network_alexnet(
     for number, channels, kernel, stride, padding, pooled in _CONVOLUTIONS:
         trace.conv(f"features.{number}", channels, kernel, stride, padding, bias=True)
         if norms:
-            trace.norm(f"features.bn{number}", kept=not pooled)
+            trace.norm(f"features.bn{number}", before="pool" if pooled else "product")
         else:
-            trace.spread(f"features.{number + 1}", 2.0)
+            # ReLU in place of the convolution's output.
+            trace.spread(f"features.{number + 1}", 2.0, kept=False)
         if pooled:
             trace.pool(f"features.{number + 2}", 3, 2, 0)
     if norms:

@@ -4,8 +4,9 @@ In: the layers of a network (`paceline.plan.layers`), a batch, the number format
 at the moment of the backward pass that needs most. The model is a count, not a fit: weights in the
 format of training, fp32 masters and momentum, the exchange's flat gradients and those that backward has
 made so far, the activations that are still kept, the gradients of the maps at hand, the images on the
-device, buffers of the matrix library and what the CUDA graph has of its own. How far it is from measured
-peaks is in docs/planner.md, Accuracy.
+device, buffers of the matrix library and what the CUDA graph has of its own. `memory_on` takes from the
+catalog which of them a chip has, and whether our fused kernels run there, which keep less. How far it is
+from measured peaks is in docs/planner.md, Accuracy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.plan.cluster import Accelerator
 from paceline.plan.layers import Network
 
 _CHANNELS = 3
-# Normalized images have a fourth channel of zeros, which GPUs convolve faster than three.
+# Of normalized images for fused residual nets: a channel of zeros, because GPUs convolve four faster.
 _PADDED_CHANNELS = 4
 # Batches of uint8 images on the device: the one in use and those that are prefetched.
 _RESIDENT_BATCHES = 4
@@ -52,11 +53,17 @@ class MemoryEstimate:
         return float(sum(asdict(self).values()))
 
 
-def step_memory(net: Network, batch: int, half: bool = True, graphs: bool = True) -> MemoryEstimate:
-    """`half`: fp16 or bf16 with fp32 masters; otherwise fp32, whose weights are the masters."""
+def step_memory(
+    net: Network, batch: int, half: bool = True, graphs: bool = True, fused: bool = True,
+    on_gpu: bool = True,
+) -> MemoryEstimate:  # fmt: skip
+    """`half`: fp16 or bf16 with fp32 masters; otherwise fp32, whose weights are the masters. `fused`: our
+    fused kernels run, where the model has them. A CPU has neither graphs nor buffers of cuBLAS."""
     width = 2 if half else 4
     pixels = batch * net.image_size**2
-    activations, made = _backward_peak(net, batch, half)
+    fused = fused and net.has_fused_form
+    channels = _PADDED_CHANNELS if fused and net.pads_images else _CHANNELS
+    activations, made = _backward_peak(net, batch, half, fused)
     flat = net.elements * width
     return MemoryEstimate(
         weights=float(net.elements * width),
@@ -64,25 +71,33 @@ def step_memory(net: Network, batch: int, half: bool = True, graphs: bool = True
         masters=4.0 * net.elements if half else 0.0,
         momentum=4.0 * net.elements,
         activations=activations,
-        images=float(pixels * (_RESIDENT_BATCHES * _CHANNELS + _PADDED_CHANNELS * width)),
-        libraries=_LIBRARY_BYTES,
+        images=float(pixels * (_RESIDENT_BATCHES * _CHANNELS + channels * width)),
+        libraries=_LIBRARY_BYTES if on_gpu else 0.0,
         # The graph reads a copy of the batch.
-        graph=_LIBRARY_BYTES + pixels * _CHANNELS if graphs else 0.0,
+        graph=_LIBRARY_BYTES + pixels * _CHANNELS if graphs and on_gpu else 0.0,
     )
 
 
-def _backward_peak(net: Network, batch: int, half: bool) -> tuple[float, float]:
+def memory_on(
+    gpu: Accelerator, net: Network, batch: int, half: bool | None = None, fused: bool = True
+) -> MemoryEstimate:
+    """Of a step on this chip: `half` is as usual there by default, and `fused` only where Triton runs."""
+    half = gpu.in_half if half is None else half
+    return step_memory(net, batch, half, fused=fused and gpu.runs_triton, on_gpu=gpu.is_gpu)
+
+
+def _backward_peak(net: Network, batch: int, half: bool, fused: bool) -> tuple[float, float]:
     """Bytes of activations and of parameters' gradients where both together are most. Backward frees what
     a layer has kept and makes its gradients, which are gathered into the flat ones when all are there;
     meanwhile the gradients of the layer's input and output exist."""
     width, workspace = (2, 1.0) if half else (4, _FULL_WORKSPACE)
-    kept = sum(layer.kept for layer in net.layers)
+    kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
     made, most = 0.0, (0.0, 0.0)
     for layer in reversed(net.layers):
         made += sum(t.elements * (width if t.half else 4) for t in layer.tensors)
-        here = batch * width * (workspace * kept + layer.moved)
+        here = batch * (workspace * kept + width * layer.moved)
         most = max(most, (here, made), key=sum)
-        kept -= layer.kept
+        kept -= layer.kept_bytes(width, fused)
     return most
 
 
@@ -90,14 +105,15 @@ def usable_bytes(gpu: Accelerator) -> float:
     return _USABLE * gpu.memory_bytes - _CONTEXT_BYTES
 
 
-def largest_batch(net: Network, gpu: Accelerator, half: bool | None = None) -> int:
-    """0 where not even one image fits; `half` is as usual on the chip."""
-    half = gpu.in_half if half is None else half
+def largest_batch(
+    net: Network, gpu: Accelerator, half: bool | None = None, fused: bool = True
+) -> int:
+    """0 where not even one image fits; `half` and `fused` as in `memory_on`."""
     room = usable_bytes(gpu)
     low, high = 0, LARGEST_BATCH
     while low < high:
         middle = (low + high + 1) // 2
-        if step_memory(net, middle, half).total <= room:
+        if memory_on(gpu, net, middle, half, fused).total <= room:
             low = middle
         else:
             high = middle - 1
@@ -105,13 +121,12 @@ def largest_batch(net: Network, gpu: Accelerator, half: bool | None = None) -> i
 
 
 def check_memory(
-    net: Network, gpu: Accelerator, batch: int, half: bool | None = None
+    net: Network, gpu: Accelerator, batch: int, half: bool | None = None, fused: bool = True
 ) -> MemoryEstimate:
-    """ConfigError, with the largest batch that fits, for one that does not; `half` as above."""
-    half = gpu.in_half if half is None else half
-    needed = step_memory(net, batch, half)
+    """ConfigError, with the largest batch that fits, for one that does not; arguments as `memory_on`."""
+    needed = memory_on(gpu, net, batch, half, fused)
     if needed.total > usable_bytes(gpu):
-        most = largest_batch(net, gpu, half)
+        most = largest_batch(net, gpu, half, fused)
         remedy = f"at most {most:,} fit" if most else "choose a GPU with more memory"
         raise ConfigError(
             "--batch-size", batch,

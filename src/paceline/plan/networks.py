@@ -138,7 +138,7 @@ def _scale(gpu: Accelerator, law: StepConstants) -> tuple[float, str]:
         if sister.measured is None:
             raise ConfigError("accelerators.toml", gpu.like, "has no measured training")
         return _measured_scale(sister, sister.measured, law), "like"
-    return 1.0, "rough" if gpu.name == "CPU" else "law"
+    return 1.0, "law" if gpu.is_gpu else "rough"
 
 
 def _measured_scale(gpu: Accelerator, seen: Measured, law: StepConstants) -> float:

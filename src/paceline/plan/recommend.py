@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import ParseError, parse_json
-from paceline.plan.cluster import Accelerator, Cluster
+from paceline.plan.cluster import RANKS_LIMIT, Accelerator, Cluster
 from paceline.plan.layers import Network
 from paceline.plan.memory import LARGEST_BATCH, largest_batch
 from paceline.plan.noise import useful_batch
 from paceline.plan.prediction import Prediction
 from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Workload
+from paceline.plan.workload import Workload, check_input_rate
 
 if TYPE_CHECKING:
     from paceline.plan.answer import Question
@@ -238,13 +238,15 @@ def input_supply(
     bench: Path | None = None,
 ) -> InputSupply | None:  # fmt: skip
     """None where nothing is said of it: the input is taken to keep up."""
-    if cores < 0:
-        raise ConfigError("--cores-per-node", cores, "must be 0 or more")
+    if not 0 <= cores <= RANKS_LIMIT:
+        raise ConfigError("--cores-per-node", cores, f"must be from 0 to {RANKS_LIMIT:,}")
     if bench is not None:
         workers, rate = _bench_rate(bench)
-        if not cores:
-            return InputSupply(rate, f"{workers} workers as measured ({bench.name})")
-        return InputSupply(rate / workers * cores, f"{cores} cores as measured ({bench.name})")
+        what = f"{cores} cores" if cores else f"{workers} workers"
+        rate *= cores / workers if cores else 1.0
+        # Each rank has a share of it.
+        check_input_rate(rate / gpus_per_node, "--input-bench")
+        return InputSupply(rate, f"{what} as measured ({bench.name})")
     if nvjpeg:
         rate = NVJPEG_IMAGES_PER_S * gpus_per_node
         return InputSupply(rate, f"nvJPEG at {NVJPEG_IMAGES_PER_S:,.0f} images/s a GPU")

@@ -31,7 +31,7 @@ from paceline.plan.networks import analytic_workload
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict, slowest_of
 from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Workload
+from paceline.plan.workload import Workload, check_input_rate
 
 # Interpreter, torch, model and first kernels of a rank, beside the ranks' meeting: an assumption.
 _PROCESS_START_S = 20.0
@@ -94,6 +94,7 @@ class RehearseSettings:
             "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour", "watts_per_gpu",
         ):  # fmt: skip
             check.number(name, "0 or more")
+        check_input_rate(self.input_images_per_s, "rehearse.input_images_per_s")
         if not self.nodes:
             self._refuse_without_nodes()
 
@@ -140,12 +141,15 @@ class RehearseSettings:
                 remedy = "leave it out (there is no clock then), or name a factory and profile that"
             raise ConfigError("rehearse.gpu", self.gpu, problem, remedy) from None
 
-    def check_batch(self, net: Network | None, *, batch: int, half: bool) -> None:
-        """ConfigError for a micro-batch that does not fit the GPU, where the layers are known."""
+    def check_batch(
+        self, net: Network | None, *, batch: int, half: bool, fused: bool = True
+    ) -> None:
+        """ConfigError for a micro-batch that does not fit the GPU, where the layers are known. `fused`:
+        the run's settings allow fused norms."""
         if net is None:
             return
         try:
-            check_memory(net, accelerator(self.gpu), batch, half)
+            check_memory(net, accelerator(self.gpu), batch, half, fused)
         except ConfigError as error:
             if error.field != "--batch-size":
                 raise

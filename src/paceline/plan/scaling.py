@@ -21,7 +21,7 @@ from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
 from paceline.plan.recommend import limits_of, recommended_batch
 from paceline.plan.schedules import algorithm_names, check_name
-from paceline.plan.workload import Workload
+from paceline.plan.workload import Workload, check_input_rate
 
 # Names of the command line, which the planner's errors have, and ours.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
@@ -184,8 +184,7 @@ def _workload(
     model: str, gpu: str, image_size: int, profile: str | PathLike[str] | None, input_rate: float,
     software: str,
 ) -> Workload:  # fmt: skip
-    if not 0 <= input_rate < float("inf"):
-        raise ConfigError("input_images_per_s", input_rate, "must be 0 or more")
+    check_input_rate(input_rate)
     if profile is None and ":" in model:
         raise ConfigError(
             "model", model, "its layers are counted with torch, which predict_scaling does without",

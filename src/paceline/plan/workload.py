@@ -20,12 +20,12 @@ import numpy as np
 from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table
 from paceline.core.untrusted import LONGEST_S, SHORTEST_S
+from paceline.plan.layers import MOST_PIXELS
 
 # The planner prices every run of neighbouring gradients: its tables grow with the square of their number.
 _MOST_GRADIENTS = 4096
 # So that sums over all gradients and their bytes stay exact in 64-bit integers and in doubles.
 _MOST_ELEMENTS = 2**48
-_MOST_PIXELS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Workload:
             raise _error("backward", 0.0, "a step takes no time", "profile it again")
         if not 0 <= self.spread <= 1:
             raise _error("spread", self.spread, "must be from 0 to 1", "profile it again")
-        if not 0 <= self.image_size <= _MOST_PIXELS:
+        if not 0 <= self.image_size <= MOST_PIXELS:
             raise _error("image_size", self.image_size, "is no edge of images", "profile it again")
         self._check_gradients()
 
@@ -194,6 +194,15 @@ class _Facts:
     spread: float = 0.1
     source: str = ""
     image_size: int = 0
+
+
+def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") -> None:
+    """ConfigError for a rate of a rank with which no step has a time; 0: the input keeps up."""
+    if images_per_s and not 1 / LONGEST_S <= images_per_s < math.inf:
+        raise ConfigError(
+            flag, images_per_s, f"must be 0, or finite and at least {1 / LONGEST_S:g}",
+            "state the images/s that one rank gets, such as 2000",
+        )  # fmt: skip
 
 
 def _check_seconds(field: str, value: float) -> None:

@@ -264,7 +264,9 @@ def _cluster_clock(
         return None
     # As it runs here: `auto` is fp32 on a CPU, whatever the cluster's GPUs would choose.
     half = parts.policy.is_half
-    settings.check_batch(net, batch=plan.micro_batch, half=half)
+    settings.check_batch(
+        net, batch=plan.micro_batch, half=half, fused=config.run.allows_fused_norms
+    )
     tensors = {
         name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
     }

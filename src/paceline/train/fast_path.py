@@ -114,7 +114,7 @@ def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool
         problem = problem or "needs run.channels_last"
     if settings.fused_norm == "on" and problem:
         raise ConfigError("run.fused_norm", "on", problem, "use 'auto'")
-    if settings.fused_norm == "off" or problem or settings.compile not in ("auto", "off"):
+    if problem or not settings.allows_fused_norms:
         return False
     return fuse_norms(model, True) > 0
 

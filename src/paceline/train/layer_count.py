@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from paceline.core.errors import ConfigError
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.layers import Layer, NetTensor, Network
+from paceline.plan.layers import INDEX_BYTES, Layer, NetTensor, Network
 
 _BATCH = 2
 # Operations that read and write their map and are no product: one pass each way.
@@ -104,12 +104,17 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found: list[dict[str, Any]] = []
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Autograd saves this: an activation that no one else has saved yet counts once."""
+        """Autograd saves this: an activation that no one else has saved yet counts once. Indices and
+        masks have the same bytes in any number format of the step."""
         place = _storage(tensor)
         if place not in self._fixed and place not in self._kept and self._found:
             self._kept.add(place)
             self._alive.append(tensor)
-            self._found[-1]["kept"] += tensor.untyped_storage().nbytes() / 4 / _BATCH
+            size = tensor.untyped_storage().nbytes() / _BATCH
+            if tensor.is_floating_point():
+                self._found[-1]["kept"] += size / tensor.element_size()
+            else:
+                self._found[-1]["indices"] += size / INDEX_BYTES
         return tensor
 
     def __torch_dispatch__(
@@ -139,6 +144,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._found.append({
                 "name": f"{len(self._found)}.{kind}", "flops": flops / _BATCH,
                 "moved": moved / _BATCH, "depth": depth, "tensors": tensors, "kept": 0.0,
+                "indices": 0.0,
             })  # fmt: skip
         return out
 
@@ -150,7 +156,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(
             Layer(
                 one["name"], one["flops"], one["moved"], tuple(one["tensors"]), one["depth"],
-                math.ceil(one["kept"]),
+                math.ceil(one["kept"]), indices=one["indices"],
             )
             for one in self._found
         )  # fmt: skip
