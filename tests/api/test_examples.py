@@ -78,7 +78,7 @@ def test_the_planners_notebook_runs_without_torch(tmp_path: Path) -> None:
                           capture_output=True, text=True, timeout=250)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "images/s" in done.stdout
-    assert "1,706 images fit" in done.stdout
+    assert "1,759 images fit" in done.stdout
 
 
 def test_users_code_type_checks(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from paceline.train.checkpoint import Checkpoint
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`data`, and the finished runs `run` on one rank and `two` on two."""
+    """`data`, and the finished runs `run` on one rank and `two` on two, which evaluates mirror images."""
     folder = tmp_path_factory.mktemp("home")
     write_shards(folder / "data", train=64, val=37)
     more = ("--epochs", "3", "--set", "checkpoint.keep=9")
     assert run(small_on("data", "--output", "run", *more), folder).code == 0
+    more = (*more, "--set", "data.eval_flip=true")
     assert run_two(small_on("data", "--output", "two", *more), folder)[0].code == 0
     return folder
 
@@ -54,6 +55,15 @@ def test_a_checkpoint_scores_as_in_the_run(call: Call, home: Path, name: str) ->
         assert (found["top1"], found["top5"]) == (event["top1"], event["top5"])
         assert found["loss"] == pytest.approx(event["loss"], rel=1e-5)
         assert (found["samples"], found["corrupt_samples"]) == (37, 0)
+
+
+def test_mirror_images_are_evaluated_where_the_run_did(call: Call) -> None:
+    own = evaluated(call, "two")["loss"]
+    assert own != pytest.approx(evaluated(call, "two", "--set", "data.eval_flip=false")["loss"])
+    done = call("export", "two", "flip.safetensors")
+    assert done.code == 0, done.err
+    with safe_open("flip.safetensors", "pt") as file:
+        assert file.metadata()["eval_flip"] == "true"
 
 
 def test_an_override_replaces_a_value_that_this_version_does_not_have(

@@ -235,8 +235,9 @@ def test_what_the_user_gives_stays_and_the_rest_follows_it() -> None:
         (CIFAR, Target(60, 50_000, 90), "run.global_batch_size"),
         (replace(CIFAR, optimizer="torch.optim:RAdam"), Target(512, 50_000, 90), "optim.scaling"),
         (replace(CIFAR, optim=replace(SGD, name="adamw")), Target(512, 50_000, 90), "optim.name"),
+        (replace(CIFAR, optimizer="muon"), Target(512, 50_000, 90), "optim.name"),
     ],
-    ids=["too-few-steps", "half-an-epoch", "too-small", "unknown", "other-kind"],
+    ids=["too-few-steps", "half-an-epoch", "too-small", "unknown", "other-kind", "sgd-of-muon"],
 )  # fmt: skip
 def test_outside_of_the_range_it_refuses_in_one_line(
     recipe: Recipe, target: Target, field: str
@@ -252,6 +253,17 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
         scale_recipe(CIFAR, Target(25_000, 50_000, 3))
     for target in (Target(1666, 50_000, 3), Target(25_000, 50_000, 45)):
         assert scale_recipe(CIFAR, target).values
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "loss"),
+    [(10_000, 30, "1 to 5 points"), (2500, 18, "1 to 5 points"), (2500, 30, "up to 2 points"),
+     (2500, 90, ""), (10_000, 90, "up to 2 points"), (20_000, 400, "less than 5 steps")],
+)  # fmt: skip
+def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
+    told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
+    assert loss in told
+    assert bool(loss) == bool(told)
 
 
 # --- in the configuration and in runs -----------------------------------------------------------

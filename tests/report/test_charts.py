@@ -4,6 +4,7 @@ safe."""
 import itertools
 import math
 import random
+import re
 import statistics
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -233,6 +234,17 @@ def test_a_gantt_chart_has_a_row_for_each_name() -> None:
     assert drawn.count('class="bar') == 3
     assert drawn.count(">one</text>") == 1
     assert "&lt;second&gt;" in drawn
+
+
+def test_both_axes_may_be_logarithmic() -> None:
+    """Equal factors are equal distances."""
+    points = [(1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)]
+    drawn = line_chart(Chart("speed", "ranks", [Line("a", points)], log=True, log_x=True))
+    places = re.search(r'points="([^"]+)"', drawn)
+    assert places is not None
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in places[1].split())
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2)
 
 
 @pytest.mark.parametrize("input_rate", [0.0, 50.0])

@@ -151,7 +151,9 @@ def _check(recipe: Recipe, target: Target) -> None:
                 f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and give the rate",
             )  # fmt: skip
     of_adam = [name in ("adamw", "lamb") for name in (recipe.optimizer, recipe.optim.name)]
-    if of_adam[0] != of_adam[1]:
+    # The rate of a recipe for LARS or Muon is that of its biases and norms.
+    to_sgd = recipe.optim.name == "sgd" and recipe.optimizer in ("lars", "muon")
+    if of_adam[0] != of_adam[1] or to_sgd:
         raise ConfigError(
             "optim.name", recipe.optim.name,
             f"the rule cannot derive its rate from a recipe for {recipe.optimizer}",
@@ -266,7 +268,7 @@ class _Rule:
         if name == "muon" and self.factor > 1 and optim.schedule == "cosine":
             if "optim.schedule" in self.recipe.kept:
                 return
-            self.set("optim.schedule", "poly", "linear decay, as measured")
+            self.set("optim.schedule", "poly", "linear decay")
             self.set("optim.poly_power", 1.0, "linear")
 
     def unmix(self) -> None:
@@ -333,17 +335,17 @@ def _is_small(group: int, share: int, wanted: int) -> bool:
 
 def _losses(name: str, target: Target) -> list[str]:
     """By what was measured; docs/large-batch.md has the runs."""
-    steps, found = target.steps_per_epoch, []
+    steps, total = target.steps_per_epoch, target.total_steps
     if name == "sgd" and steps < SGD_STEPS_PER_EPOCH:
-        found.append(
+        return [
             f"SGD at {steps:.3g} steps an epoch: 1 to 2 points at 20, more below; muon loses less"
-        )
-    elif name == "lars" and steps < 20:
-        found.append("LARS lost 1 to 18 points at 5 steps an epoch; muon loses less")
-    elif steps < 5:
-        found.append("about 1 point and more with less than 5 steps an epoch")
-    elif steps < 20 and target.total_steps >= 450:
-        found.append("up to 1 point at 5 steps an epoch")
-    if target.total_steps < 450 and name in ("muon", "lars"):
-        found.append(f"{target.total_steps} steps in all: 1 to 5 points at 150")
-    return found
+        ]
+    if name == "lars" and steps < 20:
+        return ["LARS lost 1 to 40 points at 5 steps an epoch; muon loses less"]
+    if name not in ("muon", "lars") or steps > 20:
+        return []
+    if total < 450:
+        return [f"{total} steps in all: 1 to 5 points at 150, more below"]
+    if total < MIXING_STEPS:
+        return [f"{total} steps in all: up to 2 points at 600"]
+    return ["about 1 point with less than 5 steps an epoch"] if steps < 5 else []

@@ -275,7 +275,9 @@ def _cluster_clock(
         return None
     return cluster_clock(
         settings, parts.exchange.plan, work.with_tensors(tensors), batch=plan.micro_batch,
-        accumulation=plan.accumulation, validation=len(inputs.validation),
+        accumulation=plan.accumulation,
+        # With the mirror image of each.
+        validation=len(inputs.validation) * (2 if config.data.eval_flip else 1),
         eval_batch=eval_batch(plan.micro_batch),
         left_out=settings.left_out(work, config.optim.name, half=half, trained=tensors),
     )  # fmt: skip

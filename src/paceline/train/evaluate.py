@@ -92,7 +92,7 @@ def evaluate(
     Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
     they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
     outputs of a model that has several. `details` collects what was wrong. `flip`: the logits of an
-    image are the mean of its own and those of its mirror image.
+    image are the mean of its own and those of its mirror image, and so is a loss that takes all outputs.
     """
     started = time.perf_counter()
     loss_function = loss_function or CrossEntropy()
@@ -109,11 +109,14 @@ def evaluate(
                 images = normalize(batch.images, group.device)
                 found = _outputs(model, images)
                 outputs = find_logits(found, classes).float()
+                labels = batch.labels.to(group.device, non_blocking=True)
                 if flip:
                     mirrored = _outputs(model, images.flip(3))
                     outputs = (outputs + find_logits(mirrored, classes).float()) / 2
-                labels = batch.labels.to(group.device, non_blocking=True)
                 loss = loss_function.evaluated(found if all_outputs else outputs, labels)
+                if flip and all_outputs:
+                    # Outputs of an own form have no mean; their losses have one.
+                    loss = (loss + loss_function.evaluated(mirrored, labels)) / 2
                 sums.add(outputs, labels, loss, batch.corrupt)
                 if details is not None:
                     details.add(outputs, labels, batch.images)

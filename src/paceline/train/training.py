@@ -18,7 +18,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
 from paceline.data import BatchPlan, Source, TrainBatches, describe_channels
 from paceline.models.registry import count_frozen
-from paceline.models.settings import MODEL_NAMES
+from paceline.models.settings import STEMS_OF_MODEL
 from paceline.optim.batch_growth import describe_stages
 from paceline.optim.schedule import LrSchedule
 from paceline.plan.plan_file import PlanFile
@@ -257,8 +257,8 @@ def _describe_input(
 def _describe_model(config: RunConfig, model: nn.Module, components: Components) -> str:
     weights = sum(parameter.numel() for parameter in model.parameters())
     stem = config.model.stem_for(config.data.image_size)
-    is_resnet = config.model.name in MODEL_NAMES and config.model.name.startswith("resnet")
-    with_stem = f" with the {stem} stem" if is_resnet else ""
+    has_stems = len(STEMS_OF_MODEL.get(config.model.name, ())) > 1
+    with_stem = f" with the {stem} stem" if has_stems else ""
     frozen = count_frozen(model)
     with_frozen = f", {frozen:,} of them frozen" if frozen else ""
     if components.model is not None:

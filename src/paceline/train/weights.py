@@ -95,6 +95,8 @@ def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[
     }
     if config.run.loss == "bce":
         found["scores"] = "sigmoid"  # one question for each class
+    if data.eval_flip:
+        found["eval_flip"] = True
     if config.run.average_epochs:
         found["average_epochs"] = config.run.average_epochs
     return found
