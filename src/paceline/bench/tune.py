@@ -23,9 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from paceline.bench.step import StepRow
-from paceline.bench.step import build_step as build
-from paceline.bench.step import measure_ours as measure
+from paceline.bench.step import StepRow, build_step, measure_ours
 from paceline.bench.timing import RankGroup, interleaved
 from paceline.comm.exchange import Signals
 from paceline.comm.group import Group
@@ -301,7 +299,7 @@ def config_row(config: RunConfig, ranks: int, device: str, classes: int | None =
 def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
     """The row's batch is not read; `batches` are."""
     steps = [
-        (batch, measure(replace(row, batch_size=batch), lambda: None)[0].median)
+        (batch, measure_ours(replace(row, batch_size=batch), lambda: None)[0].median)
         for batch in sorted(set(batches))
     ]
     device = torch.device(row.device)
@@ -318,7 +316,7 @@ def take_apart(row: StepRow) -> StepAnatomy:
         device = torch.device("cuda", torch.cuda.current_device())
     eager = replace(row, switches={**row.switches, "run.cuda_graphs": "off", "run.compile": "off"})
     with Group(Topology(), RunConfig().comm, device) as group:
-        step, _ = build(eager, group)
+        step, _ = build_step(eager, group)
         found = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]
     found.sort(key=lambda anatomy: anatomy.forward_s + anatomy.backward_s)
     return found[len(found) // 2]

@@ -1,1 +1,1 @@
-"""The command line: dispatch, display and exit codes. Rooms are imported only when they are used."""
+"""The command line: dispatch and exit codes. Packages are imported only when they are used."""

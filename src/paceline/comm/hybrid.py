@@ -1,11 +1,11 @@
-"""`HybridAllReduce`: the all-reduce algorithm of each buffer is chosen by its size.
+"""All-reduces that are not the backend's own: `PlannedAllReduce` executes what a plan has chosen for a
+bucket, `HybridAllReduce` chooses the algorithm of a buffer by its size, as a hook of DDP.
 
     state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=1 << 20))
     ddp.register_comm_hook(state, HybridAllReduce.ddp_hook)
 
 The sums or means are bit-identical on all ranks. They are computed on a communication thread
-(`CommThread`) with its own process groups. `HybridAllReduce` chooses; `PlannedAllReduce` executes, also
-what a fusion plan has chosen. `WireFormat` casts before and after.
+(`CommThread`) with its own process groups. `WireFormat` casts before and after.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.

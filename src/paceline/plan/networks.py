@@ -23,11 +23,11 @@ from paceline.plan.cluster import (
     accelerator,
     step_constants,
 )
-from paceline.plan.layers import Layer, NetTensor, Network, network
+from paceline.plan.layers import Layer, Network, network
 from paceline.plan.prediction import slowest_of
 from paceline.plan.workload import Affine, Gradient, Workload
 
-__all__ = ["Layer", "NetTensor", "Network", "analytic_workload", "network"]
+__all__ = ["analytic_workload", "network"]
 
 # Outputs of one tile of a matrix product, the unit of work of a multiprocessor.
 _TILE = 128 * 128

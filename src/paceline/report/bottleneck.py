@@ -286,7 +286,7 @@ def _on_cpu(run: RunFiles, rank: int) -> bool:
 
 
 def expected_step(run: RunFiles) -> Expected | None:
-    """The planner's prediction, which a plan made by `paceline plan` holds."""
+    """The planner's prediction, which a plan of `paceline tune` or `paceline plan` holds."""
     try:
         return PlanFile.read(run.path / "plan.toml").expected
     except ConfigError:

@@ -1,6 +1,7 @@
 """The plan of the gradient exchange: chosen, agreed among all ranks, and made into an exchange.
 
-A checkpoint's plan has precedence over the plan file, that over the settings. A backward pass before the
+A checkpoint's plan is kept while the settings that decide it and the number of ranks are the same; else
+the plan file decides, and without one the settings (`ChosenPlan.of`). A backward pass before the
 first step gives the order of the gradients, and shows whether model and loss work (`DryBackward`).
 """
 

@@ -382,8 +382,8 @@ _MAKE_PLANS = (
 @dataclass(frozen=True)
 class PinnedPlan:
     """The plan of a checkpoint. A resumed run keeps it whole where neither the settings that decide it
-    nor the number of ranks have changed; otherwise (`whole` is False) it keeps the order of the gradients
-    and makes a new plan. Either way it does not measure the order again."""
+    nor the number of ranks have changed. Otherwise (`whole` is False) it takes the plan of a file that it
+    is given, or keeps the order of the gradients, without measuring it again, and makes a new plan."""
 
     plan: FusionPlan
     whole: bool
