@@ -12,6 +12,7 @@ from paceline.data import Batch, CorruptSample, Normalizer
 from paceline.precision import Policy
 from paceline.train import EvalResult, StopSignals
 from paceline.train.evaluate import evaluate
+from paceline.train.loss import OwnLoss
 from ranks import run_ranks
 from train.steps import alone, joined
 
@@ -81,6 +82,13 @@ def test_a_mirror_image_counts_as_much_as_the_image() -> None:
     logits = torch.tensor([[4.0 + 0.0, 3.0 + 6.0]]) / 255 / 2
     loss = nn.functional.cross_entropy(logits, torch.tensor([1]))
     assert found[True].loss == pytest.approx(loss.item(), rel=1e-5)
+    # A loss of all outputs is the mean of both.
+    own = OwnLoss(lambda outputs, targets: outputs[:, 0].square(), "own")
+    result = evaluate(
+        LeftHalf(), given, NORMALIZE, FULL, alone(), StopSignals(), flip=True, loss_function=own
+    )
+    assert isinstance(result, EvalResult)
+    assert result.loss == pytest.approx((4 / 255) ** 2 / 2, rel=1e-5)
 
 
 def _stopped(rank: int) -> str:

@@ -264,10 +264,9 @@ class _Rule:
 
     def decay(self, name: str) -> None:
         """Linear in place of cosine, whose first half changes the rate little."""
-        optim = self.recipe.optim
-        if name == "muon" and self.factor > 1 and optim.schedule == "cosine":
-            if "optim.schedule" in self.recipe.kept:
-                return
+        is_cosine = self.recipe.optim.schedule == "cosine"
+        given = "optim.schedule" in self.recipe.kept
+        if name == "muon" and self.factor > 1 and is_cosine and not given:
             self.set("optim.schedule", "poly", "linear decay")
             self.set("optim.poly_power", 1.0, "linear")
 

@@ -107,16 +107,14 @@ def evaluate(
                     break
                 sums.batch_size = len(batch)
                 images = normalize(batch.images, group.device)
-                found = _outputs(model, images)
-                outputs = find_logits(found, classes).float()
-                labels = batch.labels.to(group.device, non_blocking=True)
+                views = [_outputs(model, images)]
                 if flip:
-                    mirrored = _outputs(model, images.flip(3))
-                    outputs = (outputs + find_logits(mirrored, classes).float()) / 2
-                loss = loss_function.evaluated(found if all_outputs else outputs, labels)
-                if flip and all_outputs:
-                    # Outputs of an own form have no mean; their losses have one.
-                    loss = (loss + loss_function.evaluated(mirrored, labels)) / 2
+                    views.append(_outputs(model, images.flip(3)))
+                outputs = torch.stack([find_logits(v, classes).float() for v in views]).mean(0)
+                labels = batch.labels.to(group.device, non_blocking=True)
+                # Outputs of an own form have no mean; their losses have one.
+                judged = views if all_outputs else [outputs]
+                loss = torch.stack([loss_function.evaluated(v, labels) for v in judged]).mean(0)
                 sums.add(outputs, labels, loss, batch.corrupt)
                 if details is not None:
                     details.add(outputs, labels, batch.images)
