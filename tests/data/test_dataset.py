@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import (
@@ -187,6 +187,8 @@ def test_what_is_no_map_style_dataset() -> None:
         DatasetSource(Stream())
     with pytest.raises(DataError, match=r"float: is no map-style dataset"):
         as_source(1.5)
+    with pytest.raises(DataError, match=r"DataLoader: is no map-style dataset"):
+        as_source(DataLoader(Pictures(pixels)))
     with pytest.raises(DataError, match=r"Pictures: is empty"):
         as_source(Pictures(pixels, count=0))
     with pytest.raises(DataError, match=r"label 2 is outside the 2 classes"):
