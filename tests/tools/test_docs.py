@@ -25,8 +25,10 @@ NOT_SETTINGS = {("run", "lock"), ("run", "log"), ("run", "stop"), ("run", "save"
 _KEY = re.compile(rf"`({'|'.join(SECTIONS)})\.([a-z][a-z0-9_]*)")
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+def blocks(text: str, *languages: str) -> list[str]:
+    # Every fence is matched, so that the end of a block in another language does not begin one.
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    return [block for language, block in found if language in languages]
 
 
 def anchor(heading: str) -> str:
@@ -38,12 +40,17 @@ def anchor(heading: str) -> str:
 def commands(text: str) -> list[list[str]]:
     """The `paceline` commands of a page that are complete, without their comments."""
     found = []
-    for block in blocks(text, ""):
-        for line in block.replace("\\\n", " ").splitlines():
-            start = line.find("paceline ") if "-m paceline " in line else 0
-            if line[start:].startswith("paceline ") and "…" not in line and "[" not in line:
-                found.append(shlex.split(line[start:], comments=True)[1:])
+    for line in shell_lines(text):
+        start = line.find("paceline ") if "-m paceline " in line else 0
+        if line[start:].startswith("paceline "):
+            found.append(shlex.split(line[start:], comments=True)[1:])
     return found
+
+
+def shell_lines(text: str) -> list[str]:
+    """Lines of code without a language or in bash, but for those with an ellipsis or an [OPTION]."""
+    lines = "".join(blocks(text, "", "bash")).replace("\\\n", " ").splitlines()
+    return [line for line in lines if "…" not in line and not re.search(r"\[[-A-Z]", line)]
 
 
 COMMANDS = [
@@ -93,6 +100,14 @@ def test_commands_parse(page: str, line: list[str]) -> None:
     for assignment in parameters.get("settings") or []:
         section, _, key = parse_assignment(assignment)[0].partition(".")
         assert key in {field.name for field in fields(SECTIONS[section])}, f"{page}: {assignment}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_no_code_is_in_a_language_that_is_not_read(page: Path) -> None:
+    fences = re.findall(r"^ *```(.*)$", page.read_text(), re.M)
+    assert set(fences[::2]) <= {"", "bash", "python", "toml", "yaml"}
+    assert fences[1::2] == [""] * (len(fences) // 2), "a block is open"
+    assert len(fences) % 2 == 0, "a block is open"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -1,25 +1,28 @@
 """The commands and programs of README and docs run as they are written, page by page: `make docs-test`.
 
 Commands that need data or packages that are not here (`DIR`, ImageNet recipes, timm) run with `--dry-run`
-on a few made-up photos, or are left out where they have no such flag. Those of an emulated cluster have
-tests of their own (tests/cluster).
+on a few made-up photos, or are left out where they have no such flag. Commands with `--hosts` have tests
+of their own (tests/cluster); programs with an emulated cluster run where it can be created.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from cli_runs import is_launchers
-from tools.test_docs import COMMANDS, PAGES, ROOT, blocks
+from paceline.bench.cluster import why_unavailable
+from tools.test_docs import COMMANDS, PAGES, ROOT, blocks, shell_lines
 
 MY_NET = (
     "from torch import nn\n\n"
@@ -47,20 +50,41 @@ def home(tmp_path: Path) -> Path:
             Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{number}.jpg")
     Image.fromarray(pixels).save(tmp_path / "photo.jpg")
     (tmp_path / "my_net.py").write_text(MY_NET)
+    (tmp_path / "rank.py").write_text("import os; print(os.environ['RANK'])\n")
     (tmp_path / "my.toml").write_text('[run]\nepochs = 1\n[data]\nsource = "embedded"\n')
     return tmp_path
 
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not is_launchers(name)}
+ENVIRONMENT |= {"PYTHONPATH": str(ROOT / "src")}
+
+
 def run(home: Path, words: list[str]) -> None:
-    env = {name: value for name, value in os.environ.items() if not is_launchers(name)}
-    env |= {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        words, cwd=home, env=ENVIRONMENT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+def serve(home: Path, words: list[str]) -> None:
+    """A command that runs until it is stopped: its page is fetched once."""
+    with subprocess.Popen(
+        words, cwd=home, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout
+            line = server.stdout.readline()
+            address = re.search(r"http://\S+", line)
+            assert address, f"{shlex.join(words)}\n{line}"
+            with urlopen(address[0], timeout=60) as page:
+                assert page.status == 200
+        finally:
+            server.terminate()
 
 
 def runnable(line: list[str], home: Path) -> list[str] | None:
     """The command with what is made up in place of placeholders; None where it cannot run here."""
-    words = [NEEDS.get(word, word) for word in line]
+    words = [word if (home / word).exists() else NEEDS.get(word, word) for word in line]
     text = " ".join(words)
     if ("timm:" in text and find_spec("timm") is None) or any(flag in words for flag in CLUSTER):
         return None
@@ -95,7 +119,12 @@ def test_commands_of_a_page(name: str, home: Path) -> None:
     for page, line in COMMANDS:
         words = runnable(line, home) if page == name else None
         if words is not None:
-            run(home, [sys.executable, "-m", "paceline", *words])
+            start = serve if words[0] == "watch" else run
+            start(home, [sys.executable, "-m", "paceline", *words])
+    for line in shell_lines((ROOT / name).read_text()):
+        if line.startswith("torchrun ") and " DIR" not in line:
+            launched = shlex.split(line, comments=True)[1:]
+            run(home, [sys.executable, "-m", "torch.distributed.run", *launched])
 
 
 @pytest.mark.slow
@@ -103,5 +132,5 @@ def test_commands_of_a_page(name: str, home: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_programs_of_a_page(page: Path, home: Path) -> None:
     for block in blocks(page.read_text(), "python"):
-        if "EmulatedCluster" not in block:
+        if "EmulatedCluster" not in block or not why_unavailable():
             run(home, [sys.executable, "-c", block])
