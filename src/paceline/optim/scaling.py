@@ -19,8 +19,8 @@ KNOWN = ("adamw", "lamb", "lars", "muon", "sgd")
 SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.momentum", "optim.nesterov",
     "optim.beta2", "optim.adam_eps", "optim.weight_decay", "optim.warmup_epochs",
-    "optim.warmup_max_share", "optim.schedule", "optim.poly_power", "run.batch_size",
-    "run.average_epochs", "run.cutmix", "run.mixup",
+    "optim.warmup_max_share", "optim.schedule", "optim.poly_power", "optim.batch_schedule",
+    "run.batch_size", "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
 # Fewer steps have not been measured (docs/large-batch.md#range).
 LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
@@ -39,6 +39,8 @@ WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
 # Mixed images slow learning down: with fewer steps and epochs than these they cost accuracy.
 MIXING_STEPS, MIXING_EPOCHS = 1000, 60
+# With fewer steps than these, Muon's batch begins at about a quarter, for this share of the run.
+GROWN_STEPS, GROWTH, GROWTH_SHARE = 450, 4, 1 / 2
 LEAST_BETA2 = 0.95
 LARGEST_AUTOMATIC_GROUP = 256
 
@@ -48,7 +50,8 @@ class Recipe:
     """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
     known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
     leaves it open; `mixing` the settings of mixed images that are on; `kept` names settings that the
-    user gave; `averages` says whether weights can be averaged in the run."""
+    user gave; `averages` and `grows` say whether weights can be averaged, and the batch can grow, in the
+    run."""
 
     optim: OptimSettings
     batch: int
@@ -58,6 +61,7 @@ class Recipe:
     mixing: tuple[str, ...] = ()
     kept: frozenset[str] = frozenset()
     averages: bool = True
+    grows: bool = True
 
     @property
     def rate(self) -> float:
@@ -137,7 +141,9 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
         rule.scale_pace(name)
     rule.warm_up(name)
     rule.decay(name)
-    rule.normalize()
+    group = rule.normalize()
+    if name == "muon":
+        rule.grow(group)
     rule.average()
     rule.unmix()
     return Scaling(tuple(rule.choices), tuple(_losses(name, target)), headline)
@@ -280,15 +286,16 @@ class _Rule:
                     name, 0.0, f"{target.total_steps} steps in all are too few for mixed images"
                 )
 
-    def normalize(self) -> None:
+    def normalize(self) -> int | None:
         """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
-        that divides a rank's share. Raises ConfigError where that is less than a quarter."""
+        that divides a rank's share. Raises ConfigError where that is less than a quarter. Returns the
+        size, None where the batch is refused later."""
         if "run.batch_size" in self.recipe.kept:
-            return
+            return self.recipe.norm_group
         wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
         share = self.target.batch // self.target.ranks
         if self.target.batch % self.target.ranks or share < 1:
-            return  # refused elsewhere, with the nearest batches
+            return None  # refused elsewhere, with the nearest batches
         group = _norm_group(share, wanted)
         if _is_small(group, share, wanted):
             goods = [
@@ -306,6 +313,28 @@ class _Rule:
         if group != wanted:
             reason = f"the recipe's batch-norm group is {wanted}, a rank has {share} samples a step"
         self.set("run.batch_size", group, reason)
+        return group
+
+    def grow(self, group: int | None) -> None:
+        """Begins with about a quarter of the batch, at half of the pace, where the run has few steps: not
+        below the known-good batch, and in whole micro-batches of all ranks."""
+        recipe, batch = self.recipe, self.target.batch
+        kept = {"optim.batch_schedule", "optim.lr"} & recipe.kept
+        few = self.factor > 1 and self.target.total_steps < GROWN_STEPS
+        if group is None or kept or not (few and recipe.grows):
+            return
+        unit = group * self.target.ranks
+        units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(recipe.batch / unit))
+        if 2 * units * unit > batch:
+            return
+        first, epoch = units * unit, GROWTH_SHARE * self.target.epochs
+        rate = next(choice for choice in self.choices if choice.name == "optim.lr")
+        self.choices.remove(rate)
+        total = self.target.total_steps
+        self.set("optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share")
+        self.set("run.global_batch_size", first, f"{total} steps in all are few: more at first")
+        self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "then the batch that was asked for")
+        self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
 
     def average(self) -> None:
         if not self.recipe.averages or self.recipe.optim.schedule_free:
