@@ -37,10 +37,10 @@ MOST_RATE = 4.0
 WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this share of the run where an epoch has few steps.
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
-# Mixed images slow learning down: with fewer steps and epochs than these they cost accuracy.
-MIXING_STEPS, MIXING_EPOCHS = 1000, 60
-# With fewer steps than these, Muon's batch begins at about a quarter, for this share of the run.
-GROWN_STEPS, GROWTH, GROWTH_SHARE = 450, 4, 1 / 2
+# A run with fewer steps and epochs than these is short: mixed images, which slow learning down, cost it
+# accuracy, and Muon's batch begins at about a quarter, for half of the run.
+SHORT_STEPS, SHORT_EPOCHS = 1000, 60
+GROWTH, GROWTH_SHARE = 4, 1 / 2
 LEAST_BETA2 = 0.95
 LARGEST_AUTOMATIC_GROUP = 256
 
@@ -95,6 +95,11 @@ class Target:
     def total_steps(self) -> int:
         return -(-self.samples * self.epochs // self.batch)
 
+    @property
+    def is_short(self) -> bool:
+        few = self.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.total_steps < SHORT_STEPS
+        return few and self.epochs < SHORT_EPOCHS
+
 
 class Choice(NamedTuple):
     name: str
@@ -146,7 +151,8 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
         rule.grow(group)
     rule.average()
     rule.unmix()
-    return Scaling(tuple(rule.choices), tuple(_losses(name, target)), headline)
+    grows = any(choice.name == "optim.batch_schedule" for choice in rule.choices)
+    return Scaling(tuple(rule.choices), tuple(_losses(name, target, grows)), headline)
 
 
 def _check(recipe: Recipe, target: Target) -> None:
@@ -278,13 +284,10 @@ class _Rule:
 
     def unmix(self) -> None:
         """Without mixed images where the run is too short for them."""
-        target = self.target
-        few = target.steps_per_epoch < SGD_STEPS_PER_EPOCH and target.total_steps < MIXING_STEPS
-        if few and target.epochs < MIXING_EPOCHS and self.factor > 1:
+        if self.target.is_short and self.factor > 1:
+            reason = f"{self.target.total_steps} steps in all are too few for mixed images"
             for name in self.recipe.mixing:
-                self.set(
-                    name, 0.0, f"{target.total_steps} steps in all are too few for mixed images"
-                )
+                self.set(name, 0.0, reason)
 
     def normalize(self) -> int | None:
         """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
@@ -320,8 +323,8 @@ class _Rule:
         below the known-good batch, and in whole micro-batches of all ranks."""
         recipe, batch = self.recipe, self.target.batch
         kept = {"optim.batch_schedule", "optim.lr"} & recipe.kept
-        few = self.factor > 1 and self.target.total_steps < GROWN_STEPS
-        if group is None or kept or not (few and recipe.grows):
+        short = self.factor > 1 and self.target.is_short
+        if group is None or kept or not (short and recipe.grows):
             return
         unit = group * self.target.ranks
         units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(recipe.batch / unit))
@@ -331,7 +334,9 @@ class _Rule:
         rate = next(choice for choice in self.choices if choice.name == "optim.lr")
         self.choices.remove(rate)
         total = self.target.total_steps
-        self.set("optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share")
+        self.set(
+            "optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share"
+        )
         self.set("run.global_batch_size", first, f"{total} steps in all are few: more at first")
         self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "then the batch that was asked for")
         self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
@@ -361,7 +366,7 @@ def _is_small(group: int, share: int, wanted: int) -> bool:
     return 4 * group < min(wanted, share)
 
 
-def _losses(name: str, target: Target) -> list[str]:
+def _losses(name: str, target: Target, grows: bool) -> list[str]:
     """By what was measured; docs/large-batch.md has the runs."""
     steps, total = target.steps_per_epoch, target.total_steps
     if name == "sgd" and steps < SGD_STEPS_PER_EPOCH:
@@ -372,8 +377,11 @@ def _losses(name: str, target: Target) -> list[str]:
         return ["LARS lost 1 to 40 points at 5 steps an epoch; muon loses less"]
     if name not in ("muon", "lars") or steps > 20:
         return []
+    if total < SHORT_STEPS and grows:
+        lost = "up to 1.5 points at 600, up to 2.5 at 150, more below"
+        return [f"{total} steps in all at one batch: {lost}"]
     if total < 450:
         return [f"{total} steps in all: 1 to 5 points at 150, more below"]
-    if total < MIXING_STEPS:
+    if total < SHORT_STEPS:
         return [f"{total} steps in all: up to 2 points at 600"]
     return ["about 1 point with less than 5 steps an epoch"] if steps < 5 else []
