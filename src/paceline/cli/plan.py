@@ -26,9 +26,7 @@ from paceline.plan.cluster import (
     gpu_cluster,
 )
 from paceline.plan.fusion_plan import FusionPlan, wire_names
-from paceline.plan.layers import Network, check_image_size, known_network, network
-from paceline.plan.memory import check_memory
-from paceline.plan.networks import analytic_workload
+from paceline.plan.layers import Network, check_image_size, check_memory, known_network, network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.recommend import (
@@ -39,7 +37,7 @@ from paceline.plan.recommend import (
     recommended_batch,
 )
 from paceline.plan.schedules import algorithm_names
-from paceline.plan.workload import Workload, check_input_rate
+from paceline.plan.workload import Workload, analytic_workload, check_input_rate
 from paceline.report.plan_page import (
     PAGE_NAME,
     advice_rows,

@@ -15,11 +15,9 @@ from typing import Any
 from paceline.plan.cluster import Accelerator, Cluster, Link, catalogue
 from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import FusionPlan, keeps_float32
-from paceline.plan.layers import Network
-from paceline.plan.memory import MemoryEstimate, memory_on, usable_bytes
-from paceline.plan.networks import analytic_workload
+from paceline.plan.layers import MemoryEstimate, Network, memory_on, usable_bytes
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import Prediction, predict
+from paceline.plan.prediction import Prediction, StartUp, predict
 from paceline.plan.recommend import (
     InputSupply,
     Job,
@@ -29,8 +27,7 @@ from paceline.plan.recommend import (
     options,
     start_up,
 )
-from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Affine, Workload
+from paceline.plan.workload import Affine, Workload, analytic_workload
 
 MOST_RANKS = 65_536
 _HALF_WIRE = "gradients rounded to 16 bits for the wire (--wire fp16)"
