@@ -267,6 +267,16 @@ class FileWindow(io.BytesIO):
         return self._at
 
 
+def scan_file(path: Path, retry: Retry) -> ShardIndex:
+    """`scan_shard` of a plain shard; DataError where it cannot be read."""
+
+    def scan() -> ShardIndex:
+        with path.open("rb") as content:
+            return scan_shard(path, content)
+
+    return retry.read(path, scan)
+
+
 def stamp_of(path: Path, retry: Retry) -> ShardStamp:
     """DataError where it cannot be read."""
     return retry.read(path, lambda: ShardStamp.of(path))
@@ -298,7 +308,7 @@ class IndexStore:
             if large and self._keeps:
                 self._build_once(missing, known, found)
             else:
-                found |= {path: self._scan(path) for path in missing}
+                found |= {path: scan_file(path, self._retry) for path in missing}
         indexes = [found[path] for path in paths]
         return [(s, i) for s, i in zip(stamps, indexes, strict=True) if i is not None]
 
@@ -325,18 +335,11 @@ class IndexStore:
                 # Whoever held the lock before may have built it.
                 index = self._find(path, stamps[path])
                 if index is None:
-                    index = self._scan(path)
+                    index = scan_file(path, self._retry)
                     self._keep(path, index, stamps[path])
                 found[path] = index
         for path, reason in sorted(self._misfits.items()):
             self.notes.append(f"index of {path.name} {reason}: built anew")
-
-    def _scan(self, path: Path) -> ShardIndex:
-        def scan() -> ShardIndex:
-            with path.open("rb") as content:
-                return scan_shard(path, content)
-
-        return self._retry.read(path, scan)
 
     def _keep(self, path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
         if stamp_of(path, self._retry) != stamp:
