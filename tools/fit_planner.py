@@ -31,10 +31,10 @@ import tomli_w
 
 from paceline.plan.cluster import Accelerator, Cluster, StepConstants, accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.networks import analytic_workload, network
+from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.prediction import predict, step_times
-from paceline.plan.workload import Workload
+from paceline.plan.workload import Workload, analytic_workload
 
 Vector = npt.NDArray[np.float64]
 CONSTANTS = Path(__file__).parents[1] / "src" / "paceline" / "plan" / "step_constants.toml"

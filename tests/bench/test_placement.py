@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.bench_ranks import Placement
+from paceline.cli.options import Placement
 from paceline.core.errors import ConfigError
 
 

@@ -304,7 +304,7 @@ def test_a_launcher_that_proc_hides_is_watched_by_signals(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with `hidepid`: the search must end, and the process must not count as gone."""
-    monkeypatch.setattr(watch, "_stat", lambda pid: None)
+    monkeypatch.setattr(watch, "process_stat", lambda pid: None)
     found = find_launcher(variables)
     assert found is not None
     assert found.pid == os.getppid()

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import accelerator
-from paceline.plan.networks import analytic_workload, network
+from paceline.plan.layers import network
 from paceline.plan.plan_file import PlanFile
+from paceline.plan.workload import analytic_workload
 
 KEYS = {
     "images_per_s", "images_per_s_per_gpu", "step_s", "compute_s", "exposed_comm_s",

@@ -50,5 +50,28 @@ def test_a_mistake_is_one_line_that_names_it(table: dict[str, Any], line: str) -
     assert str(caught.value) == line
 
 
+@dataclass(frozen=True)
+class Box:
+    first: Thing
+    rest: tuple[Thing, ...] = ()
+    more: list[Thing] | None = None
+
+
+def test_tables_in_tables_become_dataclasses() -> None:
+    box = from_table(Box, "box", {"first": {"size": 2}, "rest": [{}, {"rate": 1}], "more": [{}]})
+    assert box == Box(Thing(size=2), (Thing(), Thing(rate=1.0)), [Thing()])
+    for table, field in (
+        ({}, "box.first"),
+        ({"first": 1}, "box.first"),
+        ({"first": {"siz": 1}}, "box.first.siz"),
+        ({"first": {}, "rest": [{}, {"size": "x"}]}, "box.rest[1].size"),
+        ({"first": {}, "more": [{"size": "x"}]}, "box.more[0].size"),
+        ({"first": {}, "more": {}}, "box.more"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            from_table(Box, "box", table)
+        assert caught.value.field == field
+
+
 def test_flatten_joins_names() -> None:
     assert flatten({"a": {"b": 1}, "c": {"d": 2}}) == {"a.b": 1, "c.d": 2}

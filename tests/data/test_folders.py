@@ -16,7 +16,7 @@ import pytest
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, numbered_classes, open_source
 from paceline.data.image import decode
-from paceline.data.sources import imagenet_tars
+from paceline.data.sources import shards as tar_sources
 from paceline.data.sources.folders import FlatFolder, ImageFiles, ImageFolder, class_directories
 from paceline.data.sources.labels import read_classes
 
@@ -311,13 +311,13 @@ def test_changed_while_it_is_listed(
     tmp_path: Path, write_tar: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = inner(tmp_path / "train", write_tar)
-    real = imagenet_tars.tar_members
+    real = tar_sources.tar_members
 
     def slow(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
         yield from real(path, content)
         os.utime(paths[0], (1, 1))
 
-    monkeypatch.setattr(imagenet_tars, "tar_members", slow)
+    monkeypatch.setattr(tar_sources, "tar_members", slow)
     source = open_source(DataSettings(dir=str(tmp_path)), "train")
     with pytest.raises(DataError, match=r"n01440764\.tar: has changed since the start"):
         source.read(0)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from data_sets import write_folders, write_shards
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, OpenedFiles, Source, open_data
-from paceline.data.sources import imagenet_tars
+from paceline.data.sources import shards as tar_sources
 from paceline.data.sources.base import source_identity
 
 
@@ -70,13 +70,13 @@ def test_tars_of_imagenet_are_read_once_a_host(
     write_tar(tmp_path / "ILSVRC2012_img_val.tar", [(name, name.encode()) for name in names])
     (tmp_path / "val.txt").write_text("".join(f"{n} {i % 2}\n" for i, n in enumerate(names)))
     listed: list[str] = []
-    members = imagenet_tars.tar_members
+    members = tar_sources.tar_members
 
     def noted(path: Path, content: BinaryIO) -> Iterator[TarInfo]:
         listed.append(path.name)
         return members(path, content)
 
-    monkeypatch.setattr(imagenet_tars, "tar_members", noted)
+    monkeypatch.setattr(tar_sources, "tar_members", noted)
     settings = DataSettings(dir=str(tmp_path))
     for own, shared in zip(*opened_twice(settings), strict=True):
         check_same(own, shared)

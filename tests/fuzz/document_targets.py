@@ -17,7 +17,8 @@ from paceline.comm.settings import CommSettings
 from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
-from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
+from paceline.plan.answer import Answer, Question
+from paceline.plan.cluster import accelerator
 from paceline.plan.fusion_plan import FusionPlan, TensorSpec
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
@@ -29,7 +30,7 @@ from paceline.plan.plan_file import (
     ProbedCluster,
 )
 from paceline.plan.prediction import predict
-from paceline.plan.recommend import Job, Limits, input_supply, options
+from paceline.plan.recommend import Limits, input_supply
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 from paceline.report import (
@@ -152,20 +153,18 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         algorithms = place.probed.algorithms if place.probed else algorithm_names()
         question = Question(work, 16, algorithms)
         plan = best_plan(work, place, 16, algorithms)
-        now = predict(work, place, plan, 16)
-        limits, job = Limits(price=2.0, minutes=5.0), Job(90.0, 1000, 400.0, 2.0)
-        found = options(question, place, limits, job)
-        answer = Answer(
-            workload=work, cluster=place, now=now, curve=tuple(scaling_curve(question, place)),
-            most_ranks=largest_ranks(question, place), epochs=90.0, samples=1000, limits=limits,
-            advice=tuple(advise(question, place, now)), job=job, options=tuple(found),
-        )  # fmt: skip
+        limits = Limits(price=2.0, minutes=5.0)
+        answer = Answer.of(
+            question, place, plan, epochs=90.0, samples=1000, limits=limits, gpu=accelerator("A100")
+        )
         _strict_json(answer.to_json())
         for rows in (fact_rows, bucket_rows, curve_rows, advice_rows, option_rows):
             assert all(isinstance(cell, str) for row in rows(answer) for cell in row)
         _check_page(plan_page(answer))
         model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
-        made = PlanFile(plan, model, ClusterFacts(place.ranks, place.nodes), Expected.of(now))
+        made = PlanFile(
+            plan, model, ClusterFacts(place.ranks, place.nodes), Expected.of(answer.now)
+        )
         made.write(folder / "plan.toml")
         assert PlanFile.read(folder / "plan.toml").plan == plan
 

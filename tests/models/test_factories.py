@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cli.dry_run import list_models
+from paceline.cli.listings import list_models
 from paceline.core.errors import ConfigError
 from paceline.models import (
     ModelSettings,

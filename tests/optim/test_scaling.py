@@ -28,11 +28,17 @@ MUON = Recipe(
 
 
 def pace(scaling: Scaling, recipe: Recipe) -> float:
+    """At the batch that was asked for."""
     values = {
         **recipe.optim.__dict__,
         **{k.partition(".")[2]: v for k, v in scaling.values.items()},
     }
-    return float(values["lr"] * values["trust_coefficient"] / (1 - values["momentum"]))
+    grown = 1.0
+    if values["batch_schedule"]:
+        assert values["batch_rate"] == "sqrt"
+        last = int(values["batch_schedule"].partition(":")[2])
+        grown = math.sqrt(last / values["global_batch_size"])
+    return float(grown * values["lr"] * values["trust_coefficient"] / (1 - values["momentum"]))
 
 
 def test_the_known_good_batch_changes_nothing() -> None:
@@ -201,6 +207,23 @@ def test_ranks_with_weights_of_their_own_are_not_averaged(own: dict[str, Any]) -
     assert apply_scaling(config, 50_000, 4)[0].run.average_epochs == 0
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"comm__mode": "asynchronous"},
+        {"run__shares": "probe"},
+        {"rehearse__nodes": 1, "rehearse__gpus_per_node": 4},
+    ],
+    ids=str,
+)
+def test_runs_that_need_one_batch_have_one(own: dict[str, Any]) -> None:
+    short = {"run__global_batch_size": 10_000, "run__epochs": 30}
+    config = auto("cifar10-resnet18", **short, **own)
+    assert apply_scaling(config, 50_000, 1)[0].run.global_batch_size == 10_000
+    grown = apply_scaling(auto("cifar10-resnet18", **short), 50_000, 1)[0]
+    assert grown.optim.batch_growth.stages == ((15.0, 10_000),)
+
+
 def test_a_rate_on_the_command_line_is_not_the_recipes(tmp_path: Path) -> None:
     path = tmp_path / "muon.toml"
     path.write_text(
@@ -209,7 +232,8 @@ def test_a_rate_on_the_command_line_is_not_the_recipes(tmp_path: Path) -> None:
     )
     found = []
     for given in ({}, {"optim__lr": 4.0}, {"optim__lr": 4.0, "optim__momentum": 0.95}):
-        config = auto(str(path), run__global_batch_size=2000, run__epochs=15, **given)
+        one = {"run__global_batch_size": 2000, "run__epochs": 15, "optim__batch_schedule": ""}
+        config = auto(str(path), **one, **given)
         optim = apply_scaling(config, 12_000, 1)[0].optim
         assert optim.lr is not None
         assert (optim.known_good_lr, optim.known_good_momentum) == (None, None)
@@ -257,13 +281,55 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "epochs", "loss"),
-    [(10_000, 30, "1 to 5 points"), (2500, 18, "1 to 5 points"), (2500, 30, "up to 2 points"),
+    [(10_000, 30, "2.5 at 150"), (2500, 18, "2.5 at 150"), (2500, 30, "1.5 points at 600"),
      (2500, 90, ""), (10_000, 90, "up to 2 points"), (20_000, 400, "less than 5 steps")],
 )  # fmt: skip
 def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
     told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
     assert loss in told
     assert bool(loss) == bool(told)
+
+
+def test_what_one_batch_loses_is_said_where_the_batch_does_not_grow() -> None:
+    fixed = replace(CIFAR, kept=frozenset({"optim.batch_schedule"}))
+    for batch, loss in ((10_000, "1 to 5 points"), (2500, "up to 2 points")):
+        assert loss in scale_recipe(fixed, Target(batch, 50_000, 30)).losses[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "first"),
+    [
+        (Target(10_000, 50_000, 30), 2500), (Target(2500, 50_000, 30), 500),
+        (Target(1500, 30_000, 30), 500),  # not below the known-good batch
+        (Target(625, 12_500, 30), None),  # no batch between that and half of 625
+        (Target(10_000, 50_000, 90), None), (Target(1024, 50_000, 30), None),  # no short run
+        (Target(10_000, 50_000, 30, 10), 2500), (Target(10_000, 50_000, 30, 20), 5000),
+        (Target(10_000, 50_000, 30, 40), None),  # one micro-batch of 250 a rank
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_batch_of_a_short_run_grows(target: Target, first: int | None) -> None:
+    found = scale_recipe(CIFAR, target)
+    assert found.values.get("run.global_batch_size") == first
+    pace_at_target = PACE["muon"] / math.sqrt(target.steps_per_epoch)
+    assert pace(found, CIFAR) == pytest.approx(pace_at_target, rel=1e-3)
+    if first is None:
+        assert not {"optim.batch_schedule", "optim.batch_rate"} & found.values.keys()
+        return
+    assert found.values["optim.batch_schedule"] == f"{target.epochs / 2:g}:{target.batch}"
+    assert first % (target.ranks * found.values["run.batch_size"]) == 0
+    # The rate of biases and norms follows the root too, and is stated once.
+    whole = scale_recipe(replace(CIFAR, grows=False), target).values["optim.lr"]
+    assert found.values["optim.lr"] == pytest.approx(whole * math.sqrt(first / target.batch), 1e-3)
+    assert len(found.values) == len(found.choices)
+
+
+@pytest.mark.parametrize("kept", ["optim.batch_schedule", "optim.lr"])
+def test_a_schedule_or_a_rate_of_the_user_leaves_the_batch_as_it_is(kept: str) -> None:
+    asked = replace(CIFAR, optim=replace(SGD, lr=1.0, known_good_lr=0.2), kept=frozenset({kept}))
+    found = scale_recipe(asked, Target(10_000, 50_000, 30))
+    assert "run.global_batch_size" not in found.values
+    assert "optim.batch_schedule" not in found.values
 
 
 # --- in the configuration and in runs -----------------------------------------------------------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.plan.cluster import Cluster, Link
+from paceline.plan.cluster import Cluster, Link, slowest_of
 from paceline.plan.cost import all_reduce_s
 from paceline.plan.fusion_plan import FusionBucket, FusionPlan, travelling
-from paceline.plan.prediction import slowest_of
 from paceline.plan.workload import Affine, Gradient, Workload
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from paceline.plan.answer import Question, advise, largest_ranks, node_counts, scaling_curve
-from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
-from paceline.plan.networks import analytic_workload, network
+from paceline.plan.cluster import accelerator, catalogue, gpu_cluster, slowest_of
+from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan, threshold_plan
 from paceline.plan.plan_file import Expected
-from paceline.plan.prediction import StepTimes, exchanges, exposed_s, predict, slowest_of
+from paceline.plan.prediction import StepTimes, exchanges, exposed_s, predict
 from paceline.plan.recommend import Limits
 from paceline.plan.schedules import algorithm_names
+from paceline.plan.workload import analytic_workload
 
 P40 = accelerator("P40")
 

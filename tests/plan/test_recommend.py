@@ -11,14 +11,14 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.plan.answer import Question
 from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
-from paceline.plan.memory import (
+from paceline.plan.layers import (
     check_memory,
     largest_batch,
     memory_on,
+    network,
     step_memory,
     usable_bytes,
 )
-from paceline.plan.networks import analytic_workload, network
 from paceline.plan.noise import useful_batch
 from paceline.plan.recommend import (
     CORE_IMAGES_PER_S,
@@ -33,6 +33,7 @@ from paceline.plan.recommend import (
     options,
     recommended_batch,
 )
+from paceline.plan.workload import analytic_workload
 
 H100 = accelerator("H100")
 NET = network("resnet50")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.start_up import GroupCount, StartUp, parts_used
+from paceline.plan.prediction import GroupCount, StartUp, parts_used
 from paceline.plan.steps import Groups
 
 NODES = Groups.of_nodes([4, 4], nested=True)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.plan.cluster import Cluster, Link, accelerator, catalogue, gpu_cluster
-from paceline.plan.networks import analytic_workload, network
+from paceline.plan.cluster import Cluster, Link, accelerator, catalogue, gpu_cluster, slowest_of
+from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import predict, slowest_of
-from paceline.plan.workload import Affine, StepAnatomy, Workload, fit_workload
+from paceline.plan.prediction import predict
+from paceline.plan.workload import Affine, StepAnatomy, Workload, analytic_workload, fit_workload
 from plan.made import made_workload
 
 

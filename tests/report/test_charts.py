@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from paceline.plan.answer import Answer, Question
 from paceline.plan.cluster import accelerator, gpu_cluster
-from paceline.plan.networks import analytic_workload, network
-from paceline.plan.workload import Affine
+from paceline.plan.layers import network
+from paceline.plan.workload import Affine, analytic_workload
 from paceline.report import RunFiles
 from paceline.report.chart import (
     Axis,

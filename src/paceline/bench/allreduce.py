@@ -85,9 +85,9 @@ class AllReduceBench:
     def _row(self, size: int, name: str, times: Times, native_s: float) -> dict[str, Any]:
         size = max(size // 4, 1) * 4
         p, hosts = self._ranks.size, len(self._ranks.nodes)
-        median, (low, high) = times.median, times.spread
+        median = times.median
         row = {
-            "bytes": size, "algorithm": name, "s": median, "s_p10": low, "s_p90": high,
+            "bytes": size, "algorithm": name, **times.to_row("s"),
             "algbw_gb_s": size / median / 1e9,
             "busbw_gb_s": size / median / 1e9 * 2 * (p - 1) / p,
             "speed_against_native": native_s / median,

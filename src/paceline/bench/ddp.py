@@ -188,9 +188,8 @@ class DdpBench:
         rows = []
         for name, seconds in samples.items():
             taken = Times(tuple(s / job.block for s in seconds))
-            low, high = taken.spread
             rows.append({
-                "way": name, "step_s": taken.median, "step_s_p10": low, "step_s_p90": high,
+                "way": name, **taken.to_row("step_s"),
                 "images_per_s": size * job.batch_size / taken.median, "samples_s": taken.seconds,
                 "about": self.about[name],
             })  # fmt: skip

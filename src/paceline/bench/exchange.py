@@ -132,9 +132,8 @@ class ExchangeBench:
         times = {name: Times(tuple(seconds)) for name, seconds in samples.items()}
         rows = []
         for name, taken in times.items():
-            low, high = taken.spread
             rows.append({
-                "way": name, "s": taken.median, "s_p10": low, "s_p90": high,
+                "way": name, **taken.to_row("s"),
                 "speed_against_ddp": times[DDP].median / taken.median,
                 "speed_against_ddp_fp16": times[DDP_FP16].median / taken.median,
                 "about": self.about[name], "samples_s": list(taken.seconds),

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -67,28 +68,15 @@ _EPOCHS = 1_000_000
 _SETTLE = 8
 
 
-class Normalized:
-    """Our batches, normalized on the device."""
+def normalized(batches: Iterator[Batch], row: InputRow) -> Iterator[torch.Tensor]:
+    """Our batches, normalized on the device. None is held longer than that takes."""
+    settings = row.settings
+    normalize = Normalizer(settings.mean, settings.std, settings.channels, row.dtype)
 
-    def __init__(
-        self, batches: Iterator[Batch], row: InputRow, stored: int, described: str,
-        remark: Callable[[], str] = str,
-    ) -> None:  # fmt: skip
-        settings = row.settings
-        self.stored = stored
-        self._described, self._remark = described, remark
-        self._batches = batches
-        self._device = row.device
-        self._normalize = Normalizer(settings.mean, settings.std, settings.channels, row.dtype)
+    def made(batch: Batch) -> torch.Tensor:
+        return normalize(batch.images, row.device)
 
-    def __next__(self) -> torch.Tensor:
-        return self._normalize(next(self._batches).images, self._device)
-
-    def describe(self) -> str:
-        return self._described
-
-    def remark(self) -> str:
-        return self._remark()
+    return map(made, batches)
 
 
 def create_loader(
@@ -126,9 +114,8 @@ def open_threads(row: InputRow) -> Iterator[InputStream]:
     source = open_repeated(settings, row.split)
     try:
         with create_loader(replace(row, settings=settings), source) as loader:
-            yield Normalized(
-                endless(loader), row, settings.prefetch_batches, loader.describe(), loader.note
-            )
+            batches = normalized(endless(loader), row)
+            yield InputStream(batches, settings.prefetch_batches, loader.describe(), loader.note)
     finally:
         source.close()
 
@@ -169,8 +156,7 @@ def open_processes(row: InputRow) -> Iterator[InputStream]:
         ours, batch_size=None, num_workers=row.workers, multiprocessing_context="fork",
         pin_memory=row.device == "cuda",
     )  # fmt: skip
-    batches = iter(loader)
-    yield Normalized(batches, row, 2 * row.workers, described)
+    yield InputStream(normalized(iter(loader), row), 2 * row.workers, described)
 
 
 def measure_training(
@@ -272,29 +258,21 @@ _PREFETCH = 2
 _SHUFFLE_BUFFER = 1000
 # From encoded bytes to a normalized float tensor, channels × height × width.
 PeerTransform = Callable[[bytes], torch.Tensor]
+Finish = Callable[[Image.Image], torch.Tensor]
 
 
-class Delivered:
+def delivered(batches: Iterator[Any], row: InputRow, library: str) -> InputStream:
     """Batches of the loader of `library`, moved to the device in the format of models."""
 
-    def __init__(self, batches: Iterator[Any], row: InputRow, library: str) -> None:
-        self.stored = _PREFETCH * row.workers
-        self._batches = batches
-        self._row = row
-        self._library = library
-
-    def describe(self) -> str:
-        return f"{self._library}, Pillow {PIL.__version__}, in processes"
-
-    def remark(self) -> str:
-        return ""
-
-    def __next__(self) -> torch.Tensor:
-        images: torch.Tensor = next(self._batches)[0]
-        if self._row.device == "cpu":
+    def moved(batch: Any) -> torch.Tensor:
+        images: torch.Tensor = batch[0]
+        if row.device == "cpu":
             return images
-        images = images.to(self._row.device, non_blocking=True)
-        return images.to(self._row.dtype, memory_format=torch.channels_last)
+        images = images.to(row.device, non_blocking=True)
+        return images.to(row.dtype, memory_format=torch.channels_last)
+
+    described = f"{library}, Pillow {PIL.__version__}, in processes"
+    return InputStream(map(moved, batches), _PREFETCH * row.workers, described)
 
 
 class PillowImages(Dataset[tuple[torch.Tensor, int]]):
@@ -340,7 +318,7 @@ def open_dataloader(row: InputRow) -> Iterator[InputStream]:
             num_workers=row.workers, prefetch_factor=_PREFETCH, persistent_workers=True,
             pin_memory=row.device == "cuda", multiprocessing_context="fork",
         )  # fmt: skip
-        yield Delivered(iter(loader), row, f"DataLoader of torch {torch.__version__}")
+        yield delivered(iter(loader), row, f"DataLoader of torch {torch.__version__}")
     finally:
         source.close()
 
@@ -373,61 +351,44 @@ def open_webdataset(row: InputRow) -> Iterator[InputStream]:
         persistent_workers=True, pin_memory=row.device == "cuda", multiprocessing_context="fork",
     )  # fmt: skip
     version = importlib.metadata.version("webdataset")
-    yield Delivered(iter(loader), row, f"webdataset {version}")
+    yield delivered(iter(loader), row, f"webdataset {version}")
 
 
-class TrainPeer:
+def train_peer(settings: DataSettings, finish: Finish, data: bytes) -> torch.Tensor:
     """Decode, random resized crop, flip and normalize: the steps of torchvision's transforms at least
     cost."""
-
-    def __init__(self, settings: DataSettings) -> None:
-        self._settings = settings
-        self._finish = _ToNormalized(settings)
-        self._draws = draws(settings)
-
-    def __call__(self, data: bytes) -> torch.Tensor:
-        s = self._settings
-        image = _opened(data)
-        row = [random.random() for _ in range(self._draws)]
-        box = random_box(image.width, image.height, row, s.crop_scale, s.crop_ratio)
-        image = image.crop(box)
-        image = image.resize((s.image_size, s.image_size), Image.Resampling.BILINEAR)
-        if s.flip and random.random() < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return self._finish(image)
+    image = _opened(data)
+    row = [random.random() for _ in range(draws(settings))]
+    box = random_box(image.width, image.height, row, settings.crop_scale, settings.crop_ratio)
+    side = settings.image_size
+    image = image.crop(box).resize((side, side), Image.Resampling.BILINEAR)
+    if settings.flip and random.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return finish(image)
 
 
-class EvalPeer:
+def eval_peer(settings: DataSettings, finish: Finish, data: bytes) -> torch.Tensor:
     """Decode, resize the short side to `eval_resize`, center crop and normalize."""
-
-    def __init__(self, settings: DataSettings) -> None:
-        self._settings = settings
-        self._finish = _ToNormalized(settings)
-
-    def __call__(self, data: bytes) -> torch.Tensor:
-        size = self._settings.image_size
-        short = self._settings.eval_resize or size
-        image = _opened(data)
-        shorter = min(image.size)
-        scaled = (short * image.width // shorter, short * image.height // shorter)
-        image = image.resize(scaled, Image.Resampling.BILINEAR)
-        left, top = (round((side - size) / 2) for side in image.size)
-        return self._finish(image.crop((left, top, left + size, top + size)))
+    size = settings.image_size
+    short = settings.eval_resize or size
+    image = _opened(data)
+    shorter = min(image.size)
+    scaled = (short * image.width // shorter, short * image.height // shorter)
+    image = image.resize(scaled, Image.Resampling.BILINEAR)
+    left, top = (round((side - size) / 2) for side in image.size)
+    return finish(image.crop((left, top, left + size, top + size)))
 
 
 def peer_transform(settings: DataSettings, split: str) -> PeerTransform:
-    return TrainPeer(settings) if split == "train" else EvalPeer(settings)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (settings.mean, settings.std))
+    finish = partial(_to_normalized, mean, std)
+    return partial(train_peer if split == "train" else eval_peer, settings, finish)
 
 
 def _opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
-class _ToNormalized:
-    def __init__(self, settings: DataSettings) -> None:
-        self._mean = torch.tensor(settings.mean).view(-1, 1, 1)
-        self._std = torch.tensor(settings.std).view(-1, 1, 1)
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-        return pixels.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
+def _to_normalized(mean: torch.Tensor, std: torch.Tensor, image: Image.Image) -> torch.Tensor:
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from paceline.data import (
     numbered_classes,
     open_source,
 )
+from paceline.data.sources.base import WrappedSource
 
 Kind = Literal["ours", "processes", "dataloader", "webdataset"]
 OnProgress = Callable[[str], None]
@@ -63,19 +64,19 @@ class InputRow:
         return torch.float16 if self.device == "cuda" else torch.float32
 
 
-class InputStream(Protocol):
-    """An endless stream of batches. At most `stored` batches are prefetched."""
+@dataclass(frozen=True)
+class InputStream:
+    """`batches` of normalized images, samples × channels × height × width, on the row's device, without
+    end. At most `stored` of them are prefetched. `described`: how they are made, with automatic choices
+    and replacements. `remark` returns a note on the measurement so far, which may be empty."""
 
+    batches: Iterator[torch.Tensor]
     stored: int
+    described: str
+    remark: Callable[[], str] = str
 
     def __next__(self) -> torch.Tensor:
-        """Normalized images, samples × channels × height × width, on the row's device."""
-
-    def describe(self) -> str:
-        """How batches are made, with automatic choices and replacements."""
-
-    def remark(self) -> str:
-        """A note on the measurement so far; may be empty."""
+        return next(self.batches)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def measure_row(row: InputRow, seconds: float) -> RowSample:
             if batches % row.workers == 0 and time.perf_counter() - started >= seconds:
                 _wait(row.device)
                 rate = images / (time.perf_counter() - started)
-                return RowSample(rate, stream.describe(), stream.remark())
+                return RowSample(rate, stream.described, stream.remark())
 
 
 def _wait(device: str) -> None:
@@ -138,26 +139,16 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Repeated(Source):
+class Repeated(WrappedSource):
     """Sample i is the inner source's sample i modulo its length."""
 
     def __init__(self, inner: Source, times: int) -> None:
-        self._inner = inner
-        self.classes = inner.classes
+        super().__init__(inner)
         self.labels = np.tile(inner.labels, times)
-        self.has_extents = inner.has_extents
+        self.pixels, self.shard_sizes = None, None
 
-    def read(self, i: int) -> bytes | npt.NDArray[np.uint8]:
-        return self._inner.read(i % len(self._inner))
-
-    def extent(self, i: int) -> Any:
-        return self._inner.extent(i % len(self._inner))
-
-    def name(self, i: int) -> str:
-        return self._inner.name(i % len(self._inner))
-
-    def close(self) -> None:
-        self._inner.close()
+    def at(self, i: int) -> int:
+        return i % len(self.whole)
 
 
 def open_repeated(settings: DataSettings, split: Split) -> Source:

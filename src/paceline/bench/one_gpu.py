@@ -36,6 +36,7 @@ from pathlib import Path
 
 from paceline.bench.cluster.job import as_program
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
+from paceline.core.host import process_ids, process_stat, started_with
 
 _CONTROL = "nvidia-cuda-mps-control"
 _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -92,14 +93,11 @@ def restart_mps_once(attempt: str) -> None:
 def _mps_processes(pipes: str) -> list[int]:
     """Daemon and servers that use these pipes."""
     found = []
-    wanted = f"{_PIPES}={pipes}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                name = (entry / "comm").read_text()
-                environment = (entry / "environ").read_bytes().split(b"\0")
-                if name.startswith("nvidia-cuda-mps") and wanted in environment:
-                    found.append(int(entry.name))
+    for pid in process_ids():
+        with suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text()
+            if name.startswith("nvidia-cuda-mps") and started_with(pid, _PIPES, pipes):
+                found.append(pid)
     return found
 
 
@@ -157,13 +155,8 @@ class SharedGpuJob:
 
 def session_alive(session: int) -> bool:
     """Whether a process of this session, such as a child of an ended rank, still runs."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError, ValueError, IndexError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session and fields[0] != "Z":
-                    return True
-    return False
+    found = map(process_stat, process_ids())
+    return any(stat and stat.session == session and not stat.has_ended for stat in found)
 
 
 def start_ranks(

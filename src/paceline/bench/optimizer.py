@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.bench.timing import device_times
 from paceline.models.registry import create_model, parameter_groups
@@ -36,11 +36,7 @@ def measure_all(
         elements = sum(p.numel() for p in model.parameters())
         work, note = make(model, groups, policy)
         times = device_times(work, device, repeats=repeats, warm_up=warm_up)
-        low, high = times.spread
-        rows.append(
-            {"name": name, "ms": 1e3 * times.median, "ms_p10": 1e3 * low, "ms_p90": 1e3 * high,
-             "note": note}
-        )  # fmt: skip
+        rows.append({"name": name, **times.to_row("ms", 1e3), "note": note})
     half = 2 if policy.is_half else 4
     # Norms read gradient and master; the update reads both and the momentum and writes all but the
     # gradient, and the half weight.
@@ -118,11 +114,7 @@ def _wide(model: nn.Module) -> list[nn.Parameter]:
 
 def _loop(model: nn.Module, groups: Groups, policy: Policy) -> tuple[Callable[[], object], str]:
     """LARS as in most libraries: tensor by tensor, with norms and where() for each."""
-    parameters: list[Tensor] = []
-    for parameter in model.parameters():
-        wide = parameter.detach().float()
-        wide.grad = torch.randn_like(wide) * 1e-3
-        parameters.append(wide)
+    parameters = [parameter.requires_grad_(False) for parameter in _wide(model)]
     momenta = [torch.zeros_like(p) for p in parameters]
 
     def step() -> None:

@@ -47,6 +47,12 @@ class Times:
         last = len(ordered) - 1
         return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
 
+    def to_row(self, name: str, scale: float = 1.0) -> dict[str, float]:
+        """Median and spread, for a row of a benchmark."""
+        parts = {name: self.median}
+        parts[f"{name}_p10"], parts[f"{name}_p90"] = self.spread
+        return {part: scale * seconds for part, seconds in parts.items()}
+
 
 def device_times(
     work: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int
@@ -109,6 +115,7 @@ def steady_times(
 
 # Rounds that are measured whatever the time limit, for a meaningful median.
 _LEAST_ROUNDS = 3
+_TIMEOUT_S = 300.0
 
 
 class RankGroup:
@@ -120,19 +127,18 @@ class RankGroup:
         backend: str = "auto",
         device: str = "auto",
         group_size: int | None = None,
-        timeout_s: float = 300.0,
         share_gpus: bool = False,
     ) -> None:
         self.topology = topology = Topology.from_env(os.environ)
         config = RunConfig().with_values(
             {
-                "run.device": device, "comm.backend": backend, "comm.timeout_s": timeout_s,
+                "run.device": device, "comm.backend": backend, "comm.timeout_s": _TIMEOUT_S,
                 "comm.share_gpus": share_gpus,
             }
         )  # fmt: skip
         self.device = choose_device(config, topology)
         self.share_gpus = share_gpus
-        self._group_size, self._timeout_s = group_size, timeout_s
+        self._group_size = group_size
         shared = {"program": "bench", "backend": backend, "device": device}
         self.group = Group(topology, config.comm, self.device, shared=shared)
         self._value = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -196,7 +202,7 @@ class RankGroup:
                 self.groups = ProcessGroups(
                     self.topology,
                     self._group_size,
-                    timeout_s=self._timeout_s,
+                    timeout_s=_TIMEOUT_S,
                     grace_s=BACKEND_GRACE_S,
                 )
                 node_of_rank.extend(all_gather_json(self.topology.node_rank))

@@ -278,7 +278,7 @@ _IMAGES = (
 )  # fmt: skip
 
 
-def config_row(config: RunConfig, ranks: int, device: str, classes: int | None = None) -> StepRow:
+def config_row(config: RunConfig, ranks: int, device: str) -> StepRow:
     """The step that `config` trains on each of `ranks`, with a micro-batch of synthetic images."""
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     sizes = resolve_batch_sizes(first, config.run.batch_size, ranks)
@@ -291,7 +291,7 @@ def config_row(config: RunConfig, ranks: int, device: str, classes: int | None =
     }
     return StepRow(
         "tune", "ours", config.model.name, sizes.micro_batch, config.data.image_size,
-        config.model.num_classes or classes or known, device, 10, 3,
+        config.model.num_classes or known, device, 10, 3,
         {**switches, "optim.name": config.optim.name},
     )  # fmt: skip
 

@@ -22,8 +22,8 @@ from paceline.cli import (
     bench,
     data,
     doctor,
-    dry_run,
     evaluate,
+    listings,
     lr_find,
     plan,
     report,
@@ -57,17 +57,17 @@ app.command("train")(train.train)
 app.command("lr-find")(lr_find.find_rate)
 app.command("rehearse")(train.rehearse)
 app.command("eval")(evaluate.evaluate_checkpoint)
-app.command("recipes")(dry_run.recipes)
+app.command("recipes")(listings.recipes)
 app.command("predict")(evaluate.predict_images)
 app.command("export")(evaluate.export_weights)
-app.command("models")(dry_run.list_models)
+app.command("models")(listings.list_models)
 app.command("report")(report.report_run)
 app.command("compare")(report.compare_runs)
 app.command("watch")(report.watch_runs)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)
-app.command("profile")(plan.profile)
+app.command("profile")(tune.profile)
 app.command("pack")(data.pack_data)
 app.command("inspect")(data.inspect_data)
 app.add_typer(bench.bench, name="bench")

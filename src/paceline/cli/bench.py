@@ -13,10 +13,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli import bench_ranks
-from paceline.cli.bench_ranks import JSON, check_at_least, environment, print_json
+from paceline.cli import bench_ranks, options
+from paceline.cli.options import (
+    check_at_least,
+    chosen_device,
+    environment,
+    print_json,
+)
 from paceline.core.errors import ConfigError
 from paceline.core.units import format_duration, format_percent
+from paceline.models.settings import check_model_name
 
 if TYPE_CHECKING:
     from paceline.bench.input_rows import InputRow
@@ -30,32 +36,24 @@ _PEERS = ("dataloader", "webdataset", "processes")
 
 @bench.command("step")
 def step(
-    model: str = typer.Option("resnet50", help="Which model (docs/models.md)."),
+    model: options.Model = "resnet50",
     batch_size: int = typer.Option(256, "--batch-size", "-b", help="Of one process."),
-    image_size: int = typer.Option(224, help="Edge of the images in pixels."),
-    classes: int = typer.Option(1000, help="Number of classes."),
+    image_size: options.ImageSize = 224,
+    classes: options.Classes = 1000,
     steps: int = typer.Option(50, help="Steps to time; the median counts."),
     warm_up: int = typer.Option(20, help="Steps before."),
     rows: list[str] = typer.Option([], "--row", help="Only this row; may be repeated."),
     row_limit_s: float = typer.Option(900.0, help="Limit for the start of a row."),
     together: int = typer.Option(1, help="Rows that compile at once; they measure in turn."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    as_json: bool = JSON,
+    device: options.Device = "auto",
+    as_json: options.AsJson = False,
 ) -> int:
     """A whole training step on synthetic images: ours against plain PyTorch."""
     from paceline.bench.step import choose_rows, measure_rows, ratios
-    from paceline.models.settings import check_model_name
 
     check_model_name(model)
-    check_at_least(
-        1,
-        {
-            "--batch-size": batch_size,
-            "--steps": steps,
-            "--warm-up": warm_up,
-            "--together": together,
-        },
-    )
+    counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}
+    check_at_least(1, counts | {"--together": together})
     chosen = chosen_device(device)
     common = {
         "model": model, "batch_size": batch_size, "image_size": image_size, "classes": classes,
@@ -99,16 +97,15 @@ def _step_cells(result: dict[str, Any]) -> tuple[str, ...]:
 @bench.command("optimizer")
 def optimizer(
     model: str = typer.Option("resnet50", help="Whose parameters."),
-    amp_dtype: str = typer.Option("auto", help="fp16, bf16, fp32 or auto."),
+    amp_dtype: options.AmpDtype = "auto",
     repeats: int = typer.Option(50, help="Updates to time; the median counts."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    as_json: bool = JSON,
+    device: options.Device = "auto",
+    as_json: options.AsJson = False,
 ) -> int:
     """One update of all weights: ours against PyTorch's optimizers."""
     import torch
 
     from paceline.bench.optimizer import measure_all
-    from paceline.models.settings import check_model_name
 
     check_model_name(model)
     check_at_least(1, {"--repeats": repeats})
@@ -149,7 +146,7 @@ def bench_input(
     steps: int = typer.Option(50, help="Steps of each round of --train-step."),
     warm_up: int = typer.Option(20, help="Steps before the first round of --train-step."),
     synthetic_index: int = typer.Option(0, help="Instead: memory and seek on so many samples."),
-    as_json: bool = JSON,
+    as_json: options.AsJson = False,
 ) -> int:
     """Images/s as normalised tensors: ours against torch's DataLoader with Pillow, and webdataset."""
     from paceline.bench.input_pipelines import measure_training
@@ -283,17 +280,3 @@ def _print_input(found: dict[str, Any]) -> None:
 
 def _report_progress(text: str) -> None:
     sys.stderr.write(text + "\n")
-
-
-def chosen_device(name: str) -> str:
-    """`cpu` or `cuda`, for --device."""
-    import torch
-
-    from paceline.core.host import ask_for_connections
-
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError("--device", name, "unknown", "use auto, cpu or cuda")
-    ask_for_connections()
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device", name, "no CUDA device here", "use --device cpu")
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

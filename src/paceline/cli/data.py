@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.options import AsJson, Workers
 from paceline.core.errors import ConfigError
 from paceline.core.host import available_cores
 from paceline.core.units import format_bytes, format_duration
@@ -41,7 +42,7 @@ def pack_data(
     shard_samples: int = typer.Option(0, help="A shard ends after this many samples; 0: no limit."),
     shuffle: bool = typer.Option(True, help="Shuffle once, so that shards are class-mixed."),
     seed: int = typer.Option(0, min=0, help="Of the shuffle."),
-    workers: int | None = typer.Option(None, min=0, help="Threads. Default: a core each."),
+    workers: Workers = None,
     max_corrupt_share: float = typer.Option(0.01, help="Share of a split that may be left out."),
 ) -> int:
     """Pack a data set into tar shards."""
@@ -131,8 +132,8 @@ def inspect_data(
     checksums: bool = typer.Option(True, help="Compare the shards' SHA-256 with the manifest."),
     sheet: Path | None = typer.Option(None, help="Write a contact sheet (PNG) to this file."),
     sheet_images: int = typer.Option(100, min=1, max=1000, help="Thumbnails on the sheet."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
-    workers: int | None = typer.Option(None, min=0, help="Threads. Default: a core each."),
+    as_json: AsJson = False,
+    workers: Workers = None,
 ) -> int:
     """Count and check a data set; exit code 1 where something is wrong with it."""
     from paceline.data import inspect_set

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import AsJson, Device, TrustRun
 from paceline.config import parse_assignment
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.units import format_duration, format_percent
@@ -28,8 +29,8 @@ def evaluate_checkpoint(
     workers: int | None = typer.Option(None, help="Threads that decode."),
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value of [data] or [comm]."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
-    trust: bool = typer.Option(False, "--trust", help="Run code that the run folder names."),
+    as_json: AsJson = False,
+    trust: TrustRun = False,
 ) -> int:
     """Evaluate a checkpoint on the validation images."""
     from paceline.train.checkpoint import find_checkpoint
@@ -83,10 +84,10 @@ def predict_images(
     images: list[Path] = typer.Argument(help="Image files, or folders of them."),
     top: int = typer.Option(1, min=1, help="Classes to show for each image."),
     batch_size: int = typer.Option(64, "--batch-size", "-b", min=1, help="Images at a time."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    device: Device = "auto",
     csv_file: Path | None = typer.Option(None, "--csv", help="Also write a CSV file."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object for each image."),
-    trust: bool = typer.Option(False, "--trust", help="Run code that the run folder names."),
+    trust: TrustRun = False,
 ) -> int:
     """Classify images."""
     from paceline.train.checkpoint import write_atomically
@@ -136,7 +137,7 @@ def _as_csv(predictions: Sequence[Prediction], top: int) -> bytes:
 def export_weights(
     checkpoint: Path = typer.Argument(help="A checkpoint, or a run folder (its best)."),
     out: Path = typer.Argument(help="The .onnx, .pt2 or .safetensors file to write."),
-    trust: bool = typer.Option(False, "--trust", help="Run code that the run folder names."),
+    trust: TrustRun = False,
 ) -> int:
     """Write a checkpoint's model as ONNX, torch.export program or safetensors."""
     from paceline.train.inference import FORMATS, Predictor, export_stored_weights

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.core.errors import CommError, LaunchError, PacelineError
+from paceline.core.host import process_ids, process_stat, started_with
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line, printable
 
@@ -164,7 +165,6 @@ _POLL_S = 1.0
 # As long as torch's agent lets ranks save after a signal.
 _STOP_S = 30.0
 _REPORT_S = 2.0
-_PROC = Path("/proc")
 # The start time of a process that /proc does not show to this user.
 _HIDDEN = "?"
 # A variable that each launcher sets for its ranks, and does not have itself.
@@ -187,31 +187,13 @@ class Launcher:
     def is_gone(self) -> bool:
         """A zombie has ended too. A process that /proc hides (`hidepid`) is gone once it takes no
         signal."""
-        found = _stat(self.pid)
+        found = process_stat(self.pid)
         if found is None or self.start == _HIDDEN:
             return not _exists(self.pid)
-        return found.state in "ZX" or found.start != self.start
+        return found.has_ended or found.start != self.start
 
     def __str__(self) -> str:
         return f"{self.name}, process {self.pid}"
-
-
-@dataclass(frozen=True)
-class _Stat:
-    state: str
-    parent: int
-    start: str
-
-
-def _stat(pid: int) -> _Stat | None:
-    """None where there is no such process, or it is hidden."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    # The name in parentheses may itself hold spaces and parentheses.
-    fields = text.rpartition(")")[2].split()
-    return _Stat(fields[0], int(fields[1]), fields[19])
 
 
 def _exists(pid: int) -> bool:
@@ -226,7 +208,7 @@ def _exists(pid: int) -> bool:
 
 def find_launcher(env: Mapping[str, str]) -> Launcher | None:
     """The process that started this rank, however many shells are between; None where there is none."""
-    if not (_PROC / "self" / "stat").exists():
+    if not process_ids():
         return None
     # Together with torch's own variable: a shell that was started from a rank may have the first alone.
     if env.get(LAUNCHER_VARIABLE, "").isdecimal() and "TORCHELASTIC_RUN_ID" in env:
@@ -241,13 +223,14 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
         return None
     pid = os.getppid()
     while pid > 1:
-        found = _stat(pid)
+        found = process_stat(pid)
         if found is None and _exists(pid):
             return Launcher(topology.launcher, pid, _HIDDEN)
         if found is None:  # it ended just now, and this process has another parent
             pid = os.getppid()
             continue
-        if not _has(pid, variable, env[variable]):
+        # A launcher's daemon (slurmstepd) may be root's, a wrapper shell is not.
+        if not started_with(pid, variable, env[variable]):
             return Launcher(topology.launcher, pid, found.start)
         pid = found.parent
     return None
@@ -255,24 +238,14 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 
 def _own_launcher(pid: int) -> Launcher:
     """`paceline train --nproc-per-node`, whose id is known; it may have ended already."""
-    found, ancestor = _stat(pid), os.getppid()
+    found, ancestor = process_stat(pid), os.getppid()
     while ancestor > 1 and ancestor != pid:
-        above = _stat(ancestor)
+        above = process_stat(ancestor)
         ancestor = above.parent if above else 0
     if found is None and ancestor == pid and _exists(pid):
         return Launcher("paceline train --nproc-per-node", pid, _HIDDEN)
     start = found.start if found and ancestor == pid else ""
     return Launcher("paceline train --nproc-per-node", pid, start)
-
-
-def _has(pid: int, name: str, value: str) -> bool:
-    """Whether a process was started with this variable. False for a process of another user, which cannot
-    be read: a launcher's daemon (slurmstepd) may be root's, a wrapper shell is not."""
-    try:
-        entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"{name}={value}".encode() in entries
 
 
 class LauncherWatch:

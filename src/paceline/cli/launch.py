@@ -31,13 +31,18 @@ from torch.distributed.elastic.rendezvous import (
 
 from paceline.cli.failure import LAUNCHER_VARIABLE, root_cause
 from paceline.core.errors import LaunchError
-from paceline.core.host import SignalContext, available_cores
+from paceline.core.host import (
+    SignalContext,
+    available_cores,
+    process_ids,
+    process_stat,
+    started_with,
+)
 from paceline.train.machine import COMMAND_VARIABLE, command_line
 
 ADDRESS = "127.0.0.1"
 BACKEND = "paceline-local"
 _STORE_TIMEOUT = timedelta(seconds=60)
-_PROC = Path("/proc")
 # The agent gives ranks 30 s to stop. A signal after that counts again, in case the first was lost.
 _REPEAT_S = 35.0
 
@@ -108,12 +113,11 @@ def launch(
 def end_ranks(limit_s: float = 30.0) -> None:
     """Ends ranks that the agent did not know yet because the signal came while it started them: they
     would report that the rendezvous, which ends with the agent, is gone. Kills one that takes longer."""
-    own = f"{LAUNCHER_VARIABLE}={os.getpid()}".encode()
     deadline = time.monotonic() + limit_s
     for child in _children():
+        if not started_with(child, LAUNCHER_VARIABLE, str(os.getpid())):
+            continue
         with contextlib.suppress(OSError):
-            if own not in (_PROC / str(child) / "environ").read_bytes().split(b"\0"):
-                continue
             os.kill(child, signal.SIGTERM)
             while os.waitpid(child, os.WNOHANG) == (0, 0):
                 if time.monotonic() > deadline:
@@ -197,7 +201,8 @@ def _ranks_that_handle(number: int) -> list[int]:
     found = []
     for child in _children():
         with contextlib.suppress(OSError, ValueError, KeyError):
-            status = _status(child)
+            lines = Path(f"/proc/{child}/status").read_text().splitlines()
+            status = dict(line.split(":", 1) for line in lines)
             handled = int(status["SigCgt"], 16) | int(status["SigIgn"], 16)
             if handled >> (number - 1) & 1:
                 found.append(child)
@@ -206,17 +211,8 @@ def _ranks_that_handle(number: int) -> list[int]:
 
 def _children() -> list[int]:
     """Of this process, where /proc shows them."""
-    found = []
-    for entry in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            if int(_status(int(entry.name))["PPid"]) == os.getpid():
-                found.append(int(entry.name))
-    return found
-
-
-def _status(process: int) -> dict[str, str]:
-    lines = (_PROC / str(process) / "status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    stats = {pid: process_stat(pid) for pid in process_ids()}
+    return [pid for pid, stat in stats.items() if stat is not None and stat.parent == os.getpid()]
 
 
 class LocalRendezvous(RendezvousHandler):

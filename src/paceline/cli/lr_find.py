@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import Failure
+from paceline.cli.options import AsJson, MasterPort, NprocPerNode, check_at_least
 from paceline.cli.train import launch_ranks, resolve
 from paceline.config import RunConfig, parse_value
 from paceline.core.errors import ConfigError, DataError
@@ -38,9 +39,9 @@ def find_rate(
     low: float = typer.Option(1e-5, "--from", help="First rate."),
     high: float = typer.Option(10.0, "--to", help="Last rate."),
     steps: int = typer.Option(100, help="Steps from the first rate to the last."),
-    nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
-    master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    nproc_per_node: NprocPerNode = 1,
+    master_port: MasterPort = 0,
+    as_json: AsJson = False,
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
     """Find a learning rate: train briefly with a growing rate, and plot the loss."""
@@ -53,8 +54,7 @@ def find_rate(
         raise ConfigError("--from", low, f"must be above 0 and below --to {high:g}", "try 1e-5")
     if steps < 20:
         raise ConfigError("--steps", steps, "must be at least 20: slopes need losses", "try 100")
-    if nproc_per_node < 1:
-        raise ConfigError("--nproc-per-node", nproc_per_node, "must be at least 1")
+    check_at_least(1, {"--nproc-per-node": nproc_per_node})
     flags: dict[str, Any] = {
         n: parse_value(n, text) for n, text in given.items() if text is not None
     }

@@ -1,26 +1,54 @@
-"""`paceline plan` predicts how fast a job runs on a cluster and which plan is fastest, without torch;
-`paceline profile` measures a training step on this device for it."""
+"""`paceline plan` predicts how fast a job runs on a cluster and which plan is fastest, without torch."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from paceline.cli.options import AsJson, check_at_least
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import one_line
-from paceline.plan.plan_file import PlanFile
-
-if TYPE_CHECKING:
-    from paceline.plan.answer import Answer, Question
-    from paceline.plan.cluster import Accelerator, Cluster
-    from paceline.plan.fusion_plan import FusionPlan
-    from paceline.plan.layers import Network
-    from paceline.plan.recommend import Limits
-    from paceline.plan.workload import Workload
+from paceline.plan.answer import Answer, Question
+from paceline.plan.cluster import (
+    GPUS_PER_NODE,
+    Accelerator,
+    Cluster,
+    accelerator,
+    catalogue,
+    gpu_cluster,
+)
+from paceline.plan.fusion_plan import FusionPlan, wire_names
+from paceline.plan.layers import Network, check_image_size, check_memory, known_network, network
+from paceline.plan.optimizer import best_plan
+from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
+from paceline.plan.recommend import (
+    accurate_batch,
+    fed_by,
+    input_supply,
+    limits_of,
+    recommended_batch,
+)
+from paceline.plan.schedules import algorithm_names
+from paceline.plan.workload import Workload, analytic_workload, check_input_rate
+from paceline.report.plan_page import (
+    PAGE_NAME,
+    advice_rows,
+    bucket_rows,
+    curve_rows,
+    fact_rows,
+    option_columns,
+    option_rows,
+    plan_page,
+)
+from paceline.report.run_page import write_page
 
 
 def plan(
@@ -71,63 +99,41 @@ def plan(
     with_plan: Path | None = typer.Option(None, help="Score this plan file instead of the best."),
     plan_out: Path | None = typer.Option(None, help="Write the plan, for comm.plan."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write a page with plots."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    as_json: AsJson = False,
 ) -> int:
     """Predict a job's speed, recommend its batch and choose its fusion plan."""
-    from paceline.plan.answer import Answer, Question, advise, largest_ranks, scaling_curve
-    from paceline.plan.fusion_plan import wire_names
-    from paceline.plan.memory import check_memory
-    from paceline.plan.prediction import predict
-    from paceline.plan.recommend import (
-        Job,
-        accurate_batch,
-        fed_by,
-        input_supply,
-        limits_of,
-        options,
-    )
-    from paceline.plan.schedules import algorithm_names
-
-    if not 0 < epochs < float("inf") or dataset_size < 1:
+    if not 0 < epochs < math.inf or dataset_size < 1:
         raise ConfigError("--epochs, --dataset-size", (epochs, dataset_size), "must be above 0")
     given = _cluster_flags(
         cluster, gpus_per_node=gpus_per_node, node_gbps=node_gbps, latency_us=latency_us,
         links=links, oversubscription=oversubscription,
     )  # fmt: skip
     file = _read_files(cluster, profile, gpu)
-    chip, net = _chip(gpu), _network(model, file.workload, image_size)
+    chip, net = accelerator(gpu) if gpu else None, _network(model, file.workload, image_size)
     work = _workload(model, chip, net, file.workload, image_size, software)
-    place = _gpu_cluster(gpu, nodes, given) if cluster is None else file.planned_cluster()
+    place = _gpu_cluster(chip, nodes, given) if cluster is None else file.planned_cluster()
     place = place if nodes is None else place.with_nodes(nodes)
     _check_input(input_images_per_s, cores_per_node, packed, nvjpeg, input_bench)
     supply = input_supply(place.ranks_per_node, cores_per_node, packed, nvjpeg, input_bench)
     work = fed_by(work, supply, place.ranks_per_node).fed_at(input_images_per_s)
     known = place.probed.algorithms if place.probed else algorithm_names()
-    wires = wire_names(wire or ("auto",))
+    question = Question(work, 1, tuple(algorithm) or known, wire_names(wire or ("auto",)))
     # No batch is larger than an epoch.
     most = min(accurate_batch(max_global_batch, noise_scale), dataset_size)
     limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour)
-    question = Question(work, batch_size or 1, tuple(algorithm) or known, wires)
-    batch = _batch(batch_size, question, place, limits)
+    batch = recommended_batch(question, place, limits) if batch_size is None else batch_size
+    check_at_least(1, {"--batch-size": batch})
     memory = None if net is None or chip is None else check_memory(net, chip, batch)
     _check_batch(batch, place, dataset_size)
     question = replace(question, batch=batch)
     chosen = _fusion_plan(with_plan, question, place, restricted=bool(algorithm or wire))
-    now = predict(work, place, chosen, batch)
     # Clusters of CPUs meet over Gloo.
-    is_gpu = (chip is None or chip.is_gpu) if file.probed is None else (
-        file.probed.device == "cuda"
-    )  # fmt: skip
-    job = None
-    if chip is not None:
-        job = Job(epochs, dataset_size, chip.watts, price_per_gpu_hour, nccl=is_gpu)
-    answer = Answer(
-        workload=work, cluster=place, now=now, epochs=epochs, samples=dataset_size, limits=limits,
-        curve=tuple(scaling_curve(question, place)), most_ranks=largest_ranks(question, place),
-        advice=tuple(advise(question, place, now, limits, _faster(net, chip, work, batch))),
-        job=job, options=tuple(options(question, place, limits, job)) if job else (),
-        recommended=batch_size is None, memory=memory, is_gpu=is_gpu, supply=supply,
-        memory_bytes=chip.memory_bytes if chip else 0.0,
+    is_gpu = chip is None or chip.is_gpu
+    if file.probed is not None:
+        is_gpu = file.probed.device == "cuda"
+    answer = Answer.of(
+        question, place, chosen, epochs=epochs, samples=dataset_size, limits=limits, net=net,
+        gpu=chip, is_gpu=is_gpu, memory=memory, supply=supply, recommended=batch_size is None,
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -136,8 +142,18 @@ def plan(
     else:
         _print(answer)
     if html is not None:
-        typer.echo(f"page: {_write_page(html, answer)}", err=as_json)
+        typer.echo(f"page: {write_page(plan_page(answer), html, PAGE_NAME)}", err=as_json)
     return 0
+
+
+def _check_batch(batch: int, place: Cluster, samples: int) -> None:
+    """A request that no one can mean gets a line, not a prediction."""
+    if batch * place.ranks > samples:
+        raise ConfigError(
+            "--batch-size", batch,
+            f"{batch * place.ranks:,} on {place.ranks:,} GPUs together, more than the {samples:,} images "
+            "of an epoch", "use fewer nodes or a smaller batch, or give --dataset-size",
+        )  # fmt: skip
 
 
 def _cluster_flags(cluster: Path | None, **flags: float | None) -> dict[str, Any]:
@@ -159,41 +175,10 @@ def _read_files(cluster: Path | None, profile: Path | None, gpu: str) -> PlanFil
     return replace(file, workload=None) if gpu else file
 
 
-def _batch(given: int | None, question: Question, place: Cluster, limits: Limits) -> int:
-    """Of one GPU: as given, or recommended."""
-    from paceline.plan.recommend import recommended_batch
-
-    if given is None:
-        return recommended_batch(question, place, limits)
-    if given < 1:
-        raise ConfigError("--batch-size", given, "must be at least 1")
-    return given
-
-
-def _check_batch(batch: int, place: Cluster, samples: int) -> None:
-    """A request that no one can mean gets a line, not a prediction."""
-    if batch * place.ranks > samples:
-        raise ConfigError(
-            "--batch-size", batch,
-            f"{batch * place.ranks:,} on {place.ranks:,} GPUs together, more than the {samples:,} images "
-            "of an epoch", "use fewer nodes or a smaller batch, or give --dataset-size",
-        )  # fmt: skip
-
-
-def _write_page(path: Path, answer: Answer) -> Path:
-    from paceline.report.plan_page import PAGE_NAME, plan_page
-    from paceline.report.run_page import write_page
-
-    return write_page(plan_page(answer), path, PAGE_NAME)
-
-
 def _fusion_plan(
     path: Path | None, question: Question, place: Cluster, *, restricted: bool
 ) -> FusionPlan:
     """That of the file, or the best; `restricted`: flags say which algorithms and formats it may have."""
-    from paceline.plan.optimizer import best_plan
-    from paceline.plan.plan_file import ClusterFacts, ModelFacts
-
     work = question.workload
     if path is None:
         return best_plan(work, place, question.batch, question.algorithms, question.wires)
@@ -208,17 +193,9 @@ def _fusion_plan(
     return file.plan
 
 
-def _chip(gpu: str) -> Accelerator | None:
-    from paceline.plan.cluster import accelerator
-
-    return accelerator(gpu) if gpu else None
-
-
 def _network(model: str, profiled: Workload | None, image_size: int | None) -> Network | None:
     """The layers of the model; None where it is profiled and the planner does not know them, or not the
     size of the images."""
-    from paceline.plan.layers import check_image_size, known_network, network
-
     if profiled is not None:
         return known_network(profiled.model, profiled.image_size)
     name = model or "resnet50"
@@ -235,9 +212,6 @@ def _workload(
     model: str, chip: Accelerator | None, net: Network | None, profiled: Workload | None,
     image_size: int | None, software: str,
 ) -> Workload:  # fmt: skip
-    from paceline.plan.cluster import catalogue
-    from paceline.plan.networks import analytic_workload
-
     if profiled is not None:
         for flag, value in (("--image-size", image_size), ("--software", software or None)):
             if value is not None:
@@ -258,8 +232,6 @@ def _workload(
 
 def _check_input(rate: float, cores: int, packed: bool, nvjpeg: bool, bench: Path | None) -> None:
     """The speed of the input is given once; cores scale a benchmark, and may decode packed shards."""
-    from paceline.plan.workload import check_input_rate
-
     check_input_rate(rate)
     ways = {
         "--input-images-per-s": bool(rate), "--nvjpeg": nvjpeg, "--input-bench": bench is not None,
@@ -267,51 +239,23 @@ def _check_input(rate: float, cores: int, packed: bool, nvjpeg: bool, bench: Pat
     }  # fmt: skip
     given = [flag for flag, is_given in ways.items() if is_given]
     if len(given) > 1:
-        raise ConfigError(
-            given[1],
-            None,
-            f"says how fast the input is, as {given[0]} does",
-            "leave out one of them",
-        )
+        problem = f"says how fast the input is, as {given[0]} does"
+        raise ConfigError(given[1], None, problem, "leave out one of them")
     if packed and given != ["--cores-per-node"]:
         raise ConfigError("--packed", None, "is what cores decode", "give --cores-per-node alone")
 
 
-def _faster(
-    net: Network | None, chip: Accelerator | None, work: Workload, batch: int
-) -> dict[str, Workload]:
-    """The same model on the next faster accelerator of the catalogue with memory for the batch, where
-    this one is from it."""
-    from paceline.plan.cluster import catalogue
-    from paceline.plan.memory import memory_on, usable_bytes
-    from paceline.plan.networks import analytic_workload
-
-    if net is None or chip is None or not work.source.startswith("layers"):
-        return {}
-    faster = sorted(
-        (gpu for gpu in catalogue().values() if gpu.flops_per_s * gpu.memory_bytes_per_s
-         > chip.flops_per_s * chip.memory_bytes_per_s
-         and memory_on(gpu, net, batch).total <= usable_bytes(gpu)),
-        key=lambda gpu: gpu.flops_per_s * gpu.memory_bytes_per_s,
-    )[:1]  # fmt: skip
-    return {f"{gpu.name} instead of {chip.name}": analytic_workload(net, gpu) for gpu in faster}
-
-
-def _gpu_cluster(gpu: str, nodes: int | None, flags: dict[str, Any]) -> Cluster:
-    from paceline.plan.cluster import GPUS_PER_NODE, accelerator, gpu_cluster
-
-    if not gpu and flags.get("gpus_per_node", GPUS_PER_NODE) > 1:
+def _gpu_cluster(chip: Accelerator | None, nodes: int | None, flags: dict[str, Any]) -> Cluster:
+    if chip is None and flags.get("gpus_per_node", GPUS_PER_NODE) > 1:
         raise ConfigError(
             "--gpu", None, "the links inside a node are not known",
             "name the GPU, or give --cluster, or --gpus-per-node 1",
         )  # fmt: skip
-    return gpu_cluster(accelerator(gpu or "CPU"), 1 if nodes is None else nodes, **flags)
+    return gpu_cluster(chip or accelerator("CPU"), 1 if nodes is None else nodes, **flags)
 
 
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
     """What the cluster's file has stays in the new one, unless it is for another number of nodes."""
-    from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts
-
     work, place = answer.workload, answer.cluster
     cluster = ClusterFacts(place.ranks, place.nodes)
     kept = file if file.cluster == cluster else PlanFile(workload=file.workload)
@@ -323,24 +267,8 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
 
 
 def _print(answer: Answer) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from paceline.report.plan_page import (
-        advice_rows,
-        bucket_rows,
-        curve_rows,
-        fact_rows,
-        option_columns,
-        option_rows,
-    )
-
     console = Console()
-    facts = Table(show_header=False, box=None)
-    for row in fact_rows(answer):
-        facts.add_row(*(Text(one_line(cell)) for cell in row))
-    console.print(facts)
+    tables = [(Table(show_header=False, box=None), fact_rows(answer))]
     for head, rows in (
         (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
          bucket_rows(answer)),
@@ -348,57 +276,9 @@ def _print(answer: Answer) -> None:
         (option_columns(answer), option_rows(answer)),
         (("what would help", "images/s", "price"), advice_rows(answer)),
     ):  # fmt: skip
-        if not rows:
-            continue
-        table = Table(*head)
+        if rows:
+            tables.append((Table(*head), rows))
+    for table, rows in tables:
         for row in rows:
             table.add_row(*(Text(one_line(cell)) for cell in row))
         console.print(table)
-
-
-def profile(
-    model: str = typer.Option("resnet50", help="Which model (docs/models.md)."),
-    batch_size: list[int] = typer.Option(
-        [], "--batch-size", "-b", help="May be repeated: two or more give the fixed part of a step."
-    ),
-    image_size: int = typer.Option(224, help="Edge of the images in pixels."),
-    classes: int = typer.Option(1000, help="Number of classes."),
-    amp_dtype: str = typer.Option("auto", help="fp16, bf16, fp32 or auto."),
-    steps: int = typer.Option(20, help="Steps to time at each batch; the median counts."),
-    warm_up: int = typer.Option(5, help="Steps before."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    output: Path = typer.Option(Path("profile.toml"), help="Where to write it."),
-    force: bool = typer.Option(False, "--force", help="Write over a file that is there."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
-) -> int:
-    """Measure a training step on this device, for the planner."""
-    from paceline.bench.step import StepRow
-    from paceline.cli.bench import chosen_device
-    from paceline.cli.tune import check_output
-    from paceline.models.settings import check_model_name
-
-    check_model_name(model)
-    place = chosen_device(device)
-    batches = batch_size or ([64, 256] if place == "cuda" else [4, 16])
-    for flag, count in (("--batch-size", min(batches)), ("--steps", steps), ("--warm-up", warm_up)):
-        if count < 1:
-            raise ConfigError(flag, count, "must be at least 1")
-    check_output(output, force)
-    from paceline.bench.tune import profile_workload
-
-    switches = {"precision.amp_dtype": amp_dtype}
-    row = StepRow("profile", "ours", model, max(batches), image_size, classes, place, steps, warm_up,
-                  switches)  # fmt: skip
-    work = profile_workload(row, batches)
-    PlanFile(workload=work).write(output)
-    if as_json:
-        typer.echo(json.dumps(work.to_table()))
-        return 0
-    largest = max(batches)
-    typer.echo(
-        f"{model}, {work.source}: {1e3 * work.compute_s(largest):.2f} ms at batch {largest}: forward "
-        f"{1e3 * work.forward.at(largest):.2f}, backward {1e3 * work.backward.at(largest):.2f}, "
-        f"update {1e3 * work.update_s:.2f}; {1e3 * (work.forward.fixed_s + work.backward.fixed_s):.2f}"
-        f" ms at any batch; {len(work.gradients)} gradients. Written to {output}"
-    )
-    return 0

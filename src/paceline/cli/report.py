@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigError, DataError
 from paceline.report import (
     Comparison,
@@ -72,7 +73,7 @@ def compare_runs(
     label: list[str] = typer.Option([], metavar="RUN=NAME", help="Name of the row of RUN."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write a page with charts."),
     as_markdown: bool = typer.Option(False, "--markdown", help="Print the table as Markdown."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    as_json: AsJson = False,
 ) -> int:
     """Compare runs: mean and spread over seeds, differences to a baseline."""
     if as_markdown and as_json:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import Failure
+from paceline.cli.options import MasterPort, NprocPerNode, check_at_least, without_options
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
@@ -71,8 +72,8 @@ def train(
     trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
     watch: bool = typer.Option(False, "--watch", help="Serve the live report on this machine."),
     dry: bool = typer.Option(False, "--dry-run", help="Show settings, memory and time; train nothing."),
-    nproc_per_node: int = typer.Option(1, help="Ranks to start on this node."),
-    master_port: int = typer.Option(0, help="Port for the ranks to meet; 0 finds a free one."),
+    nproc_per_node: NprocPerNode = 1,
+    master_port: MasterPort = 0,
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
     trust: bool = typer.Option(
         False, "--trust", help="Run the code that the config.toml of a run names."),
@@ -83,11 +84,8 @@ def train(
     flags = parse_flags(given)
     flags |= {name: True for name, on in (("run.trace", trace), ("run.watch", watch)) if on}
     config = resolve_trusted(recipe, flags, settings, trust)
-    for flag, value, least in (
-        ("--nproc-per-node", nproc_per_node, 1), ("--max-restarts", max_restarts, 0),
-    ):  # fmt: skip
-        if value < least:
-            raise ConfigError(flag, value, f"must be at least {least}")
+    check_at_least(1, {"--nproc-per-node": nproc_per_node})
+    check_at_least(0, {"--max-restarts": max_restarts})
     if dry:
         from paceline.cli.dry_run import dry_run
 
@@ -199,19 +197,6 @@ def _refuse_to_nest(processes: int) -> None:
         )  # fmt: skip
 
 
-def without_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """The command line for a rank: without the options that start ranks, and their values."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument.partition("=")[0] in options:
-            skip = "=" not in argument
-        else:
-            kept.append(argument)
-    return kept
-
-
 def train_here(config: RunConfig) -> int:
     from paceline.trainer import Trainer
 
@@ -286,7 +271,7 @@ def _take_signature(command: Callable[..., int], *functions: Callable[..., Any])
     parameters: list[inspect.Parameter] = []
     hints: dict[str, Any] = {"return": int}
     for function in functions:
-        known = get_type_hints(function)
+        known = get_type_hints(function, include_extras=True)
         for name, parameter in inspect.signature(function).parameters.items():
             if name in _SHARED or name in _CLUSTER:
                 hints[name] = known[name]

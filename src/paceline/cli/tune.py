@@ -3,10 +3,12 @@
 In: where the ranks run, a recipe or a model, which sizes and algorithms to try. Out: plan.toml
 (`paceline.plan.plan_file`): the links, the times of every size and algorithm, the table of sizes; with a
 recipe or model also its profiled step, the best plan and what it is expected to take.
+`paceline profile` measures the step alone, on this device.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,17 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.bench_ranks import (
-    BACKEND,
-    DEVICE,
-    HOSTS,
-    LINK_MBIT,
-    RANKS,
-    RANKS_PER_HOST,
-    SHARE_GPUS,
+from paceline.cli import options
+from paceline.cli.options import (
     Placement,
     check_at_least,
     check_settings,
+    chosen_device,
     parse_algorithms,
     parse_size_range,
     run_on_ranks,
@@ -35,6 +32,7 @@ from paceline.config import RunConfig, load_config, parse_assignment
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes
+from paceline.models.settings import check_model_name
 from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import tuned_names
 from paceline.plan.size_table import MARGIN, MeasuredSize, check_noise
@@ -54,23 +52,23 @@ def tune(
     settings: list[str] = typer.Option([], "--set", help="section.key=value, as in training."),
     output: Path = typer.Option(Path("plan.toml"), "--output", "-o", help="The file to write."),
     force: bool = typer.Option(False, "--force", help="Overwrite it."),
-    hosts: int = HOSTS,
-    ranks_per_host: int = RANKS_PER_HOST,
-    link_mbit: float = LINK_MBIT,
-    ranks: int = RANKS,
+    hosts: options.Hosts = 0,
+    ranks_per_host: options.RanksPerHost = 1,
+    link_mbit: options.LinkMbit = 0.0,
+    ranks: options.Ranks = 0,
     algorithms: str = typer.Option(
         "", help="Names, with commas; native always is one. All but central."
     ),
     min_bytes: str = typer.Option("1KiB", help="First size."),
     max_bytes: str = typer.Option("64MiB", help="Last size, where the time suffices."),
-    factor: float = typer.Option(4.0, help="From one size to the next."),
+    factor: options.SizeFactor = 4.0,
     iterations: int = typer.Option(30, help="Samples of each at most; the median counts."),
     limit_s: float = typer.Option(180.0, help="Seconds for all sizes together, about."),
     margin: float = typer.Option(MARGIN, help="By how much another must beat native."),
-    group_size: int = typer.Option(0, help="Ranks of a group; 0: those of a node."),
-    device: str = DEVICE,
-    backend: str = BACKEND,
-    share_gpus: bool = SHARE_GPUS,
+    group_size: options.GroupSize = 0,
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    share_gpus: options.ShareGpus = False,
     accept_noise: bool = typer.Option(
         False, "--accept-noise", help="Write it even where repeated samples differ widely."
     ),
@@ -89,8 +87,7 @@ def tune(
     low, high = parse_size_range(min_bytes, max_bytes, factor)
     if not placement.is_launched():
         check_output(output, force)
-    code = run_on_ranks(placement)
-    if code is not None:
+    if (code := run_on_ranks(placement)) is not None:
         return code
 
     from paceline.bench.allreduce import choose_sizes
@@ -116,10 +113,7 @@ def tune(
         show = _show if main else _ignore
         found, noisy = _measure(Tuner(joined, job), accept_noise, show)
         if profiled is not None:
-            known = len(found.why)
-            found = _planned(found, profiled, joined)
-            for line in found.why[known:]:
-                show(line)
+            found = _planned(found, profiled, joined, show)
         if main:
             found.write(output)
         show(f"written to {output}; train with --plan {output}")
@@ -179,8 +173,10 @@ def _profile(config: RunConfig, here: RunConfig) -> tuple[Workload, int]:
     return profile_workload(row, [row.batch_size]), row.batch_size
 
 
-def _planned(tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup) -> PlanFile:
-    """Rank 0's step counts."""
+def _planned(
+    tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup, show: Callable[[str], None]
+) -> PlanFile:
+    """With the plan of the model; rank 0's step counts."""
     from paceline.bench.tune import plan_model
     from paceline.plan.workload import Workload
 
@@ -188,8 +184,56 @@ def _planned(tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup)
     counts, (work, batch) = tuned.probed.ranks_per_node, profiled
     if len(set(counts)) > 1 or sum(counts) == 1:
         reason = "nodes differ in their ranks" if sum(counts) > 1 else "one rank exchanges nothing"
-        return replace(tuned, why=(*tuned.why, f"chosen: no plan of the model, because {reason}"))
-    return plan_model(tuned, Workload.from_table(joined.decided(work.to_table)), batch)
+        why = f"chosen: no plan of the model, because {reason}"
+        planned = replace(tuned, why=(*tuned.why, why))
+    else:
+        work = Workload.from_table(joined.decided(work.to_table))
+        planned = plan_model(tuned, work, batch)
+    for line in planned.why[len(tuned.why) :]:
+        show(line)
+    return planned
+
+
+def profile(
+    model: options.Model = "resnet50",
+    batch_size: list[int] = typer.Option(
+        [], "--batch-size", "-b", help="May be repeated: two or more give the fixed part of a step."
+    ),
+    image_size: options.ImageSize = 224,
+    classes: options.Classes = 1000,
+    amp_dtype: options.AmpDtype = "auto",
+    steps: int = typer.Option(20, help="Steps to time at each batch; the median counts."),
+    warm_up: int = typer.Option(5, help="Steps before."),
+    device: options.Device = "auto",
+    output: Path = typer.Option(Path("profile.toml"), help="Where to write it."),
+    force: bool = typer.Option(False, "--force", help="Write over a file that is there."),
+    as_json: options.AsJson = False,
+) -> int:
+    """Measure a training step on this device, for the planner."""
+    check_model_name(model)
+    place = chosen_device(device)
+    batches = batch_size or ([64, 256] if place == "cuda" else [4, 16])
+    check_at_least(1, {"--batch-size": min(batches), "--steps": steps, "--warm-up": warm_up})
+    check_output(output, force)
+    from paceline.bench.step import StepRow
+    from paceline.bench.tune import profile_workload
+
+    switches = {"precision.amp_dtype": amp_dtype}
+    row = StepRow("profile", "ours", model, max(batches), image_size, classes, place, steps, warm_up,
+                  switches)  # fmt: skip
+    work = profile_workload(row, batches)
+    PlanFile(workload=work).write(output)
+    if as_json:
+        typer.echo(json.dumps(work.to_table()))
+        return 0
+    largest = max(batches)
+    typer.echo(
+        f"{model}, {work.source}: {1e3 * work.compute_s(largest):.2f} ms at batch {largest}: forward "
+        f"{1e3 * work.forward.at(largest):.2f}, backward {1e3 * work.backward.at(largest):.2f}, "
+        f"update {1e3 * work.update_s:.2f}; {1e3 * (work.forward.fixed_s + work.backward.fixed_s):.2f}"
+        f" ms at any batch; {len(work.gradients)} gradients. Written to {output}"
+    )
+    return 0
 
 
 def check_output(output: Path, force: bool) -> Path:

@@ -1,4 +1,4 @@
-"""Files that exist complete or not at all.
+"""Files that exist complete or not at all, and the user's cache.
 
 A file gets its name after its bytes have reached the disk; until then it has a hidden name beside it,
 which a failure removes. Errors of the operating system pass through: callers explain them to the user.
@@ -47,6 +47,16 @@ def open_part(part: Path) -> BinaryIO:
     """A new file, to write and read back. OSError where there is one already, or a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(part, flags, 0o666), "w+b")
+
+
+def user_cache() -> Path | None:
+    """Where this user's programs keep what can be made again; None for a user without a home, as
+    containers have them. A relative XDG_CACHE_HOME counts as none, as its specification wants it."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (base if base.is_absolute() else Path.home() / ".cache") / "paceline"
+    except RuntimeError:
+        return None
 
 
 def sync_directory(directory: Path) -> None:

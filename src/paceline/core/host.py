@@ -1,5 +1,5 @@
-"""The host: how long threads wait for a core (`HostLoad`), usable cores, connections to the GPU, and
-signals to this process (`SignalContext`, `SignalWakeup`).
+"""The host: how long threads wait for a core (`HostLoad`), usable cores, what `/proc` tells about other
+processes, connections to the GPU, and signals to this process (`SignalContext`, `SignalWakeup`).
 
 `HostLoad` reads Linux's accounts (`/proc`, and the container's CPU quota) and explains a slow run in one
 sentence with the remedy. A thread that could run but has no core adds to the run delay in `schedstat`;
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
@@ -198,6 +198,49 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+_PROC = Path("/proc")
+
+
+class ProcessStat(NamedTuple):
+    """`start`, in clock ticks since the host's, tells apart processes that had the same id."""
+
+    state: str
+    parent: int
+    session: int
+    start: str
+
+    @property
+    def has_ended(self) -> bool:
+        """A zombie has ended too."""
+        return self.state in "ZX"
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None where there is no such process, or `/proc` hides it."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    # The name in parentheses may itself hold spaces and parentheses.
+    fields = text.rpartition(")")[2].split()
+    return ProcessStat(fields[0], int(fields[1]), int(fields[3]), fields[19])
+
+
+def process_ids() -> list[int]:
+    """Empty where there is no `/proc`."""
+    return [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+
+
+def started_with(pid: int, name: str, value: str) -> bool:
+    """Whether a process was started with this variable. False for one of another user, which cannot be
+    read."""
+    try:
+        entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"{name}={value}".encode() in entries
 
 
 # Connections of a process to its GPU are the hardware queues of its streams. CUDA opens eight, unless the

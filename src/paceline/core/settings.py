@@ -49,7 +49,8 @@ def to_table(settings: object) -> dict[str, Any]:
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """`value` as `hint` says. An integer may stand for a float, a list for a tuple; nothing else."""
+    """`value` as `hint` says. An integer may stand for a float, a list for a tuple, a table for a
+    dataclass; nothing else."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
@@ -58,6 +59,12 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         return convert(value, inner, name)
     if origin is tuple:
         return _tuple(value, arguments, name)
+    if origin is list:
+        if not isinstance(value, list):
+            raise ConfigError(name, value, f"is a {type(value).__name__}", "give a list")
+        return [convert(item, arguments[0], f"{name}[{n}]") for n, item in enumerate(value)]
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_table(hint, name, value)
     if hint is float and type(value) in (int, float):
         if not is_finite(value):
             raise ConfigError(name, value, "is not a finite number", "give a number")
@@ -81,10 +88,13 @@ def _tuple(value: Any, arguments: tuple[Any, ...], name: str) -> tuple[Any, ...]
     if not isinstance(value, list | tuple):
         value = [value]
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(convert(item, arguments[0], name) for item in value)
+        arguments = arguments[:1] * len(value)
     if len(value) != len(arguments):
         raise ConfigError(name, value, f"has {len(value)} values", f"give {len(arguments)}")
-    return tuple(convert(item, hint, name) for item, hint in zip(value, arguments, strict=True))
+    return tuple(
+        convert(item, hint, f"{name}[{n}]" if dataclasses.is_dataclass(hint) else name)
+        for n, (item, hint) in enumerate(zip(value, arguments, strict=True))
+    )
 
 
 def flatten(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from paceline.comm.process_groups import all_gather_json
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import open_part, part_path, sync_directory
 from paceline.core.untrusted import ParseError, is_count, parse_json
-from paceline.custom_loop.context import agree, several_ranks
+from paceline.custom_loop.context import agreed, several_ranks
 from paceline.custom_loop.state_tree import (
     decoded,
     encoded,
@@ -93,22 +93,20 @@ class Checkpointer:
     ) -> Path:
         """Saves after `step` steps and returns the checkpoint's folder; a collective."""
         rank, world = _place()
-        part, tree, error = None, dict[str, Any](), None
+        part = None
         try:
-            if not is_count(step):
-                raise ConfigError("step", step, "must be a whole number, 0 or more")
-            # First, because state dicts may draw random numbers.
-            state: dict[str, Any] = {"random": _Random().state_dict(), "extra": dict(extra or {})}
-            state["objects"] = {name: _state(name, it) for name, it in objects.items()}
-            tree = encoded(state, "")
-            if rank == 0:
-                part = part_path(self.folder / _step_name(step))
-                with _explained(f"cannot write {part}"):
-                    part.mkdir(parents=True)
-        except PacelineError as caught:
-            error = caught
-        try:
-            agree(error, {"step": step, "the saved objects": sorted(objects)})
+            with agreed(lambda: {"step": step, "the saved objects": sorted(objects)}):
+                if not is_count(step):
+                    raise ConfigError("step", step, "must be a whole number, 0 or more")
+                # First, because state dicts may draw random numbers.
+                state: dict[str, Any] = {"random": _Random().state_dict()}
+                state["extra"] = dict(extra or {})
+                state["objects"] = {name: _state(name, it) for name, it in objects.items()}
+                tree = encoded(state, "")
+                if rank == 0:
+                    part = part_path(self.folder / _step_name(step))
+                    with _explained(f"cannot write {part}"):
+                        part.mkdir(parents=True)
             return self._write(step, tree, str(part), rank, world)
         finally:
             if part is not None:
@@ -118,8 +116,8 @@ class Checkpointer:
         hashed = tensors_of(tree) if rank == 0 and world > 1 else []
         digests = _from_rank_0([content_hash(tensor) for tensor in hashed], place)
         part = Path(digests.pop())
-        name, entry, error = f"rank-{rank}.pt", dict[str, Any](), None
-        try:
+        name = f"rank-{rank}.pt"
+        with agreed():
             if not part.is_dir():
                 raise CheckpointError(
                     f"rank {rank} does not see {part}, which rank 0 has created",
@@ -134,17 +132,9 @@ class Checkpointer:
             with _explained(f"cannot write {part / name} ({len(content) / 1e6:.1f} MB)"):
                 _write_file(part / name, content)
             entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        except PacelineError as caught:
-            error = caught
-        agree(error)
         entries = all_gather_json(entry) if several_ranks() else [entry]
-        path = ""
-        if rank == 0:
-            try:
-                path = str(self._publish(step, part, entries, world))
-            except PacelineError as caught:
-                error = caught
-        agree(error)
+        with agreed():
+            path = str(self._publish(step, part, entries, world)) if rank == 0 else ""
         return Path(_from_rank_0([], path)[-1])
 
     def _publish(self, step: int, part: Path, entries: list[Any], world: int) -> Path:
@@ -224,8 +214,8 @@ class Checkpointer:
     def _load(
         self, path: Path, state: dict[str, Any], objects: Mapping[str, Stateful | None]
     ) -> None:
-        saved, error = state["objects"], None
-        try:
+        saved = state["objects"]
+        with agreed():
             if saved.keys() != objects.keys():
                 raise CheckpointError(
                     f"{path} holds {', '.join(sorted(saved)) or 'no object'}, asked for were "
@@ -237,9 +227,6 @@ class Checkpointer:
                     _load_one(path, name, target, saved[name])
             _load_one(path, "random", _Random(), state["random"])
             self.extra = state["extra"]
-        except PacelineError as caught:
-            error = caught
-        agree(error)
 
 
 class _DamagedError(CheckpointError):

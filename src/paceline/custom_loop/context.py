@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -349,3 +349,16 @@ def agree(error: PacelineError | None = None, facts: Mapping[str, Any] | None = 
                     f"ranks differ in {name}: {ours} on rank 0, {theirs} on rank {rank}",
                     "give every rank the same model and arguments",
                 )
+
+
+@contextmanager
+def agreed(facts: Callable[[], Mapping[str, Any]] = dict) -> Iterator[None]:
+    """All ranks leave the block, or all raise the first error that a rank met in it, or a difference of
+    `facts`, which are asked for at its end. A collective: a rank that fails meets the others all the
+    same."""
+    met = None
+    try:
+        yield
+    except PacelineError as error:
+        met = error
+    agree(met, facts() if met is None else None)

@@ -26,7 +26,7 @@ from paceline.comm.plan_choice import checked_table
 from paceline.comm.process_groups import ProcessGroups
 from paceline.core.errors import CommError, ConfigError, PacelineError
 from paceline.custom_loop.context import (
-    agree,
+    agreed,
     release_on_close,
     several_ranks,
     timeout_here,
@@ -95,13 +95,9 @@ class DataParallel(nn.Module):
         object.__setattr__(self, "_ddp", None)
         object.__setattr__(self, "_hybrid", None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
-        exchange, error = _Exchange(), None
-        try:
+        with agreed(lambda: _facts(module, exchange)):
             exchange = _Exchange.choose(plan, wire, algorithm)
             _check(module, bucket_mib)
-        except PacelineError as caught:
-            error = caught
-        agree(error, _facts(module, exchange))
         _wrapped[module] = exchange.wire
         if not several_ranks():
             return
@@ -287,10 +283,15 @@ def _check(module: nn.Module, bucket_mib: float) -> None:
 
 
 def _facts(module: nn.Module, exchange: _Exchange) -> dict[str, Any]:
-    trained = ((n, p.numel()) for n, p in module.named_parameters() if p.requires_grad)
     table = exchange.table.to_table() if exchange.table else NATIVE
     return {
-        "the trained parameters": ModelFacts.of(trained).describe(),
+        "the trained parameters": trained_parameters(module),
         "wire": exchange.wire,
         "algorithm": table,
     }
+
+
+def trained_parameters(module: nn.Module) -> str:
+    """Equal where the names and sizes of all trained parameters are."""
+    trained = ((n, p.numel()) for n, p in module.named_parameters() if p.requires_grad)
+    return ModelFacts.of(trained).describe()

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.core.errors import CheckpointError, ConfigError, PacelineError, nearest
-from paceline.custom_loop.context import agree, several_ranks
-from paceline.custom_loop.data_parallel import DataParallel, wire_of
+from paceline.core.errors import CheckpointError, ConfigError, nearest
+from paceline.custom_loop.context import agreed, several_ranks
+from paceline.custom_loop.data_parallel import DataParallel, trained_parameters, wire_of
 from paceline.optim.schedule import set_rate
 from paceline.optim.settings import OptimSettings
-from paceline.plan.plan_file import ModelFacts
 from paceline.precision.policy import LossScale, Policy, choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.step_parts import create_master_optimizer
@@ -232,19 +231,16 @@ def prepare(
         >>> net[0].weight.dtype, net[1].weight.dtype, prepared.full_state_dict()["0.weight"].dtype
         (torch.bfloat16, torch.float32, torch.float32)
     """
-    made, error = None, None
-    try:
+
+    def facts() -> dict[str, Any]:
+        return {
+            "the trained parameters": trained_parameters(module),
+            "precision": made.precision,
+            "optimizer": type(made.optimizer).__name__,
+        }
+
+    with agreed(facts):
         made = _prepare(module, optimizer, lr, precision, weight_decay, clip_norm, arguments)
-    except PacelineError as caught:
-        error = caught
-    trained = ((n, p.numel()) for n, p in module.named_parameters() if p.requires_grad)
-    facts = {
-        "the trained parameters": ModelFacts.of(trained).describe(),
-        "precision": made.precision if made else "",
-        "optimizer": type(made.optimizer).__name__ if made else "",
-    }
-    agree(error, facts)
-    assert made is not None
     if several_ranks():
         _broadcast(made)
     return made

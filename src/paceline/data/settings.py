@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from paceline.core.errors import ConfigError
 from paceline.core.settings import SettingChecks
 
 SOURCES = (
@@ -134,45 +132,38 @@ class DataSettings:
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)
         if self.decoder == "dali":
-            raise _error("decoder", self.decoder, "was removed", "set data.decoder = 'nvjpeg'")
+            raise check.error("decoder", "was removed", "set data.decoder = 'nvjpeg'")
         check.known("decoder", DECODERS)
         check.known("shuffle", SHUFFLES)
         check.known("cache", CACHES)
         check.known("cache_form", CACHE_FORMS)
-        for name in ("image_size", "prefetch_batches", "synthetic_samples", "synthetic_classes"):
-            self._check_at_least(name, 1)
-        for name in ("crop_padding", "cutout", "eval_resize", "workers", "resident_max_mib"):
-            self._check_at_least(name, 0)
-        for name in ("shuffle_window_shards", "shuffle_run", "cache_mib"):
-            self._check_at_least(name, 1)
-        self._check_at_least("read_retries", 0)
+        for name in (
+            "image_size", "prefetch_batches", "synthetic_samples", "synthetic_classes",
+            "shuffle_window_shards", "shuffle_run", "cache_mib",
+        ):  # fmt: skip
+            check.number(name, "at least 1", f"set data.{name} = 1")
+        for name in (
+            "crop_padding", "cutout", "eval_resize", "workers", "resident_max_mib", "read_retries",
+        ):  # fmt: skip
+            check.number(name, "0 or more", f"set data.{name} = 0")
         if self.cache == "disk" and not self.cache_dir:
-            raise _error("cache_dir", self.cache_dir, "data.cache = 'disk' needs a directory",
-                         "name one on a local disk")  # fmt: skip
-        if (
-            self.cache != "none"
-            and self.cache_form == "decoded"
-            and self.decoder in DEVICE_DECODERS
-        ):
-            raise _error("cache_form", self.cache_form,
-                         f"data.decoder = {self.decoder!r} takes encoded images, not pixels",
-                         "set data.cache_form = 'raw'")  # fmt: skip
-        if self.channels not in (1, 3):
-            raise _error("channels", self.channels, "must be 1 or 3", "1 is greyscale, 3 is RGB")
-        if not 0 <= self.val_split < 1:
-            raise _error("val_split", self.val_split, "must be in [0, 1)",
-                         "0.1 takes one image in ten of each class, 0 none")  # fmt: skip
-        if not 0 <= self.max_corrupt_share < 1:
-            raise _error(
-                "max_corrupt_share",
-                self.max_corrupt_share,
-                "must be in [0, 1)",
-                "0.01 lets one sample in a hundred be corrupt, 0 none",
+            raise check.error(
+                "cache_dir", "data.cache = 'disk' needs a directory", "name one on a local disk"
             )
-        self._check_dir()
-        self._check_crops()
-        self._check_extras()
-        self._check_statistics()
+        encoded_only = self.decoder in DEVICE_DECODERS
+        if self.cache != "none" and self.cache_form == "decoded" and encoded_only:
+            problem = f"data.decoder = {self.decoder!r} takes encoded images, not pixels"
+            raise check.error("cache_form", problem, "set data.cache_form = 'raw'")
+        if self.channels not in (1, 3):
+            raise check.error("channels", "must be 1 or 3", "1 is greyscale, 3 is RGB")
+        remedy = "0.1 takes one image in ten of each class, 0 none"
+        check.number("val_split", "in [0, 1)", remedy)
+        remedy = "0.01 lets one sample in a hundred be corrupt, 0 none"
+        check.number("max_corrupt_share", "in [0, 1)", remedy)
+        self._check_dir(check)
+        self._check_crops(check)
+        self._check_extras(check)
+        self._check_statistics(check)
 
     def _set_dependent_defaults(self) -> None:
         """What follows from other settings is stored as a value, so that a run's record has it."""
@@ -182,90 +173,50 @@ class DataSettings:
             if not getattr(self, name):
                 object.__setattr__(self, name, values.get(self.channels, values[3]))
 
-    def _check_at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value < least:
-            raise _error(name, value, f"must be at least {least}", f"set data.{name} = {least}")
-
-    def _check_dir(self) -> None:
+    def _check_dir(self, check: SettingChecks) -> None:
         """A directory that would not be read, or is missing where it must be, is a mistake."""
         if self.source in ("embedded", "synthetic") and self.dir:
-            raise _error(
-                "dir",
-                self.dir,
-                f"is not read by data.source = {self.source!r}",
-                "set data.source = 'auto', or leave data.dir empty",
-            )
+            problem = f"is not read by data.source = {self.source!r}"
+            raise check.error("dir", problem, "set data.source = 'auto', or leave data.dir empty")
         if self.source in ("shards", "folder", "imagenet", "cifar10", "idx") and not self.dir:
-            raise _error(
-                "dir",
-                self.dir,
-                f"data.source = {self.source!r} needs a directory",
-                "give --data-dir, or set data.source = 'embedded'",
-            )
+            problem = f"data.source = {self.source!r} needs a directory"
+            raise check.error("dir", problem, "give --data-dir, or set data.source = 'embedded'")
 
-    def _check_crops(self) -> None:
+    def _check_crops(self, check: SettingChecks) -> None:
         for name, most in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
             value = getattr(self, name)
             if len(value) != 2 or not 0 < value[0] <= value[1] <= most or math.isinf(value[1]):
                 limit = " ≤ 1" if most == 1 else ""
-                raise _error(name, value, f"must be two numbers, 0 < low ≤ high{limit}")
+                raise check.error(name, f"must be two numbers, 0 < low ≤ high{limit}")
+        below = f"must be below data.image_size = {self.image_size}"
         if self.augment == "pad_crop" and self.crop_padding >= self.image_size:
-            raise _error(
-                "crop_padding",
-                self.crop_padding,
-                f"must be below data.image_size = {self.image_size}",
-                "an eighth of the image is usual",
-            )
+            raise check.error("crop_padding", below, "an eighth of the image is usual")
         if self.cutout >= self.image_size:
-            raise _error(
-                "cutout",
-                self.cutout,
-                f"must be below data.image_size = {self.image_size}",
-                "a quarter to a half of the image is usual",
-            )
+            raise check.error("cutout", below, "a quarter to a half of the image is usual")
         # 256 is right for 224; beside a small image_size, the centre crop would show the model a few
         # pixels of the middle, and the accuracy would silently be nothing.
         if self.eval_resize and not self.image_size <= self.eval_resize <= 2 * self.image_size:
-            raise _error(
-                "eval_resize",
-                self.eval_resize,
-                f"must be 0, or one to two times data.image_size = {self.image_size}",
+            raise check.error(
+                "eval_resize", f"must be 0, or one to two times data.image_size = {self.image_size}",
                 f"leave it out, or set data.eval_resize = {default_eval_resize(self.image_size)} or 0",
-            )
+            )  # fmt: skip
 
-    def _check_extras(self) -> None:
+    def _check_extras(self, check: SettingChecks) -> None:
         jitter, (count, magnitude) = self.color_jitter, self.randaugment
         if len(jitter) != 4 or min(jitter) < 0 or jitter[3] > 0.5:
-            raise _error(
-                "color_jitter",
-                jitter,
-                "must be four numbers of 0 or more, the last (hue) at most 0.5",
-                "0.4, 0.4, 0.4, 0.1 is common",
-            )
+            problem = "must be four numbers of 0 or more, the last (hue) at most 0.5"
+            raise check.error("color_jitter", problem, "0.4, 0.4, 0.4, 0.1 is common")
         if count < 0 or not 0 <= magnitude <= MOST_MAGNITUDE:
-            raise _error(
-                "randaugment",
-                self.randaugment,
-                f"must be operations (0: off) and a magnitude of 0 to {MOST_MAGNITUDE}",
-                "2, 9 is common",
-            )
+            problem = f"must be operations (0: off) and a magnitude of 0 to {MOST_MAGNITUDE}"
+            raise check.error("randaugment", problem, "2, 9 is common")
 
-    def _check_statistics(self) -> None:
+    def _check_statistics(self, check: SettingChecks) -> None:
         for name in ("mean", "std"):
             value = getattr(self, name)
             if len(value) not in {1, self.channels}:
-                raise _error(
-                    name,
-                    value,
-                    f"has {len(value)} values for data.channels = {self.channels}",
-                    "give one value, or one for each channel",
-                )
+                problem = f"has {len(value)} values for data.channels = {self.channels}"
+                raise check.error(name, problem, "give one value, or one for each channel")
             if not all(0 <= number <= 1 for number in value):
-                raise _error(name, value, "must lie in 0 to 1", "divide 0-to-255 values by 255")
+                raise check.error(name, "must lie in 0 to 1", "divide 0-to-255 values by 255")
         if min(self.std) <= 0:
-            raise _error("std", self.std, "must be above 0", "0.25 is a common value")
-
-
-def _error(name: str, value: Any, problem: str, remedy: str = "") -> ConfigError:
-    return ConfigError(f"data.{name}", value, problem, remedy)
+            raise check.error("std", "must be above 0", "0.25 is a common value")

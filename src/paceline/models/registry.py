@@ -22,21 +22,15 @@ from paceline.models.settings import (
     MODEL_NAMES,
     ModelSettings,
     check_model_name,
-    check_trust,
-    register_model,
-    requires_trust,
 )
 
 __all__ = [
     "BIAS_NORM",
     "WEIGHT",
-    "check_trust",
     "create_model",
     "is_own",
     "named_roles",
     "parameter_groups",
-    "register_model",
-    "requires_trust",
 ]
 
 WEIGHT = "weight"

@@ -19,8 +19,8 @@ KNOWN = ("adamw", "lamb", "lars", "muon", "sgd")
 SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.momentum", "optim.nesterov",
     "optim.beta2", "optim.adam_eps", "optim.weight_decay", "optim.warmup_epochs",
-    "optim.warmup_max_share", "optim.schedule", "optim.poly_power", "run.batch_size",
-    "run.average_epochs", "run.cutmix", "run.mixup",
+    "optim.warmup_max_share", "optim.schedule", "optim.poly_power", "optim.batch_schedule",
+    "run.batch_size", "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
 # Fewer steps have not been measured (docs/large-batch.md#range).
 LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
@@ -37,8 +37,10 @@ MOST_RATE = 4.0
 WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this share of the run where an epoch has few steps.
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
-# Mixed images slow learning down: with fewer steps and epochs than these they cost accuracy.
-MIXING_STEPS, MIXING_EPOCHS = 1000, 60
+# A run with fewer steps and epochs than these is short: mixed images, which slow learning down, cost it
+# accuracy, and Muon's batch begins at about a quarter, for half of the run.
+SHORT_STEPS, SHORT_EPOCHS = 1000, 60
+GROWTH, GROWTH_SHARE = 4, 1 / 2
 LEAST_BETA2 = 0.95
 LARGEST_AUTOMATIC_GROUP = 256
 
@@ -48,7 +50,8 @@ class Recipe:
     """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
     known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
     leaves it open; `mixing` the settings of mixed images that are on; `kept` names settings that the
-    user gave; `averages` says whether weights can be averaged in the run."""
+    user gave; `averages` and `grows` say whether weights can be averaged, and the batch can grow, in the
+    run."""
 
     optim: OptimSettings
     batch: int
@@ -58,6 +61,7 @@ class Recipe:
     mixing: tuple[str, ...] = ()
     kept: frozenset[str] = frozenset()
     averages: bool = True
+    grows: bool = True
 
     @property
     def rate(self) -> float:
@@ -90,6 +94,11 @@ class Target:
     @property
     def total_steps(self) -> int:
         return -(-self.samples * self.epochs // self.batch)
+
+    @property
+    def is_short(self) -> bool:
+        few = self.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.total_steps < SHORT_STEPS
+        return few and self.epochs < SHORT_EPOCHS
 
 
 class Choice(NamedTuple):
@@ -137,10 +146,13 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
         rule.scale_pace(name)
     rule.warm_up(name)
     rule.decay(name)
-    rule.normalize()
+    group = rule.normalize()
+    if name == "muon":
+        rule.grow(group)
     rule.average()
     rule.unmix()
-    return Scaling(tuple(rule.choices), tuple(_losses(name, target)), headline)
+    grows = any(choice.name == "optim.batch_schedule" for choice in rule.choices)
+    return Scaling(tuple(rule.choices), tuple(_losses(name, target, grows)), headline)
 
 
 def _check(recipe: Recipe, target: Target) -> None:
@@ -272,23 +284,21 @@ class _Rule:
 
     def unmix(self) -> None:
         """Without mixed images where the run is too short for them."""
-        target = self.target
-        few = target.steps_per_epoch < SGD_STEPS_PER_EPOCH and target.total_steps < MIXING_STEPS
-        if few and target.epochs < MIXING_EPOCHS and self.factor > 1:
+        if self.target.is_short and self.factor > 1:
+            reason = f"{self.target.total_steps} steps in all are too few for mixed images"
             for name in self.recipe.mixing:
-                self.set(
-                    name, 0.0, f"{target.total_steps} steps in all are too few for mixed images"
-                )
+                self.set(name, 0.0, reason)
 
-    def normalize(self) -> None:
+    def normalize(self) -> int | None:
         """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
-        that divides a rank's share. Raises ConfigError where that is less than a quarter."""
+        that divides a rank's share. Raises ConfigError where that is less than a quarter. Returns the
+        size, None where the batch is refused later."""
         if "run.batch_size" in self.recipe.kept:
-            return
+            return self.recipe.norm_group
         wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
         share = self.target.batch // self.target.ranks
         if self.target.batch % self.target.ranks or share < 1:
-            return  # refused elsewhere, with the nearest batches
+            return None  # refused elsewhere, with the nearest batches
         group = _norm_group(share, wanted)
         if _is_small(group, share, wanted):
             goods = [
@@ -306,6 +316,30 @@ class _Rule:
         if group != wanted:
             reason = f"the recipe's batch-norm group is {wanted}, a rank has {share} samples a step"
         self.set("run.batch_size", group, reason)
+        return group
+
+    def grow(self, group: int | None) -> None:
+        """Begins with about a quarter of the batch, at half of the pace, where the run has few steps: not
+        below the known-good batch, and in whole micro-batches of all ranks."""
+        recipe, batch = self.recipe, self.target.batch
+        kept = {"optim.batch_schedule", "optim.lr"} & recipe.kept
+        short = self.factor > 1 and self.target.is_short
+        if group is None or kept or not (short and recipe.grows):
+            return
+        unit = group * self.target.ranks
+        units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(recipe.batch / unit))
+        if 2 * units * unit > batch:
+            return
+        first, epoch = units * unit, GROWTH_SHARE * self.target.epochs
+        rate = next(choice for choice in self.choices if choice.name == "optim.lr")
+        self.choices.remove(rate)
+        total = self.target.total_steps
+        self.set(
+            "optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share"
+        )
+        self.set("run.global_batch_size", first, f"{total} steps in all are few: more at first")
+        self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "then the batch that was asked for")
+        self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
 
     def average(self) -> None:
         if not self.recipe.averages or self.recipe.optim.schedule_free:
@@ -332,7 +366,7 @@ def _is_small(group: int, share: int, wanted: int) -> bool:
     return 4 * group < min(wanted, share)
 
 
-def _losses(name: str, target: Target) -> list[str]:
+def _losses(name: str, target: Target, grows: bool) -> list[str]:
     """By what was measured; docs/large-batch.md has the runs."""
     steps, total = target.steps_per_epoch, target.total_steps
     if name == "sgd" and steps < SGD_STEPS_PER_EPOCH:
@@ -343,8 +377,11 @@ def _losses(name: str, target: Target) -> list[str]:
         return ["LARS lost 1 to 40 points at 5 steps an epoch; muon loses less"]
     if name not in ("muon", "lars") or steps > 20:
         return []
+    if total < SHORT_STEPS and grows:
+        lost = "up to 1.5 points at 600, up to 2.5 at 150, more below"
+        return [f"{total} steps in all at one batch: {lost}"]
     if total < 450:
         return [f"{total} steps in all: 1 to 5 points at 150, more below"]
-    if total < MIXING_STEPS:
+    if total < SHORT_STEPS:
         return [f"{total} steps in all: up to 2 points at 600"]
     return ["about 1 point with less than 5 steps an epoch"] if steps < 5 else []

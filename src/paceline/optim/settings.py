@@ -50,8 +50,9 @@ class OptimSettings:
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
     scaling: str = "off"
-    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group and averaging for the
-    global batch from a recipe that works at `known_good_batch`; `off` uses the settings as they are."""
+    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group, averaging and growth of
+    the batch in short runs for the global batch from a recipe that works at `known_good_batch`; `off`
+    uses the settings as they are."""
     known_good_batch: int | None = None
     """Global batch at which the recipe is known to work, for `scaling`; unset, the recipe's own
     `run.global_batch_size`."""
@@ -272,7 +273,7 @@ def _check_scaling(optim: OptimSettings, check: SettingChecks) -> None:
     check.number("known_good_momentum", "in [0, 1)", "leave it out")
     if optim.scaling == "auto" and optim.batch_schedule:
         raise check.error(
-            "batch_schedule", "does not go with optim.scaling = 'auto', whose rule is for one batch",
+            "batch_schedule", "does not go with optim.scaling = 'auto', which chooses the batches",
             "leave one of them out",
         )  # fmt: skip
 

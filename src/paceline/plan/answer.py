@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from paceline.plan.cluster import Cluster, Link
+from paceline.plan.cluster import Accelerator, Cluster, Link, catalogue
 from paceline.plan.cost import is_priced
-from paceline.plan.fusion_plan import keeps_float32
-from paceline.plan.memory import MemoryEstimate
+from paceline.plan.fusion_plan import FusionPlan, keeps_float32
+from paceline.plan.layers import MemoryEstimate, Network, memory_on, usable_bytes
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import Prediction, predict
+from paceline.plan.prediction import Prediction, StartUp, predict
 from paceline.plan.recommend import (
     InputSupply,
     Job,
     Limits,
     Option,
     choose,
+    options,
     start_up,
 )
-from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Affine, Workload
+from paceline.plan.workload import Affine, Workload, analytic_workload
 
 MOST_RANKS = 65_536
 _HALF_WIRE = "gradients rounded to 16 bits for the wire (--wire fp16)"
@@ -144,6 +144,22 @@ def advise(
     return sorted((one for one in advice if one.gain >= _LEAST_GAIN), key=lambda one: -one.gain)
 
 
+def faster_accelerators(
+    net: Network | None, chip: Accelerator | None, work: Workload, batch: int
+) -> dict[str, Workload]:
+    """The same model on the next faster accelerator of the catalogue with memory for the batch, where
+    this one is from it."""
+    if net is None or chip is None or not work.source.startswith("layers"):
+        return {}
+    faster = sorted(
+        (gpu for gpu in catalogue().values() if gpu.flops_per_s * gpu.memory_bytes_per_s
+         > chip.flops_per_s * chip.memory_bytes_per_s
+         and memory_on(gpu, net, batch).total <= usable_bytes(gpu)),
+        key=lambda gpu: gpu.flops_per_s * gpu.memory_bytes_per_s,
+    )[:1]  # fmt: skip
+    return {f"{gpu.name} instead of {chip.name}": analytic_workload(net, gpu) for gpu in faster}
+
+
 def node_gbps(cluster: Cluster) -> float:
     """Payload of all links of a node."""
     return cluster.links * 8e-9 / cluster.inter.beta_s if cluster.inter.beta_s else math.inf
@@ -194,6 +210,29 @@ class Answer:
     supply: InputSupply | None = None
     # Whether the ranks talk over NCCL.
     is_gpu: bool = True
+
+    @classmethod
+    def of(
+        cls, question: Question, cluster: Cluster, plan: FusionPlan, *, epochs: float, samples: int,
+        limits: Limits, net: Network | None = None, gpu: Accelerator | None = None,
+        is_gpu: bool = True, **known: Any,
+    ) -> Answer:  # fmt: skip
+        """What `plan` takes, and what else could be chosen. `net` and `gpu` are the layers and the chip
+        behind the workload, None where it was profiled; `known` are further fields of the answer."""
+        work = question.workload
+        now = predict(work, cluster, plan, question.batch)
+        job = None
+        if gpu is not None:
+            job = Job(epochs, samples, gpu.watts, limits.price, nccl=is_gpu)
+        faster = faster_accelerators(net, gpu, work, question.batch)
+        return cls(
+            workload=work, cluster=cluster, now=now, epochs=epochs, samples=samples, limits=limits,
+            curve=tuple(scaling_curve(question, cluster)),
+            most_ranks=largest_ranks(question, cluster),
+            advice=tuple(advise(question, cluster, now, limits, faster)),
+            job=job, options=tuple(options(question, cluster, limits, job)) if job else (),
+            memory_bytes=gpu.memory_bytes if gpu else 0.0, is_gpu=is_gpu, **known,
+        )  # fmt: skip
 
     @property
     def option(self) -> Option | None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, nearest
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+# GPUs of one type and lot differ by some percent in clock and temperature, and each in itself from
+# step to step. One round number for all clusters, chosen knowing the systems of the planner's record.
+RANK_SPREAD = 0.02
 # Far more than there is; within it no count of the planner overflows.
 RANKS_LIMIT = 1 << 20
 
@@ -131,6 +135,14 @@ class Cluster:
 
     def with_nodes(self, nodes: int) -> Cluster:
         return replace(self, nodes=nodes)
+
+
+def slowest_of(ranks: int, spread: float = RANK_SPREAD) -> float:
+    """How much longer than the mean the slowest rank takes, for which a synchronous step waits: the
+    expected maximum of normal times, by Blom's approximation."""
+    if ranks <= 1:
+        return 1.0
+    return 1.0 + spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
-from paceline.plan.cluster import Cluster
+from paceline.plan.cluster import RANK_SPREAD, Cluster, slowest_of
 from paceline.plan.cost import all_reduce_s, is_priced
 from paceline.plan.fusion_plan import (
     ALL_TO_ALL,
@@ -30,7 +30,6 @@ from paceline.plan.fusion_plan import (
     wide_is_bulk,
     wire_names,
 )
-from paceline.plan.prediction import RANK_SPREAD, slowest_of
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.workload import Gradient, Workload
 
@@ -59,10 +58,10 @@ def best_plan(
 
 def threshold_plan(
     workload: Workload, cluster: Cluster, threshold: int,
-    algorithms: Sequence[str] = ("native",), wire: str = "auto",
+    algorithms: Sequence[str] = ("native",),
 ) -> FusionPlan:  # fmt: skip
     """A bucket is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
-    cost = BucketCost(workload.gradients, cluster, algorithms, (wire,))
+    cost = BucketCost(workload.gradients, cluster, algorithms)
     found, first = [], 0
     for stop in range(1, len(workload.gradients) + 1):
         if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):

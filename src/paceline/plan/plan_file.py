@@ -23,7 +23,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import tomli_w
 
@@ -39,14 +39,12 @@ from paceline.core.untrusted import (
     short_repr,
 )
 from paceline.plan.cluster import RANKS_LIMIT, Cluster, Link
+from paceline.plan.cost import ProbedTable
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.prediction import Prediction, StartUp
 from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import MeasuredSize, SizeTable
-from paceline.plan.start_up import StartUp
-
-if TYPE_CHECKING:  # what reads a file needs no NumPy
-    from paceline.plan.prediction import Prediction
-    from paceline.plan.workload import Workload
+from paceline.plan.workload import Workload
 
 _SECTIONS = (
     "why", "model", "cluster", "expected", "start_up", "buffer", "sizes", "measured", "workload",
@@ -107,8 +105,8 @@ class ProbedCluster:
     exchange costs the compute that hides it, None where that was not measured."""
 
     ranks_per_node: tuple[int, ...]
-    backend: str
-    device: str
+    backend: str = ""
+    device: str = "cpu"
     intra: LinkFacts | None = None
     inter: LinkFacts | None = None
     hidden_cost: float | None = None
@@ -134,13 +132,9 @@ class ProbedCluster:
                 "cluster.ranks_per_node", counts,
                 f"must be a list of counts from 1 to {RANKS_LIMIT:,}", "run paceline tune again",
             )  # fmt: skip
-        intra, inter = (
-            from_table(LinkFacts, f"cluster.{name}", table[name]) if name in table else None
-            for name in ("intra", "inter")
-        )
-        hidden = convert(table.get("hidden_cost"), float | None, "cluster.hidden_cost")
-        device = str(table.get("device", "cpu"))
-        return cls(tuple(counts), str(table.get("backend", "")), device, intra, inter, hidden)
+        # Beside it stand the ranks and nodes that it amounts to.
+        known = cls.__dataclass_fields__
+        return from_table(cls, "cluster", {k: v for k, v in table.items() if k in known})
 
     def to_cluster(self) -> Cluster:
         """As the planner sees it."""
@@ -196,21 +190,14 @@ class Expected:
         return {**vars(self), "buffers_s": list(self.buffers_s)}
 
     @classmethod
-    def from_table(cls, table: object) -> Expected | None:
+    def from_table(cls, table: Any) -> Expected | None:
         """None for another table: nothing that a run depends on."""
-        if not isinstance(table, Mapping) or table.keys() != cls.__dataclass_fields__.keys():
+        try:
+            found = from_table(cls, "expected", table)
+        except ConfigError:
             return None
-        batch, buffers = table["batch"], table["buffers_s"]
-        parts = {k: v for k, v in table.items() if k not in ("batch", "buffers_s")}
-        if not isinstance(buffers, list) or not is_count(batch, 1):
-            return None
-        if not all(is_finite(seconds) and seconds >= 0 for seconds in (*buffers, *parts.values())):
-            return None
-        return cls(
-            batch=batch,
-            buffers_s=tuple(float(seconds) for seconds in buffers),
-            **{name: float(seconds) for name, seconds in parts.items()},
-        )
+        *parts, buffers_s = vars(found).values()
+        return found if found.batch >= 1 and min(*parts, *buffers_s) >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -258,8 +245,6 @@ class PlanFile:
 
     def planned_cluster(self) -> Cluster:
         """With the measured times, which count before formulas."""
-        from paceline.plan.cost import ProbedTable
-
         probed = self._given(
             self.probed, "--cluster", "has no [cluster] with probed links",
             "make it with paceline tune",
@@ -386,8 +371,6 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
     elif fusion is not None or "cluster" in tables:
         cluster = _facts(ClusterFacts, table, "cluster")
     if "workload" in tables:
-        from paceline.plan.workload import Workload
-
         workload = Workload.from_table(tables)
     measured, chosen = _measured(tables.get("measured", []))
     why = convert(tables.get("why", []), tuple[str, ...], "why")

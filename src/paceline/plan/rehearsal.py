@@ -23,15 +23,13 @@ from paceline.plan.cluster import (
     Cluster,
     accelerator,
     gpu_cluster,
+    slowest_of,
 )
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.layers import Network, known_network
-from paceline.plan.memory import check_memory
-from paceline.plan.networks import analytic_workload
+from paceline.plan.layers import Network, check_memory, known_network
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.prediction import predict, slowest_of
-from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Workload, check_input_rate
+from paceline.plan.prediction import StartUp, predict
+from paceline.plan.workload import Workload, analytic_workload, check_input_rate
 
 # Interpreter, torch, model and first kernels of a rank, beside the ranks' meeting: an assumption.
 _PROCESS_START_S = 20.0

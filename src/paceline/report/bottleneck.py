@@ -16,7 +16,7 @@ from paceline.core.units import format_duration, format_percent, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.plan.plan_file import Expected, PlanFile
 from paceline.report.records import CAUSES, Bools, Floats, Ints, Record, finite, middle
-from paceline.report.run_files import RunFiles, finite_values
+from paceline.report.run_files import RunFiles, computed_once, finite_values
 
 # A part of a step below this share is no bottleneck.
 _NOTABLE = 0.05
@@ -59,12 +59,9 @@ class ExposedWaits:
     step_s: float
 
     @classmethod
+    @computed_once
     def of(cls, run: RunFiles) -> ExposedWaits:
         """Empty for a run of one rank, and for records without the field `exposed_comm_s`."""
-        return run.derived((cls,), lambda: cls._of(run))
-
-    @classmethod
-    def _of(cls, run: RunFiles) -> ExposedWaits:
         step_s = middle(run.steps()["step_s"]) or 0.0
         none = np.zeros(0)
         if (finite(run.start, "world_size") or 1) <= 1:
@@ -165,12 +162,9 @@ class InputStall:
     causes: dict[str, float]
 
     @classmethod
+    @computed_once
     def of(cls, run: RunFiles, rank: int = 0) -> InputStall:
         """Without the first step after each start, which waits for the pipeline to fill."""
-        return run.derived((cls, rank), lambda: cls._of(run, rank))
-
-    @classmethod
-    def _of(cls, run: RunFiles, rank: int) -> InputStall:
         steps = run.steps(rank)
         measured = ~np.isnan(steps["input_stall_s"]) & ~np.isnan(steps["step_s"])
         measured &= ~first_after_start(run, rank)

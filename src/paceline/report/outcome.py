@@ -25,7 +25,7 @@ from paceline.core.units import (
 )
 from paceline.report.bottleneck import ExposedWaits, first_after_start
 from paceline.report.records import Record, finite, integer, known, middle
-from paceline.report.run_files import RunFiles, finite_values
+from paceline.report.run_files import RunFiles, computed_once, finite_values
 
 # Reasons to leave the training loop that mean success.
 _DONE = frozenset({"finished", "target"})
@@ -111,11 +111,8 @@ class Outcome:
     rehearsed: Rehearsed | None = None
 
     @classmethod
+    @computed_once
     def of(cls, run: RunFiles) -> Outcome:
-        return run.derived((cls,), lambda: cls._of(run))
-
-    @classmethod
-    def _of(cls, run: RunFiles) -> Outcome:
         summary, start, steps = run.summary or {}, run.start, run.steps()
         top1, top5 = run.eval_curve("top1").value, run.eval_curve("top5").value
         noise = steps.known("noise_scale")
@@ -281,13 +278,10 @@ class Efficiency:
         return max(0.0, 1.0 - sum(self.lost.values()))
 
     @classmethod
+    @computed_once
     def of(cls, run: RunFiles) -> Efficiency | None:
         """None before the first step, where its records lack the times, and for a rehearsal, whose ranks
         are virtual: one process does the work of all."""
-        return run.derived((cls,), lambda: cls._of(run))
-
-    @classmethod
-    def _of(cls, run: RunFiles) -> Efficiency | None:
         steps = run.steps()
         timed = steps.or_zero("step_s") > 0
         lengths, first = steps["step_s"][timed], first_after_start(run)[timed]

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from paceline.core.units import text_of
 from paceline.core.untrusted import ParseError, is_count, parse_json, parse_toml
 from paceline.report.records import Floats, Ints, Record, Records, Steps, finite
 
+P = ParamSpec("P")
 Derived = TypeVar("Derived")
 
 EVENTS_NAME = "metrics.jsonl"
@@ -56,13 +58,6 @@ class RunFiles:
     _derived: dict[tuple[Any, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    def derived(self, key: tuple[Any, ...], make: Callable[[], Derived]) -> Derived:
-        """The result of `make`, computed once: many parts of a page need the same figures."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        found: Derived = self._derived[key]
-        return found
 
     @classmethod
     def read(cls, path: Path, *, first_rank_only: bool = False) -> RunFiles:
@@ -124,6 +119,22 @@ class RunFiles:
         )
         steps, epochs, values = zip(*points, strict=True) if points else ((), (), ())
         return Curve(np.array(steps, np.int64), np.array(epochs, float), np.array(values, float))
+
+
+def computed_once(
+    derive: Callable[Concatenate[Any, RunFiles, P], Derived],
+) -> Callable[Concatenate[Any, RunFiles, P], Derived]:
+    """For class methods that derive something from a run: many parts of a page need the same figures."""
+
+    @wraps(derive)
+    def known(cls: Any, run: RunFiles, /, *args: P.args, **named: P.kwargs) -> Derived:
+        key = (derive, args, *named.values())
+        if key not in run._derived:
+            run._derived[key] = derive(cls, run, *args, **named)
+        found: Derived = run._derived[key]
+        return found
+
+    return known
 
 
 def finite_values(records: Iterable[Record], name: str) -> list[float]:

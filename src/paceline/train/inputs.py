@@ -128,6 +128,9 @@ def apply_scaling(
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         # Averages are refused where ranks have weights of their own.
         averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
+        # Other settings that are for one batch.
+        grows=config.comm.mode == "synchronous" and config.run.shares == EQUAL_SHARES
+        and not config.rehearse.ranks,
     )  # fmt: skip
     scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}

@@ -159,21 +159,13 @@ class EmulatedCluster:
         `ranks` is one number for all hosts, or one for each of the first hosts.
         """
         counts, (port, logs) = self._counts(ranks), self._job_place()
-        starts = torchrun_starts(command, counts, port, env or {}, logs)
-        return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
+        return self._started(torchrun_starts(command, counts, port, env or {}, logs), cwd)
 
-    def ranks(
-        self,
-        command: Sequence[str],
-        ranks: int | Sequence[int],
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-    ) -> ClusterJob:
+    def ranks(self, command: Sequence[str], ranks: int | Sequence[int]) -> ClusterJob:
         """Starts `command` on every rank with torchrun's environment variables but without agents:
         when one rank fails the others are not ended."""
         counts, (port, logs) = self._counts(ranks), self._job_place()
-        starts = plain_starts(command, counts, port, env or {}, logs)
-        return self._keep(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
+        return self._started(plain_starts(command, counts, port, {}, logs))
 
     def start(
         self,
@@ -186,7 +178,7 @@ class EmulatedCluster:
         self._check(host)
         program, own = as_program(command), host_environment(env or {})
         start = Start(host, program, own, self._job_place()[1], ("{stream}",))
-        return self._keep(ClusterJob([start], self._hosts, cwd or Path.cwd()))
+        return self._started([start], cwd)
 
     def set_rate(self, rate: str | None, host: int | None = None) -> None:
         """Of one host's link, or of all."""
@@ -218,9 +210,9 @@ class EmulatedCluster:
             raise LaunchError(f"host {sender} cannot measure its link to host {receiver}: {reason}")
         return LinkSpeed(*json.loads(ended.out[0]))
 
-    def _keep(self, job: ClusterJob) -> ClusterJob:
-        self._jobs.append(job)
-        return job
+    def _started(self, starts: Sequence[Start], cwd: Path | None = None) -> ClusterJob:
+        self._jobs.append(ClusterJob(starts, self._hosts, cwd or Path.cwd()))
+        return self._jobs[-1]
 
     def _job_place(self) -> tuple[int, Path]:
         """A port that no earlier job used, and a folder for the output."""

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.host import process_ids, process_stat
 
 INTERFACE = "eth0"
 SWITCH = "switch0"
@@ -65,24 +66,19 @@ def call_tool(name: str, *arguments: str) -> None:
 
 def new_tag() -> str:
     pid = os.getpid()
-    return f"paceline-{pid}-{_start_ticks(pid)}-{next(_serials)}"
+    return f"paceline-{pid}-{_start(pid)}-{next(_serials)}"
 
 
 def owner_is_gone(name: str) -> bool:
     """Whether the owner of a tagged name has ended; False for names without our tag."""
     found = _TAG.match(name)
-    return found is not None and _start_ticks(int(found[1])) != int(found[2])
+    return found is not None and _start(int(found[1])) != found[2]
 
 
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a running process in clock ticks; None if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The second field is the program's name in parentheses, which may contain spaces and parentheses.
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+def _start(pid: int) -> str | None:
+    """Start time of a running process; None if there is none."""
+    found = process_stat(pid)
+    return None if found is None or found.has_ended else found.start
 
 
 class Namespace:
@@ -115,13 +111,11 @@ class Namespace:
         except OSError:
             return []
         found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    theirs = (entry / "ns/net").stat()
-                    inside = (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
-                    if inside and mark.encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
+        for pid in process_ids():
+            with contextlib.suppress(OSError):
+                inside = os.path.samestat(Path(f"/proc/{pid}/ns/net").stat(), ours)
+                if inside and mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
         return found
 
     def kill(self, mark: str = "") -> None:

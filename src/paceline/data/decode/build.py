@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
+from paceline.core.files import user_cache
 
 SOURCES = ("header.c", "resample.c", "square.c", "region.c")
 HEADERS = ("region.h",)
@@ -109,7 +110,10 @@ def cached_library(*, rebuild: bool = False) -> Path:
 
 
 def _private_directory() -> Path:
-    folder = _cache_home() / "paceline" / "region"
+    cache = user_cache()
+    if cache is None:
+        raise BuildError("there is no home directory to build in", "set XDG_CACHE_HOME")
+    folder = cache / "region"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -155,15 +159,6 @@ def _libjpeg_headers() -> list[Path]:
     for name in _INCLUDE_FOLDERS:
         folders += [Path(name), *sorted(Path(name).glob("*-linux-*"))]
     return [path for folder in folders if (path := folder / "jconfig.h").is_file()]
-
-
-def _cache_home() -> Path:
-    """A relative XDG_CACHE_HOME counts as none, as its specification wants it."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        return base if base.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # no home at all
-        raise BuildError("there is no home directory to build in", "set XDG_CACHE_HOME") from None
 
 
 if __name__ == "__main__":

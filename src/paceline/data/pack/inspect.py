@@ -24,13 +24,13 @@ from paceline.data.pack.pack import file_digest
 from paceline.data.pack.splits import all_shards, open_splits
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source
-from paceline.data.sources.storage import ShardStamp, unreadable, write_file
+from paceline.data.sources.storage import Retry, ShardStamp, unreadable, write_file
 from paceline.data.sources.tar_index import (
     ShardIndex,
     UnfitIndexError,
     index_path,
     read_index,
-    scan_shard,
+    scan_file,
 )
 
 # What is being done, how much of it is done, and how much there is to do.
@@ -204,7 +204,7 @@ def shard_problems(
         if path.name.endswith("gz"):
             continue  # opening it has read all of it, under gzip's own checksum
         try:
-            index = _scanned(path)
+            index = scan_file(path, Retry(0))
         except DataError as error:
             yield str(error)
             continue
@@ -219,14 +219,6 @@ def shard_problems(
         yield from _manifest_problems(directory, manifest, {p.name for p in paths}, counts)
         if checksums:
             yield from _checksum_problems(directory, manifest, on_progress)
-
-
-def _scanned(path: Path) -> ShardIndex:
-    try:
-        with path.open("rb") as content:
-            return scan_shard(path, content)
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def _index_problems(path: Path, index: ShardIndex) -> Iterator[str]:

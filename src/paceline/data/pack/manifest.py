@@ -13,7 +13,7 @@ from PIL import features
 
 from paceline.core.errors import ConfigError, DataError, nearest
 from paceline.core.settings import from_table
-from paceline.core.untrusted import is_count, parse_json, short_repr
+from paceline.core.untrusted import parse_json, short_repr
 from paceline.data.chunk import CorruptSample
 from paceline.data.sources.storage import write_file
 
@@ -201,21 +201,13 @@ def encoder_versions() -> dict[str, str]:
 
 
 def _split(table: dict[str, Any]) -> PackedSplit:
-    shards = [from_table(PackedShard, "shards", shard) for shard in table["shards"]]
-    for shard in shards:
+    split = from_table(PackedSplit, "splits", table)
+    for shard in split.shards:
         # The name becomes a path: it may not lead out of the directory, and a file system must take it.
         plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
         if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
             raise ValueError(f"shard {short_repr(shard.name)}")
-    corrupt = [from_table(CorruptSample, "corrupt", sample) for sample in table["corrupt"]]
-    split = PackedSplit(**{**table, "shards": shards, "corrupt": corrupt})
-    counts = (
-        split.samples,
-        split.copied,
-        *(n for s in shards for n in (s.samples, s.bytes, s.stop)),
-    )
-    if not all(is_count(count) for count in counts):
+    counts = [n for shard in split.shards for n in (shard.samples, shard.bytes, shard.stop)]
+    if min(split.samples, split.copied, *counts) < 0:
         raise ValueError("counts must be whole numbers, 0 or more")
-    if not isinstance(split.source, str) or not isinstance(split.complete, bool):
-        raise ValueError("source must be a text, complete true or false")
     return split

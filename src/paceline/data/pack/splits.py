@@ -25,7 +25,6 @@ from paceline.data.settings import DataSettings
 from paceline.data.sources.base import FileFacts, Source, Split, checked_source, split_source
 from paceline.data.sources.cache import CachedSource, cached
 from paceline.data.sources.folders import ImageFiles
-from paceline.data.sources.imagenet_tars import TarredImages
 from paceline.data.sources.labels import read_classes
 from paceline.data.sources.layouts import (
     has_validation,
@@ -34,7 +33,7 @@ from paceline.data.sources.layouts import (
     open_layout,
     shard_paths,
 )
-from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
+from paceline.data.sources.shards import SHARD_SUFFIXES, TarredImages, TarShards
 from paceline.data.sources.storage import Retry
 
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -133,7 +132,7 @@ def as_source(
 def describe_channels(source: Source, channels: int) -> str:
     """A note where the images have other channels than `data.channels`, by a look at a few of them."""
     if isinstance(source, CachedSource):
-        source = source.kept  # whose counters are those of the training
+        source = source.whole  # whose counters are those of the training
     count, seen = len(source), set()
     for index in range(0, count, max(1, count // _LOOKS)):
         try:

@@ -228,7 +228,6 @@ Pixels = npt.NDArray[np.uint8]
 SIDE, CHANNELS = 32, 3
 _PIXELS = SIDE * SIDE
 _BYTES = CHANNELS * _PIXELS
-_CIFAR_REMEDY = "fetch the file again"
 
 
 def read_sheet(path: Path) -> Pixels:
@@ -236,10 +235,10 @@ def read_sheet(path: Path) -> Pixels:
     try:
         sheet = np.asarray(decode(_content(path), CHANNELS))
     except CorruptImage as error:
-        raise DataError(f"{path}: cannot be decoded ({error})", _CIFAR_REMEDY) from None
+        raise DataError(f"{path}: cannot be decoded ({error})", _REMEDY) from None
     if sheet.shape[1] != _PIXELS:
         raise DataError(
-            f"{path}: {sheet.shape[1]} pixels wide, a sheet of CIFAR-10 is {_PIXELS}", _CIFAR_REMEDY
+            f"{path}: {sheet.shape[1]} pixels wide, a sheet of CIFAR-10 is {_PIXELS}", _REMEDY
         )
     return sheet.reshape(-1, SIDE, SIDE, CHANNELS)
 
@@ -249,9 +248,9 @@ def read_labels(path: Path) -> Int64:
     try:
         values = parse_json(_content(path))
     except ParseError as error:
-        raise DataError(f"{path}: is not JSON ({error})", _CIFAR_REMEDY) from None
+        raise DataError(f"{path}: is not JSON ({error})", _REMEDY) from None
     if not isinstance(values, list):
-        raise DataError(f"{path}: is not a list of labels", _CIFAR_REMEDY)
+        raise DataError(f"{path}: is not a list of labels", _REMEDY)
     return _checked(values, path)
 
 
@@ -260,7 +259,7 @@ def read_binary(path: Path) -> tuple[Pixels, Int64]:
     if not content.size or content.size % (1 + _BYTES):
         raise DataError(
             f"{path}: {content.size} bytes, not a whole number of images of {1 + _BYTES}",
-            _CIFAR_REMEDY,
+            _REMEDY,
         )
     rows = content.reshape(-1, 1 + _BYTES)
     return _interleaved(rows[:, 1:]), _checked(rows[:, 0].tolist(), path)
@@ -274,7 +273,7 @@ def read_pickle(path: Path) -> tuple[Pixels, Int64]:
     if shape != (len(labels), _BYTES) or len(content) != len(labels) * _BYTES or not labels:
         raise DataError(
             f"{path}: an array of shape {shape} in {len(content)} bytes for {len(labels)} labels",
-            _CIFAR_REMEDY,
+            _REMEDY,
         )
     planes = np.frombuffer(content, dtype=np.uint8).reshape(shape)
     return _interleaved(planes), _checked(labels, path)
@@ -292,7 +291,7 @@ def _checked(values: list[int], path: Path) -> Int64:
         if type(value) is not int or not 0 <= value < len(CLASSES):
             raise DataError(
                 f"{path}: label {value!r} at position {position}, not 0 to {len(CLASSES) - 1}",
-                _CIFAR_REMEDY,
+                _REMEDY,
             )
     return np.array(values, dtype=np.int64)
 

@@ -135,11 +135,50 @@ def checked_source(source: Source) -> Source:
     return OwnSource(source)
 
 
-class OwnSource(Source):
-    """Does what `source` does; its labels may be any sequence of whole numbers."""
+class WrappedSource(Source):
+    """Does what `whole` does; sub-classes change some of it. Sample i is `at(i)` of `whole`."""
+
+    def __init__(self, whole: Source) -> None:
+        self.whole = whole
+        self.classes, self.labels = whole.classes, whole.labels
+        self.shard_sizes, self.pixels = whole.shard_sizes, whole.pixels
+        self.is_in_memory, self.has_extents = whole.is_in_memory, whole.has_extents
+        self.is_constant, self.retry = whole.is_constant, whole.retry
+
+    def at(self, i: int) -> int:
+        return i
+
+    def read(self, i: int) -> Stored:
+        return self.whole.read(self.at(i))
+
+    def name(self, i: int) -> str:
+        return self.whole.name(self.at(i))
+
+    def extent(self, i: int) -> Extent | None:
+        return self.whole.extent(self.at(i))
+
+    def close(self) -> None:
+        self.whole.close()
+
+    @property
+    def kind(self) -> str:
+        return self.whole.kind
+
+    @property
+    def note(self) -> str:
+        return self.whole.note
+
+    def counters(self) -> dict[str, int]:
+        return self.whole.counters()
+
+    def identity(self) -> bytes:
+        return self.whole.identity()
+
+
+class OwnSource(WrappedSource):
+    """A source of the user's own class; its labels may be any sequence of whole numbers."""
 
     def __init__(self, source: Source) -> None:
-        self._own = source
         name = type(source).__name__
         try:
             labels, classes = np.asarray(source.labels), list(source.classes)
@@ -158,15 +197,12 @@ class OwnSource(Source):
                 f"{name}: label {labels[worst]} of image {worst} is outside the {len(classes)} classes",
                 "labels are 0, 1, 2 … in the order of `classes`",
             )
-        self.classes = classes
-        self.labels = labels.astype(np.int64)
-        self.shard_sizes, self.pixels = source.shard_sizes, source.pixels
-        self.is_in_memory, self.has_extents = source.is_in_memory, source.has_extents
-        self.is_constant, self.retry = source.is_constant, source.retry
+        super().__init__(source)
+        self.classes, self.labels = classes, labels.astype(np.int64)
 
     def read(self, i: int) -> Stored:
         try:
-            found = self._own.read(i)
+            found = self.whole.read(i)
         except (PacelineError, CorruptImage, MemoryError):
             raise
         except Exception as error:
@@ -184,29 +220,6 @@ class OwnSource(Source):
                 f"{self.kind}: read({i}) returned a {type(found).__name__}{shape}", _STORED
             )
         return found
-
-    def name(self, i: int) -> str:
-        return self._own.name(i)
-
-    def extent(self, i: int) -> Extent | None:
-        return self._own.extent(i)
-
-    def close(self) -> None:
-        self._own.close()
-
-    @property
-    def kind(self) -> str:
-        return self._own.kind
-
-    @property
-    def note(self) -> str:
-        return self._own.note
-
-    def counters(self) -> dict[str, int]:
-        return self._own.counters()
-
-    def identity(self) -> bytes:
-        return self._own.identity()
 
 
 def validation_indices(labels: Int64, share: float) -> Int64:
@@ -248,41 +261,26 @@ def split_source(source: Source, share: float, split: Split, *, owner: bool = Tr
     return SubsetSource(source, np.flatnonzero(kept), note, owner=owner)
 
 
-class SubsetSource(Source):
+class SubsetSource(WrappedSource):
     """The samples `indices` of `source`, in this order, with all that the source can do."""
 
     def __init__(
         self, source: Source, indices: Int64, note: str = "", *, owner: bool = True
     ) -> None:
         """`indices` ascend. `owner`: closes `source`, and counts for it."""
-        self.whole = source
+        super().__init__(source)
         self._indices = indices
         self._note = note
         self._owner = owner
-        self.classes = source.classes
         self.labels = source.labels[indices]
-        self.is_in_memory = source.is_in_memory
-        self.has_extents = source.has_extents
-        self.is_constant = source.is_constant
-        self.retry = source.retry
         if source.pixels is not None:
             self.pixels = source.pixels[indices]
         if source.shard_sizes is not None:
             ends = np.cumsum([0, *source.shard_sizes])
             self.shard_sizes = np.diff(np.searchsorted(indices, ends)).tolist()
 
-    def read(self, i: int) -> Stored:
-        return self.whole.read(int(self._indices[i]))
-
-    def name(self, i: int) -> str:
-        return self.whole.name(int(self._indices[i]))
-
-    def extent(self, i: int) -> Extent | None:
-        return self.whole.extent(int(self._indices[i]))
-
-    @property
-    def kind(self) -> str:
-        return self.whole.kind
+    def at(self, i: int) -> int:
+        return int(self._indices[i])
 
     @property
     def note(self) -> str:

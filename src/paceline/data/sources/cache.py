@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import open_part, part_path
 from paceline.data.image import CorruptImage, decode
 from paceline.data.settings import DataSettings
-from paceline.data.sources.base import Source, Split, Stored, source_identity
+from paceline.data.sources.base import Source, Split, Stored, WrappedSource, source_identity
 from paceline.data.sources.storage import unwritable
 
 _MIB = 2**20
@@ -64,7 +64,7 @@ def cached(source: Source, settings: DataSettings, split: Split) -> Source:
     return CachedSource(source, store, settings.channels if decoded else None, settings.cache_mib)
 
 
-class CachedSource(Source):
+class CachedSource(WrappedSource):
     """A source with the same samples, labels and names as `source`, kept for later epochs.
 
     `channels` None keeps samples as they are stored, else decoded to so many channels.
@@ -73,15 +73,13 @@ class CachedSource(Source):
     def __init__(
         self, source: Source, store: CacheStore, channels: int | None, limit_mib: int
     ) -> None:
-        self.kept = source
+        super().__init__(source)
+        self.has_extents, self.pixels, self.retry = False, None, None
         self._store = store
         self._channels = channels
         self._limit_mib = limit_mib
         self._lock = threading.Lock()
         self._hits = self._misses = 0
-        self.classes = source.classes
-        self.labels = source.labels
-        self.shard_sizes = source.shard_sizes
 
     def read(self, i: int) -> Stored:
         """From the store, or else from the source, which may fail with DataError."""
@@ -91,12 +89,15 @@ class CachedSource(Source):
             self._misses += data is None
         if data is not None:
             return data
-        data = self.kept.read(i)
+        data = self.whole.read(i)
         if self._channels is not None and self._store.full:
             return data  # who crops it need not decode all of it
         data = self._form(data)
         self._store.put(i, data)
         return data
+
+    def extent(self, i: int) -> None:
+        """Reading goes through the cache."""
 
     def _form(self, data: Stored) -> Stored:
         if self._channels is None:
@@ -108,18 +109,8 @@ class CachedSource(Source):
         pixels = np.asarray(image)
         return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
-    def name(self, i: int) -> str:
-        return self.kept.name(i)
-
-    def identity(self) -> bytes:
-        return self.kept.identity()
-
-    @property
-    def kind(self) -> str:
-        return self.kept.kind
-
     def counters(self) -> dict[str, int]:
-        found = self.kept.counters()
+        found = super().counters()
         found |= {"cache_hits": self._hits, "cache_misses": self._misses}
         damaged = self._store.damaged
         return found | ({"cache_damaged": damaged} if damaged else {})
@@ -130,10 +121,10 @@ class CachedSource(Source):
         read = self._hits + self._misses
         share = f", {self._hits} of {read} reads from it" if read else ""
         text = f"{form} cache {self._store.describe()}, at most {self._limit_mib} MiB{share}"
-        return "; ".join(filter(None, (text, self.kept.note)))
+        return "; ".join(filter(None, (text, self.whole.note)))
 
     def close(self) -> None:
-        self.kept.close()
+        super().close()
         self._store.close()
 
 

@@ -13,14 +13,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image, UnidentifiedImageError
+from torch.utils.data import ConcatDataset, Subset
 
 from paceline.core.errors import DataError
 from paceline.core.untrusted import short_repr
@@ -28,16 +30,10 @@ from paceline.data.image import GREY_MODES, CorruptImage, to_mode
 from paceline.data.order import Int64
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source, Stored
-from paceline.data.sources.dataset_checks import (
-    LABEL_KEYS,
-    find,
-    own_classes,
-    own_labels,
-    threads_agree,
-)
 from paceline.data.sources.labels import numbered_classes
 
-_IMAGE_KEYS = ("image", "img")
+_IMAGE_KEYS, _LABEL_KEYS = ("image", "img"), ("label", "labels")
+_LABEL_ATTRIBUTES = ("targets", "labels", "samples")
 _IMAGES = "an image is a PIL image, HWC or HW uint8 array, or CHW tensor, uint8 or float in [0, 1]"
 _THREADS = 8
 _MOST_CLASSES = 1_000_000
@@ -74,7 +70,7 @@ class DatasetSource(Source):
         if not serial:
             self._check_threads()
         self.labels = self._find_labels(count, labels, first)
-        names = classes if classes is not None else find(dataset, own_classes)
+        names = classes if classes is not None else _find(dataset, _own_classes)
         highest = int(self.labels.max())
         self.classes = numbered_classes(highest + 1) if names is None else [str(n) for n in names]
         if int(self.labels.min()) < 0 or highest >= len(self.classes):
@@ -89,11 +85,15 @@ class DatasetSource(Source):
         self, count: int, given: Sequence[int] | None, first: Mapping[int, int | None]
     ) -> Int64:
         """Those given or told by the dataset, where the items that were read agree; else the items'."""
-        found = given if given is not None else find(self._dataset, own_labels)
+        found = given if given is not None else _find(self._dataset, _own_labels)
         if found is not None:
             told = self._as_labels(found, count)
-            if told is None or (given is not None and len(told) != count):
-                self._refuse_labels(given, count)
+            if told is None:
+                if given is not None:
+                    raise DataError(
+                        f"{self._type}: `labels` is not a list of {count} whole numbers",
+                        "give one class index for each item",
+                    )
             elif all(label in (None, told[i]) for i, label in first.items()):
                 return told
             elif given is not None:
@@ -122,23 +122,15 @@ class DatasetSource(Source):
             return None
         return values.astype(np.int64)
 
-    def _refuse_labels(self, given: Sequence[int] | None, count: int) -> None:
-        if given is not None:
-            raise DataError(
-                f"{self._type}: `labels` is not a list of {count} whole numbers",
-                "give one class index for each item",
-            )
-
     def _read_labels(self, count: int) -> Int64:
         labels = np.empty(count, dtype=np.int64)
-        corrupt = 0
-        with _progress(self._type, count) as step:
-            found = map_ahead(self._label, range(count), min(_THREADS, os.cpu_count() or 1))
-            for i, label in enumerate(found):
-                # A corrupt image hides its label; the sample is never shown to the model.
-                labels[i] = 0 if label is None else label
-                corrupt += label is None
-                step(i + 1)
+        corrupt, progress = 0, _progress(self._type, count)
+        found = map_ahead(self._label, range(count), min(_THREADS, os.cpu_count() or 1))
+        for i, label in enumerate(found):
+            # A corrupt image hides its label; the sample is never shown to the model.
+            labels[i] = 0 if label is None else label
+            corrupt += label is None
+            progress(i + 1)
         if corrupt == count:
             raise self._error(0, "no image of the dataset can be decoded", "check the images")
         self._notes.append(
@@ -225,7 +217,7 @@ class DatasetSource(Source):
         except Exception as error:  # noqa: BLE001  (the user's code)
             self._raise(i, error)
         if isinstance(item, Mapping):
-            image, label = (_first(item, keys) for keys in (_IMAGE_KEYS, LABEL_KEYS))
+            image, label = (_first(item, keys) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
             if image is None or label is None:
                 keys = ", ".join(map(repr, list(item)[:8]))
                 raise self._error(i, f"has the keys {keys}", "an item needs 'image' and 'label'")
@@ -348,9 +340,8 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-@contextmanager
-def _progress(name: str, count: int) -> Iterator[Any]:
-    """Says how far a long pass is, on rank 0."""
+def _progress(name: str, count: int) -> Callable[[int], None]:
+    """To be told how many of a long pass are done; says so now and then, on rank 0."""
     due = time.monotonic() + _QUIET_S
 
     def step(done: int) -> None:
@@ -359,4 +350,96 @@ def _progress(name: str, count: int) -> Iterator[Any]:
             due = time.monotonic() + _EVERY_S
             sys.stderr.write(f"paceline: reading the labels of {name}: {done:,} of {count:,}\n")
 
-    yield step
+    return step
+
+
+# What a dataset tells without reading its items, and whether several threads may read it.
+
+
+def _find(dataset: Any, own: Any) -> Any:
+    """What `own` finds of the dataset, or of those that it is a part or a chain of."""
+    if isinstance(dataset, Subset):
+        whole = _find(dataset.dataset, own)
+        if whole is None or own is _own_classes:
+            return whole
+        return np.asarray(whole)[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_find(part, own) for part in dataset.datasets]
+        if any(part is None for part in parts):
+            return None
+        if own is _own_classes:
+            return parts[0] if all(list(part) == list(parts[0]) for part in parts) else None
+        return np.concatenate([np.asarray(part) for part in parts])
+    try:
+        return own(dataset)
+    except Exception:  # noqa: BLE001  (a property of the user's that fails is none)
+        return None
+
+
+def _own_labels(dataset: Any) -> Any:
+    features = getattr(dataset, "features", None)
+    if isinstance(features, Mapping):  # Hugging Face
+        key = next((key for key in _LABEL_KEYS if key in features), None)
+        return None if key is None else list(dataset[key])
+    for name in _LABEL_ATTRIBUTES:
+        found = getattr(dataset, name, None)
+        if found is not None and not callable(found):
+            return [label for _, label in found] if name == "samples" else found
+    return None
+
+
+def _own_classes(dataset: Any) -> Sequence[str] | None:
+    features = getattr(dataset, "features", None)
+    if isinstance(features, Mapping):
+        key = next((key for key in _LABEL_KEYS if key in features), None)
+        names = getattr(features.get(key), "names", None)
+    else:
+        names = getattr(dataset, "classes", None)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return None
+    return names
+
+
+# A dataset with one file handle, or one buffer for all items, would give wrong images in silence. Races
+# are a matter of chance: the check meets those that occur often.
+_CHECKING_THREADS, _READS = 4, 4
+# Pauses of a thread between the calls that the dataset makes, or short reads would hardly ever meet.
+_PAUSES, _PAUSE_S = 200, 1e-5
+
+
+def threads_agree(read: Callable[[int], object], items: Sequence[int]) -> bool:
+    """Whether items that several threads read at once are those that one thread reads. `read` returns
+    something comparable that shares no memory with other items. An item that fails, or differs between
+    two reads of one thread, is left out: it says nothing about threads."""
+    wanted = {}
+    for i in items:
+        try:
+            one, two = read(i), read(i)
+        except Exception:  # noqa: BLE001  (the user's code; it fails again where the item is used)
+            continue
+        if one == two:
+            wanted[i] = one
+    steady = list(wanted)
+    if len(steady) < 2:
+        return True
+    start = threading.Barrier(_CHECKING_THREADS)
+
+    def agrees(thread: int) -> bool:
+        pauses = iter(range(_PAUSES))
+
+        def pause(*_: object) -> None:
+            if next(pauses, None) is not None:
+                time.sleep(_PAUSE_S)
+
+        start.wait()
+        sys.setprofile(pause)  # of this thread alone
+        try:
+            turns = (steady[(thread + turn) % len(steady)] for turn in range(_READS))
+            return all(read(i) == wanted[i] for i in turns)
+        except Exception:  # noqa: BLE001  (one thread alone could read it)
+            return False
+        finally:
+            sys.setprofile(None)
+
+    with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
+        return all(list(threads.map(agrees, range(_CHECKING_THREADS))))

@@ -16,10 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.data.order import Int64
@@ -31,7 +29,7 @@ from paceline.data.sources.labels import (
     read_flat_labels,
     read_metadata,
 )
-from paceline.data.sources.storage import Retry, unreadable
+from paceline.data.sources.storage import Retry
 from paceline.data.sources.tar_index import IMAGE_EXTENSIONS, NameTable
 
 # Files, unlike members of shards, come from cameras, scanners and web pages.
@@ -67,10 +65,7 @@ class ImageFiles(Source):
         self.retry = retry or Retry(0)
 
     def file_facts(self) -> FileFacts | None:
-        ends, letters = self._paths.parts
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "ends": ends, "letters": np.frombuffer(letters, dtype=np.uint8), "labels": self.labels
-        }  # fmt: skip
+        arrays = self._paths.to_arrays() | {"labels": self.labels}
         about = {
             "root": str(self._root), "classes": list(self.classes), "notes": self._notes,
             "identity": self._identity.hex(),
@@ -83,7 +78,7 @@ class ImageFiles(Source):
         made = ImageFiles(
             Path(about["root"]), (), facts.arrays["labels"], about["classes"], retry, about["notes"]
         )
-        made._paths = NameTable.from_parts(facts.arrays["ends"], facts.arrays["letters"].tobytes())
+        made._paths = NameTable.from_arrays(facts.arrays)
         made._identity = bytes.fromhex(about["identity"])
         return made
 
@@ -93,10 +88,7 @@ class ImageFiles(Source):
     def read(self, i: int) -> bytes:
         """The encoded image; DataError where the file itself can no longer be read."""
         path = self._root / self._paths[i]
-        try:
-            return self.retry.call(path.read_bytes)
-        except OSError as error:
-            raise unreadable(path, error) from None
+        return self.retry.read(path, path.read_bytes)
 
     def name(self, i: int) -> str:
         return str(self._root / self._paths[i])
@@ -127,10 +119,7 @@ class ImageFiles(Source):
         found = []
         for i in range(start, min(start + _LOOKS, len(self))):
             path = f"{self._root}/{self._paths[i]}"
-            try:
-                seen = self.retry.call(partial(os.stat, path))
-            except OSError as error:
-                raise unreadable(path, error) from None
+            seen = self.retry.read(path, partial(os.stat, path))
             found += [seen.st_size, seen.st_mtime_ns]
         return np.array(found, dtype=np.int64).tobytes()
 

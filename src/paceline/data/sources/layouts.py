@@ -29,15 +29,16 @@ from paceline.data.sources.folders import (
     flat_images,
     has_images,
 )
-from paceline.data.sources.imagenet_tars import (
+from paceline.data.sources.labels import is_metadata, numbered_classes, read_classes
+from paceline.data.sources.shards import (
+    SHARD_SUFFIXES,
     TRAIN_TAR,
     VAL_TAR,
     TarredImages,
+    TarShards,
     open_class_tars,
     open_flat_tar,
 )
-from paceline.data.sources.labels import is_metadata, numbered_classes, read_classes
-from paceline.data.sources.shards import SHARD_SUFFIXES, TarShards
 from paceline.data.sources.storage import Retry
 
 # Stripes along both sides and the noise together stay within 255, so no sum needs clipping.

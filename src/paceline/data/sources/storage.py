@@ -9,11 +9,14 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.core.files import whole_file
@@ -65,6 +68,13 @@ class Retry:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         return read()
 
+    def read(self, path: Path | str, read: Callable[[], T]) -> T:
+        """The same for `path`: a DataError names it."""
+        try:
+            return self.call(read)
+        except OSError as error:
+            raise unreadable(path, error) from None
+
 
 @dataclass(frozen=True)
 class ShardStamp:
@@ -86,6 +96,21 @@ class ShardStamp:
         finally:
             os.close(descriptor)
         return cls(found.st_size, found.st_mtime_ns, hashlib.sha256(probed).digest())
+
+    @staticmethod
+    def to_arrays(stamps: Sequence[ShardStamp]) -> dict[str, npt.NDArray[Any]]:
+        numbers = [(stamp.size, stamp.mtime_ns) for stamp in stamps]
+        probes = b"".join(stamp.probe for stamp in stamps)
+        return {
+            "stamps": np.array(numbers, dtype=np.int64).reshape(-1, 2),
+            "probes": np.frombuffer(probes, dtype=np.uint8).reshape(len(stamps), -1),
+        }
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> list[ShardStamp]:
+        """The inverse of `to_arrays`."""
+        states = zip(arrays["stamps"].tolist(), arrays["probes"], strict=True)
+        return [ShardStamp(size, mtime, probe.tobytes()) for (size, mtime), probe in states]
 
     def fits(self, found: os.stat_result) -> bool:
         """Whether `found` may still be the same file, as far as a look from outside can tell."""
@@ -120,10 +145,7 @@ class ShardFile:
         self._looked_s = 0.0
 
     def read(self, offset: int, size: int) -> bytes:
-        try:
-            data = self._retry.call(lambda: self._read(offset, size))
-        except OSError as error:
-            raise unreadable(self._path, error) from None
+        data = self._retry.read(self._path, lambda: self._read(offset, size))
         if len(data) < size:
             raise DataError(
                 f"{self._path}: ends at byte {offset + len(data)}, but was longer at the start",

@@ -20,21 +20,22 @@ import io
 import os
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import DataError
+from paceline.core.files import user_cache
 from paceline.data.order import Int64
 from paceline.data.sources.storage import (
     TRANSIENT,
     Retry,
     ShardStamp,
     file_lock,
-    unreadable,
     write_file,
 )
 
@@ -218,6 +219,14 @@ class NameTable:
         table._ends, table._letters = ends, letters
         return table
 
+    def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {"ends": self._ends, "letters": np.frombuffer(self._letters, dtype=np.uint8)}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Self:
+        """The inverse of `to_arrays`."""
+        return cls.from_parts(arrays["ends"], arrays["letters"].tobytes())
+
     @property
     def parts(self) -> tuple[Int64, bytes]:
         """Where each name ends, after a 0, and the letters of all."""
@@ -258,6 +267,21 @@ class FileWindow(io.BytesIO):
         return self._at
 
 
+def scan_file(path: Path, retry: Retry) -> ShardIndex:
+    """`scan_shard` of a plain shard; DataError where it cannot be read."""
+
+    def scan() -> ShardIndex:
+        with path.open("rb") as content:
+            return scan_shard(path, content)
+
+    return retry.read(path, scan)
+
+
+def stamp_of(path: Path, retry: Retry) -> ShardStamp:
+    """DataError where it cannot be read."""
+    return retry.read(path, lambda: ShardStamp.of(path))
+
+
 # A sample takes at least four blocks of 512 bytes, a scan 50 µs: below this it takes a second or two.
 _KEPT_FROM_BYTES = 64 << 20
 _LOCK_FILE = ".paceline-index.lock"
@@ -275,7 +299,7 @@ class IndexStore:
 
     def take(self, paths: Sequence[Path]) -> list[tuple[ShardStamp, ShardIndex]]:
         """In the order of `paths`. DataError: a shard that is damaged, wrong, or unreadable."""
-        stamps = [self._stamp(path) for path in paths]
+        stamps = [stamp_of(path, self._retry) for path in paths]
         found = {p: self._find(p, s) for p, s in zip(paths, stamps, strict=True)}
         missing = [p for p in paths if found[p] is None]
         if missing:
@@ -284,15 +308,9 @@ class IndexStore:
             if large and self._keeps:
                 self._build_once(missing, known, found)
             else:
-                found |= {path: self._scan(path) for path in missing}
+                found |= {path: scan_file(path, self._retry) for path in missing}
         indexes = [found[path] for path in paths]
         return [(s, i) for s, i in zip(stamps, indexes, strict=True) if i is not None]
-
-    def _stamp(self, path: Path) -> ShardStamp:
-        try:
-            return self._retry.call(lambda: ShardStamp.of(path))
-        except OSError as error:
-            raise unreadable(path, error) from None
 
     def _find(self, path: Path, stamp: ShardStamp) -> ShardIndex | None:
         for place in _places(path):
@@ -317,24 +335,14 @@ class IndexStore:
                 # Whoever held the lock before may have built it.
                 index = self._find(path, stamps[path])
                 if index is None:
-                    index = self._scan(path)
+                    index = scan_file(path, self._retry)
                     self._keep(path, index, stamps[path])
                 found[path] = index
         for path, reason in sorted(self._misfits.items()):
             self.notes.append(f"index of {path.name} {reason}: built anew")
 
-    def _scan(self, path: Path) -> ShardIndex:
-        def scan() -> ShardIndex:
-            with path.open("rb") as content:
-                return scan_shard(path, content)
-
-        try:
-            return self._retry.call(scan)
-        except OSError as error:
-            raise unreadable(path, error) from None
-
     def _keep(self, path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
-        if self._stamp(path) != stamp:
+        if stamp_of(path, self._retry) != stamp:
             return  # it is being written to; reading it will say so
         for place in _places(path):
             try:
@@ -356,13 +364,11 @@ def _places(path: Path) -> Iterator[Path]:
 
 def _cached(path: Path) -> Path | None:
     """In the user's cache, under a name that the shard's whole path decides; None without one."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        directory = Path(home or Path("~/.cache").expanduser()) / "paceline" / "index"
-    except RuntimeError:
-        return None  # a user without a home, as containers have them
+    cache = user_cache()
+    if cache is None:
+        return None
     whole = str(path.resolve()).encode("utf-8", "surrogateescape")
-    return directory / (hashlib.sha256(whole).hexdigest()[:32] + SUFFIX)
+    return cache / "index" / (hashlib.sha256(whole).hexdigest()[:32] + SUFFIX)
 
 
 def _lock_path(directory: Path) -> Path:
