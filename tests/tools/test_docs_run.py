@@ -51,7 +51,8 @@ def home(tmp_path: Path) -> Path:
     Image.fromarray(pixels).save(tmp_path / "photo.jpg")
     (tmp_path / "my_net.py").write_text(MY_NET)
     (tmp_path / "rank.py").write_text("import os; print(os.environ['RANK'])\n")
-    (tmp_path / "my.toml").write_text('[run]\nepochs = 1\n[data]\nsource = "embedded"\n')
+    quickstart = (ROOT / "src/paceline/recipes/quickstart.toml").read_text()
+    (tmp_path / "my.toml").write_text(quickstart.replace("epochs = 15", "epochs = 1"))
     return tmp_path
 
 
