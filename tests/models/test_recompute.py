@@ -14,12 +14,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paceline.models import resnet
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.recompute import RecomputedMap, recompute_norms
+from paceline.models.registry import create_model
 from paceline.models.resnet import BasicBlock, Bottleneck, FastResNet, ResNet, SmallResNet
+from paceline.models.settings import ModelSettings
 from paceline.models.synced_norm import NormGroup, synchronize_norms, use_torch_norms
+from paceline.plan.layers import network
 
 CLASSES = 5
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residual nets with few weights."""
+    monkeypatch.setattr(resnet, "STAGE_CHANNELS", (8, 12, 16, 20))
+
+
+narrowed = pytest.mark.usefixtures("narrow")
 
 
 def small_stem() -> nn.Module:
@@ -107,6 +120,7 @@ def in_half(net: nn.Module) -> None:
             module.to(torch.bfloat16)
 
 
+@narrowed
 @pytest.mark.parametrize("name", NETS)
 def test_bits_are_those_of_stored_norms(name: str) -> None:
     make, size = NETS[name]
@@ -114,6 +128,7 @@ def test_bits_are_those_of_stored_norms(name: str) -> None:
     assert_same(trained(stored, images(size)), trained(again, images(size)))
 
 
+@narrowed
 def test_in_half_precision_and_in_nchw_memory() -> None:
     stored, again = pair(small_stem, in_half)
     x = images(16, kind=torch.bfloat16)
@@ -127,6 +142,7 @@ def test_in_half_precision_and_in_nchw_memory() -> None:
     assert_same(trained(stored, x), trained(again, x))
 
 
+@narrowed
 def test_frozen_layers() -> None:
     """Norms that are frozen as a whole use their running statistics."""
 
@@ -171,6 +187,7 @@ def test_a_graph_that_is_kept_can_be_walked_again() -> None:
         assert torch.equal(parameter.grad, again.get_parameter(name).grad), name
 
 
+@narrowed
 @pytest.mark.parametrize("name", ["small stem", "tiny", "alexnet"])
 def test_evaluation_is_not_changed(name: str) -> None:
     make, size = NETS[name]
@@ -183,6 +200,7 @@ def test_evaluation_is_not_changed(name: str) -> None:
     assert_same(trained(stored, images(size)), trained(again, images(size)))
 
 
+@narrowed
 def test_every_second_block_stores_its_output() -> None:
     _, net = pair(bottlenecks)
     kinds: list[bool] = []
@@ -203,6 +221,33 @@ def test_models_without_such_norms() -> None:
     own = Own()
     assert recompute_norms(nn.Sequential(own, AlexNet(num_classes=2), nn.BatchNorm2d(3))) == 0
     assert own.recompute == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("resnet18", 32),
+        ("resnet34", 66),
+        ("resnet50", 66),
+        ("resnet_fast", 32),
+        ("alexnet_bn", 66),
+    ],
+)
+def test_the_planner_counts_what_is_not_kept(name: str, size: int) -> None:
+    model = create_model(ModelSettings(name=name), num_classes=CLASSES, image_size=size)
+    x = images(size, 2)
+
+    def kept(recompute: bool) -> int:
+        recompute_norms(model, recompute)
+        with LiveBytes() as live:
+            out = model(x)
+            assert out.requires_grad
+            return live.now
+
+    net = network(name, size, CLASSES).recomputing_norms()
+    assert (
+        kept(False) - kept(True) == sum(layer.remade for layer in net.layers) * x.element_size() * 2
+    )
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -255,6 +300,7 @@ def measured(net: nn.Module, x: Tensor) -> tuple[int, int, int]:
     return kept, live.most, live.norms - forward
 
 
+@narrowed
 # Norms that are computed again: of the stem and inside of blocks, but not before a pool, and of every
 # second block's end.
 @pytest.mark.parametrize(

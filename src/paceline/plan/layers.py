@@ -9,7 +9,7 @@ memory. A model that is not here is counted from a trace (`paceline.train.layer_
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.core.errors import ConfigError, nearest
@@ -28,11 +28,21 @@ class NetTensor:
 
 
 @dataclass(frozen=True)
+class Again:
+    """A norm's output that can be computed again: its elements, and how many maps of its size that
+    reads."""
+
+    elements: float
+    inputs: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """`flops` counts a multiply-add as two, `moved` the elements read and written, both for one image
     in the forward pass. `depth` is the length of the sums of a matrix product (input channels times
     kernel area), 0 for other layers. For the backward pass stay `kept` elements, `unfused` ones more
-    where our fused kernels do not run, and the places of the maxima of a pool, `indices`."""
+    where our fused kernels do not run, and the places of the maxima of a pool, `indices`. Of those kept,
+    the norm's output in `again` can be computed again, which reads `again.inputs` maps of its size."""
 
     name: str
     flops: float
@@ -42,12 +52,25 @@ class Layer:
     kept: float = 0.0
     unfused: float = 0.0
     indices: float = 0.0
+    again: Again | None = None
+    recomputed: bool = False
+
+    @property
+    def remade(self) -> float:
+        """Elements that the backward pass computes again."""
+        return self.again.elements if self.again is not None and self.recomputed else 0.0
+
+    @property
+    def moved_again(self) -> float:
+        """Elements that this reads and writes."""
+        return 0.0 if self.again is None else self.remade * (self.again.inputs + 1)
 
     def kept_bytes(self, width: int, fused: bool) -> float:
         """Of one image, with elements of `width` bytes."""
+        kept = self.kept - self.remade
         if fused:
-            return width * self.kept + self.indices
-        return width * (self.kept + self.unfused) + INDEX_BYTES * self.indices
+            return width * kept + self.indices
+        return width * (kept + self.unfused) + INDEX_BYTES * self.indices
 
 
 @dataclass(frozen=True)
@@ -67,6 +90,15 @@ class Network:
     def has_fused_form(self) -> bool:
         """Whether training has fused kernels for it; other models keep what torch's operators keep."""
         return not self.traced and self.name != "alexnet"
+
+    def recomputing_norms(self) -> Network:
+        """The same with `run.recompute_norms`, where the model has norms for it."""
+        layers = (replace(layer, recomputed=True) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def can_recompute_norms(self) -> bool:
+        return any(layer.again for layer in self.layers)
 
     @property
     def pads_images(self) -> bool:
@@ -89,6 +121,8 @@ class Tracer:
     def __init__(self, channels: int, size: int) -> None:
         self.channels, self.size = channels, size
         self.layers: list[Layer] = []
+        # Whether the map at hand can be computed again.
+        self.again = False
 
     @property
     def map_elements(self) -> float:
@@ -109,23 +143,30 @@ class Tracer:
         tensors += [NetTensor(f"{name}.bias", out, half=False)] if bias else []
         moved, kept = read + self.map_elements, self.map_elements
         self.layers.append(Layer(name, flops, moved, tuple(tensors), depth, kept))
+        self.again = False
 
     def norm(self, name: str, before: str = "product") -> None:
         """The product before it gives the statistics, the norm reads and writes the map. Its output is
-        kept before a `product`, not before a `sum`, and before a `pool` not by our fused kernels."""
+        kept before a `product` and before the classifier's `average`, not before a `sum`, and before a
+        `pool` not by our fused kernels."""
         tensors = tuple(
             NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
         )
         size = self.map_elements
-        kept = size if before == "product" else 0.0
+        kept = size if before in ("product", "average") else 0.0
         unfused = size if before == "pool" else 0.0
-        self.layers.append(Layer(name, 4 * size, 2 * size, tensors, kept=kept, unfused=unfused))
+        self.again = before == "product"
+        again = Again(size, 1) if self.again else None
+        self.layers.append(
+            Layer(name, 4 * size, 2 * size, tensors, kept=kept, unfused=unfused, again=again)
+        )
 
     def pool(self, name: str, kernel: int, stride: int, padding: int) -> None:
         read = self.map_elements
         self.size = self._shrunk(kernel, stride, padding)
         size = self.map_elements
         self.layers.append(Layer(name, 0.0, read + size, kept=size, indices=size))
+        self.again = False
 
     def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
         size = (self.size + 2 * padding - kernel) // stride + 1
@@ -137,6 +178,15 @@ class Tracer:
         """Elementwise work over the whole map, whose result is kept unless it takes the map's place."""
         size = self.map_elements
         self.layers.append(Layer(name, 0.0, times * size, kept=size if kept else 0.0))
+
+    def residual_sum(self, name: str, again: bool) -> None:
+        """Fused with the norm before it: one map more is read. `again`: from the norm's input and a
+        shortcut that is stored."""
+        size = self.map_elements
+        self.again = again
+        self.layers.append(
+            Layer(name, 0.0, size, kept=size, again=Again(size, 2) if again else None)
+        )
 
     def average(self, name: str, size: int = 1) -> None:
         read = self.map_elements
@@ -224,7 +274,7 @@ def _layers(name: str, image_size: int, num_classes: int, stem: str) -> list[Lay
 
 
 def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> None:
-    entry = trace.channels, trace.size
+    entry, stored = (trace.channels, trace.size), not trace.again
     kernels = ((1, 1), (3, stride), (1, 1)) if wide else ((3, stride), (3, 1))
     for number, (kernel, step) in enumerate(kernels, 1):
         out = channels * 4 if wide and number == 3 else channels
@@ -236,8 +286,7 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
         trace.conv(f"{name}.downsample.0", leaving[0], 1, stride, 0)
         trace.norm(f"{name}.downsample.1", before="sum")
     trace.channels, trace.size = leaving
-    # Fused with the norm before it: one map more is read.
-    trace.spread(f"{name}.sum", 1.0)
+    trace.residual_sum(f"{name}.sum", again=stored and entry == leaving)
 
 
 _FAST_CHANNELS = (64, 64, 256, 256)
@@ -288,7 +337,7 @@ def _layers_network_alexnet(
         if pooled:
             trace.pool(f"features.{number + 2}", 3, 2, 0)
     if norms:
-        trace.norm("features.bn_pool5")
+        trace.norm("features.bn_pool5", before="average")
     trace.average("avgpool", _POOLED)
     trace.linear("classifier.1", _HIDDEN)
     trace.linear("classifier.4", _HIDDEN)

@@ -5,8 +5,8 @@ at the moment of the backward pass that needs most. The model is a count, not a 
 format of training, fp32 masters and momentum, the exchange's flat gradients and those that backward has
 made so far, the activations that are still kept, the gradients of the maps at hand, the images on the
 device, buffers of the matrix library and what the CUDA graph has of its own. `memory_on` takes from the
-catalog which of them a chip has, and whether our fused kernels run there, which keep less. How far it is
-from measured peaks is in docs/planner.md, Accuracy.
+catalog which of them a chip has, and whether our fused kernels run there, which keep less. A network says
+itself whether it computes norms again. How far it is from measured peaks is in docs/planner.md, Accuracy.
 """
 
 from __future__ import annotations
@@ -89,13 +89,15 @@ def memory_on(
 def _backward_peak(net: Network, batch: int, half: bool, fused: bool) -> tuple[float, float]:
     """Bytes of activations and of parameters' gradients where both together are most. Backward frees what
     a layer has kept and makes its gradients, which are gathered into the flat ones when all are there;
-    meanwhile the gradients of the layer's input and output exist."""
+    meanwhile the gradients of the layer's input and output exist, and the input or output itself where it
+    is computed again."""
     width, workspace = (2, 1.0) if half else (4, _FULL_WORKSPACE)
     kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
     made, most = 0.0, (0.0, 0.0)
-    for layer in reversed(net.layers):
+    for number, layer in reversed(list(enumerate(net.layers))):
         made += sum(t.elements * (width if t.half else 4) for t in layer.tensors)
-        here = batch * (workspace * kept + width * layer.moved)
+        remade = max(layer.remade, net.layers[number - 1].remade if number else 0.0)
+        here = batch * (workspace * kept + width * (layer.moved + remade))
         most = max(most, (here, made), key=sum)
         kept -= layer.kept_bytes(width, fused)
     return most
