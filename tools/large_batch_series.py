@@ -165,6 +165,23 @@ def _group(config: RunConfig, cell: Cell) -> dict[str, Any]:
     return {"run.batch_size": max(d for d in range(1, min(1000, batch) + 1) if batch % d == 0)}
 
 
+def _growth(share: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
+    """A quarter of the batch, at half the pace, for the first `share` of the run."""
+
+    def change(config: RunConfig, cell: Cell) -> dict[str, Any]:
+        batch, unit = cell.global_batch, config.run.batch_size
+        assert unit is not None
+        assert config.optim.lr is not None
+        first = max(1, math.ceil(batch / 4 / unit - 0.5)) * unit
+        return {
+            "run.global_batch_size": first, "optim.batch_rate": "sqrt",
+            "optim.batch_schedule": f"0:{first},{cell.epochs * share:g}:{batch}",
+            "optim.lr": config.optim.lr * math.sqrt(first / batch),
+        }  # fmt: skip
+
+    return change
+
+
 def _schedule_free(config: RunConfig, cell: Cell) -> dict[str, Any]:
     """The interpolation takes the place of momentum; the pace stays."""
     eta = config.optim.trust_coefficient / (1 - config.optim.momentum)
@@ -203,6 +220,8 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "orthogonal-all": lambda config, cell: {"optim.orthogonal": "all"},
     "zero-gamma": lambda config, cell: {"model.zero_init_gamma": True},
     "no-smoothing": lambda config, cell: {"run.smoothing": 0.0},
+    "growth-third": _growth(1 / 3),
+    "growth-half": _growth(1 / 2),
 }
 
 
@@ -308,13 +327,13 @@ def phase_cells(phase: str) -> list[Cell]:
         return first + tuned + others + rest
     if phase == "few":
         changes = (
-            "rule", "cutmix", "pace-half", "pace-double", "orthogonal-all", "no-smoothing",
-            "momentum-0.8", "zero-gamma", "bias-rate-double", "norm-group-1000", "cosine",
+            "rule", "growth-third", "orthogonal-all", "no-smoothing", "growth-half", "zero-gamma",
+            "bias-rate-double", "norm-group-1000",
         )  # fmt: skip
         sets = ("cifar10", "tinyimagenet25")
         found = _grid(sets, "resnet18", FEW, large[1:], ingredients=changes)
-        found += _grid(sets, "resnet18", FEW, large[:1], ingredients=changes[:6])
-        tries = ("rule", "no-cutmix-linear", *changes[2:6])
+        found += _grid(sets, "resnet18", FEW, large[:1], ingredients=changes)
+        tries = ("rule", "no-cutmix-linear", "orthogonal-all", "no-smoothing", "zero-gamma")
         return found + _grid(sets, "resnet18", FEW, [("small", "muon")], ingredients=tries)
     # Exploration found Muon ahead of SGD at the small batch; mixed images and cosine decay are tried too.
     best = [("small", "muon", "rule"), ("small", "muon", "no-cutmix-linear")]

@@ -57,7 +57,9 @@ def test_every_cell_has_valid_settings_of_its_own(phase: str, tmp_path: Path) ->
     found = {}
     for c in cells:
         config, chosen = series.cell_config(c, tmp_path)
-        assert config.run.global_batch_size == c.global_batch
+        stages = config.optim.batch_growth.stages
+        last = stages[-1][1] if stages else config.run.global_batch_size
+        assert last == c.global_batch
         assert (config.optim.name == "muon") == (c.optimizer in ("rule", "muon"))
         assert bool(chosen) == (c.batch != "small")
         found[c.key] = {k: v for k, v in config.flat().items() if k != "run.name"}
