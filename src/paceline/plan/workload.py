@@ -290,7 +290,11 @@ def analytic_workload(
     forward = [_forward(layer, gpu, law) for layer in net.layers]
     # The gradients of the input and of the weights cost what the forward pass does; the first layer's
     # input needs none.
-    backward = [t * (2 if number else 1) for number, t in enumerate(forward)]
+    memory = gpu.memory_bytes_per_s * law.memory_share
+    backward = [
+        t * (2 if number else 1) + layer.moved_again * _width(gpu) / memory
+        for number, (t, layer) in enumerate(zip(forward, net.layers, strict=True))
+    ]
     total = sum(backward)
     gradients, done = [], 0.0
     for layer, seconds in zip(reversed(net.layers), reversed(backward), strict=True):
@@ -299,7 +303,6 @@ def analytic_workload(
             share = min(1.0, done / total)
             half = tensor.half and gpu.in_half
             gradients.append(Gradient(tensor.name, tensor.elements, half, share))
-    memory = gpu.memory_bytes_per_s * law.memory_share
     latency = law.layer_cycles / gpu.clock_hz * len(net.layers)
     weights = _width(gpu) * net.elements / memory
     fill_s, fill_batch = _filling(net.layers, gpu, law)
