@@ -228,9 +228,16 @@ def fit_workload(
                 f"a step of {large} took {1e3 * slower:.3g} ms, one of {small} {1e3 * faster:.3g}",
                 "profile on a quiet machine, or with batches further apart",
             )  # fmt: skip
-    # The update does not depend on the batch; what it took stays out of the line.
-    update = min(anatomy.update_s, 0.9 * points[0][1])
-    fixed, per_image, spread = _line([(batch, step - update) for batch, step in points])
+    # The update does not depend on the batch. Of several batches it is part of the line's intercept: a
+    # step that is taken apart runs eagerly, and its update can take longer than within a graph.
+    if len(points) > 1:
+        fixed, per_image, spread = _line(points)
+        update = min(anatomy.update_s, fixed)
+        fixed -= update
+    else:
+        (batch, step), *_ = points
+        update = min(anatomy.update_s, 0.9 * step)
+        fixed, per_image, spread = _line([(batch, step - update)])
     share = anatomy.forward_s / (anatomy.forward_s + anatomy.backward_s)
     gradients = []
     last = 0.0
