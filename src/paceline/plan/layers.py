@@ -42,7 +42,9 @@ class Layer:
     in the forward pass. `depth` is the length of the sums of a matrix product (input channels times
     kernel area), 0 for other layers. For the backward pass stay `kept` elements, `unfused` ones more
     where our fused kernels do not run, and the places of the maxima of a pool, `indices`. Of those kept,
-    the norm's output in `again` can be computed again, which reads `again.inputs` maps of its size."""
+    the norm's output in `again` can be computed again, which reads `again.inputs` maps of its size. Half
+    precision keeps `half_kept` elements of two bytes where that is another number: autocast keeps inputs
+    of some operations in fp32, and copies."""
 
     name: str
     flops: float
@@ -54,6 +56,7 @@ class Layer:
     indices: float = 0.0
     again: Again | None = None
     recomputed: bool = False
+    half_kept: float | None = None
 
     @property
     def remade(self) -> float:
@@ -67,7 +70,8 @@ class Layer:
 
     def kept_bytes(self, width: int, fused: bool) -> float:
         """Of one image, with elements of `width` bytes."""
-        kept = self.kept - self.remade
+        kept = self.kept if width > 2 or self.half_kept is None else self.half_kept
+        kept -= self.remade
         if fused:
             return width * kept + self.indices
         return width * (kept + self.unfused) + INDEX_BYTES * self.indices
