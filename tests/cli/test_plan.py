@@ -60,6 +60,23 @@ def test_without_a_batch_one_is_recommended() -> None:
     assert "recommended" in ask(*flags)
 
 
+def test_recomputed_norms_need_less_memory_and_take_longer(tmp_path: Path) -> None:
+    flags = ("--gpu", "H100", "-b", "256", "--json")
+    stored, again = (json.loads(ask(*flags, *more)) for more in ((), ("--recompute-norms",)))
+    assert again["memory"]["total"] < 0.8 * stored["memory"]["total"]
+    assert again["largest_batch"] > stored["largest_batch"]
+    assert again["step_s"] > stored["step_s"]
+    with pytest.raises(ConfigError, match="alexnet has no norms") as caught:
+        ask("--model", "alexnet", *flags, "--recompute-norms")
+    assert caught.value.field == "--recompute-norms"
+    profile = tmp_path / "p.toml"
+    work = analytic_workload(network("resnet50"), accelerator("H100"))
+    PlanFile(workload=work).write(profile)
+    with pytest.raises(ConfigError, match="a profile has") as caught:
+        ask(*flags, "--profile", str(profile), "--recompute-norms")
+    assert caught.value.field == "--recompute-norms"
+
+
 def test_a_target_and_a_price() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--node-gbps", "3200", "--links", "8")
     priced = ("--target-minutes", "10", "--price-per-gpu-hour", "3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,8 @@ from models.norm_reference import Wanted, as_map, assert_near, norm_for, ours, r
 from paceline.data.device.kernels import normalized
 from paceline.models import fused, kernels
 from paceline.models.fused import can_fuse, norm_act, norm_act_pool, norm_act_twice
+from paceline.models.recompute import recompute_norms
+from paceline.models.resnet import BasicBlock, Bottleneck, fuse_norms, norm_relu, split_uses
 
 FULL, HALF = torch.float32, torch.float16
 TOLERANCE = {FULL: 1e-5, HALF: 2e-3}
@@ -226,6 +230,60 @@ def test_the_pool_propagates_nan() -> None:
     )
     assert y.isnan().all()
     assert torch.nn.functional.max_pool2d(maps, 3).isnan().all()
+
+
+class Blocks(nn.Module):
+    """A map that is computed again, as input of a block, of its shortcut and of a convolution there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 4, 3, bias=False), norm_for(4), nn.ReLU(True)
+        self.blocks = nn.Sequential(
+            BasicBlock(4, 4), BasicBlock(4, 4), BasicBlock(4, 6, 2), Bottleneck(6, 2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem = norm_relu(
+            self.conv(x), self.bn, self.relu, fused=True, recompute=self.blocks[0].recompute,
+            twice=True,
+        )  # fmt: skip
+        return split_uses(self.blocks(stem))[0]
+
+
+@pytest.mark.parametrize("kind", [FULL, HALF])
+@pytest.mark.parametrize("tiles", ["shipped"], indirect=True)
+def test_recomputed_norms_have_the_bits_of_stored_ones(
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each is computed once, for all of its readers."""
+    applied: list[Tensor] = []
+
+    def counted(*given: Any) -> Tensor:
+        applied.append(apply(*given))
+        return applied[-1]
+
+    apply = fused.apply
+    monkeypatch.setattr(fused, "apply", counted)
+    found, counts = [], []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        net = Blocks().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for module in net.modules():
+            if isinstance(module, nn.Conv2d):
+                module.to(kind)
+        assert fuse_norms(net) == 4
+        recompute_norms(net, recompute)
+        x = as_map(random_map((2, 3, 5, 5), kind))
+        y = net(x)
+        applied.clear()
+        y.backward(random_map(tuple(y.shape), kind))
+        counts.append(len(applied))
+        gradients = {name: p.grad for name, p in net.named_parameters()}
+        found.append({"y": y.detach(), **gradients, **dict(net.named_buffers())})
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+    # The stem, the first norms of four blocks and the second one of the bottleneck, the second block.
+    assert counts == [0, 1 + 4 + 1 + 1]
 
 
 @pytest.mark.parametrize(("channels", "extra"), [(3, 1), (1, 0), (1, 1), (3, 0)])

@@ -24,6 +24,7 @@ from paceline.models.products import (
     backward_product,
     forward_product,
 )
+from paceline.models.recompute import recompute_norms
 from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_uses
 
 FORMS = ("fused", "both", SEPARATE)
@@ -208,13 +209,13 @@ def test_recomputed_maps_have_the_bits_of_stored_ones() -> None:
                 sizes.append(kept.numel())
             return kept
 
-        # Inside `_recomputed` its own hooks apply, so what is left out there is not seen here.
+        # Inside `not_stored` its own hooks apply, so what is left out there is not seen here.
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             net(images(torch.float32).requires_grad_())
         return sum(sizes)
 
     net, plain = made(True), made(True)
-    assert fuse_products(net, recompute=True) == 2
+    assert recompute_norms(net) == 2
     once, again = run(plain, images(torch.float32)), run(net, images(torch.float32))
     for name, value in once.items():
         assert torch.equal(again[name], value), name

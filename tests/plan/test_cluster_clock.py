@@ -11,7 +11,8 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import accelerator
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.layers import Network, largest_batch, network
+from paceline.plan.layers import Network, network
+from paceline.plan.memory import largest_batch
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.rehearsal import ClusterClock, RehearseSettings, cluster_clock
 from paceline.plan.workload import Affine, Workload

@@ -11,14 +11,8 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.plan.answer import Question
 from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
-from paceline.plan.layers import (
-    check_memory,
-    largest_batch,
-    memory_on,
-    network,
-    step_memory,
-    usable_bytes,
-)
+from paceline.plan.layers import network
+from paceline.plan.memory import check_memory, largest_batch, memory_on, step_memory, usable_bytes
 from paceline.plan.noise import useful_batch
 from paceline.plan.recommend import (
     CORE_IMAGES_PER_S,
@@ -58,6 +52,18 @@ def test_measured_peaks_are_met(
 ) -> None:
     found = step_memory(network(model), batch, half, graphs)
     assert found.total / 2**30 == pytest.approx(gib, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnet101"])
+def test_recomputed_norms_need_a_fifth_less_and_take_longer(name: str) -> None:
+    stored, again = network(name), network(name).recomputing_norms()
+    assert step_memory(again, 256).total < 0.8 * step_memory(stored, 256).total
+    assert largest_batch(again, H100) > 1.25 * largest_batch(stored, H100)
+    before, after = (analytic_workload(net, H100) for net in (stored, again))
+    assert 1.02 < after.compute_s(256) / before.compute_s(256) < 1.15
+    assert after.forward == before.forward
+    assert stored.can_recompute_norms
+    assert not network("alexnet").can_recompute_norms
 
 
 def test_small_batches_need_what_no_batch_changes() -> None:

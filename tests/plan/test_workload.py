@@ -99,6 +99,15 @@ def test_a_line_through_the_steps() -> None:
     assert work.spread == pytest.approx(0.02)
 
 
+def test_an_update_that_took_long_by_itself_leaves_the_line_as_it_is() -> None:
+    """It cannot take more than what does not depend on the batch."""
+    steps = [(batch, 0.0006 + 1e-4 * batch) for batch in (8, 32, 512)]
+    work = fit_workload("made", steps, ANATOMY, "here")
+    assert work.update_s == pytest.approx(0.0006)
+    for batch, seconds in steps:
+        assert work.compute_s(batch) == pytest.approx(seconds)
+
+
 def test_one_batch_goes_through_the_origin() -> None:
     work = fit_workload("made", [(10, 0.101)], ANATOMY, "here")
     assert work.compute_s(20) == pytest.approx(0.001 + 0.2)

@@ -20,15 +20,8 @@ from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.models import product_choice
 from paceline.models.product_choice import begin, choices
-from paceline.models.resnet import (
-    RESNET_LAYOUTS,
-    Bottleneck,
-    ResNet,
-    SmallResNet,
-    TorchNorm,
-    use_torch_norms,
-)
-from paceline.models.synced_norm import NormGroup
+from paceline.models.resnet import RESNET_LAYOUTS, Bottleneck, ResNet, SmallResNet
+from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import (
     FastPath,
@@ -182,11 +175,6 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
         assert path.products == "off"
         assert path.describe().endswith(f", convolutions: off ({reason})")
     assert "convolutions" not in choose(GPU, SmallResNet()).describe()
-    settings = RunSettings(fused_convolutions="auto", recompute_norms=True)
-    assert choose_fast_path(settings, model, GPU, "").products == "auto"
-    assert {m.recompute for m in model.modules() if isinstance(m, Bottleneck)} == {True}
-    with pytest.raises(ConfigError, match="run.recompute_norms = True: fused convolutions: this"):
-        choose_fast_path(settings, SmallResNet(), GPU, "")
     settings = RunSettings(fused_convolutions="on")
     for given, problem in (
         ((SmallResNet(), GPU, ""), "this model has no bottlenecks"),
@@ -196,6 +184,31 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
             choose_fast_path(settings, *given)
     with pytest.raises(ConfigError, match="needs half precision"):
         choose_fast_path(settings, model, GPU, "", half=False)
+
+
+def test_norms_are_recomputed_where_asked_for_and_not_compiled() -> None:
+    def switched(model: nn.Module) -> set[bool]:
+        return {m.recompute for m in model.modules() if hasattr(m, "recompute")}
+
+    for device, problem, settings in (
+        (CPU, "", {}),
+        (GPU, "", {}),
+        (GPU, "", {"fused_convolutions": "auto"}),
+        (GPU, "no C compiler", {}),
+        (GPU, "", {"fused_norm": "off"}),
+    ):
+        model = bottlenecks()
+        path = choose(device, model, problem, recompute_norms=True, **settings)
+        assert switched(model) == {True}
+        assert (path.compile, "norms recomputed" in path.describe()) == ("off", True)
+        path = choose(device, model, problem, **settings)
+        assert switched(model) == {False}
+        assert "recomputed" not in path.describe()
+    with pytest.raises(ConfigError) as caught:
+        choose(GPU, plain(), recompute_norms=True)
+    assert str(caught.value) == (
+        "run.recompute_norms = True: this model has no norms that backward can compute again; use false"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,8 +223,9 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
             "run.fused_convolutions = 'on': needs run.fused_norm; choose one of the two",
         ),
         (
-            {"recompute_norms": True},
-            "run.recompute_norms = True: needs fused convolutions; add run.fused_convolutions = 'auto'",
+            {"recompute_norms": True, "compile": "model"},
+            "run.recompute_norms = True: cannot be compiled by run.compile = 'model'; choose one of the "
+            "two",
         ),
         ({"compile": "block"}, "run.compile = 'block': unknown; did you mean 'blocks'?"),
         ({"fused_norm": "yes"}, "run.fused_norm = 'yes': unknown; known: auto, off, on"),
@@ -342,16 +356,11 @@ def test_what_was_asked_for_and_fails_is_refused() -> None:
             tried({"compiled": problem})
 
 
-def test_shared_norms_refuse_recomputed_ones_by_their_own_name() -> None:
-    config = RunConfig().with_values(
-        {"run.fused_convolutions": "auto", "run.recompute_norms": True}
+def test_shared_norms_can_be_recomputed() -> None:
+    config = eager_norms(
+        RunConfig().with_values({"run.recompute_norms": True}), NormGroup(2, lambda tensor: None)
     )
-    with pytest.raises(ConfigError) as caught:
-        eager_norms(config, NormGroup(2, lambda tensor: None))
-    assert str(caught.value) == (
-        "run.recompute_norms = True: needs fused convolutions, which cannot be used with "
-        "model.norm_group = 2; use false, or model.norm_group=1"
-    )
+    assert config.run.recompute_norms
 
 
 # What each rank chooses in its trial. Ranks 0 and 1 have one kind of GPU, and different shapes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import accelerator
-from paceline.plan.layers import largest_batch, network, step_memory
+from paceline.plan.layers import network
+from paceline.plan.memory import largest_batch, step_memory
 from paceline.plan.workload import analytic_workload
 from paceline.train.layer_count import count_layers, count_module, count_trained
 
@@ -85,6 +87,108 @@ def test_products_of_attention_count() -> None:
     assert net.elements == sum(p.numel() for p in Attention().parameters())
     ready = [g.ready for g in analytic_workload(net, accelerator("A100")).gradients]
     assert ready == sorted(ready)
+
+
+class ConvNeXtBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.wide(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))
+        return y.permute(0, 3, 1, 2) * self.scale.reshape(1, -1, 1, 1) + x
+
+
+class ChannelNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def convnext_tiny() -> nn.Module:
+    parts: list[nn.Module] = [nn.Conv2d(3, 96, 4, 4), ChannelNorm(96)]
+    for width, depth in ((96, 3), (192, 3), (384, 9), (768, 3)):
+        if width > 96:
+            parts += [ChannelNorm(width // 2), nn.Conv2d(width // 2, width, 2, 2)]
+        parts += [ConvNeXtBlock(width) for _ in range(depth)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(768), nn.Linear(768, 1000)]
+    return nn.Sequential(*parts, *head)
+
+
+class VisionTransformerBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], 3, self.heads, x.shape[2] // self.heads)
+        q, k, v = self.qkv(self.first(x)).reshape(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.project(y.transpose(1, 2).reshape(x.shape))
+        return x + self.wide(self.second(x))
+
+
+class VisionTransformer(nn.Module):
+    """ViT-S/16, but for the class token: the mean of 197 positions is as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 384, 16, 16)
+        self.token = nn.Parameter(torch.zeros(1, 1, 384))
+        self.places = nn.Parameter(torch.zeros(1, 197, 384))
+        self.blocks = nn.Sequential(*(VisionTransformerBlock(384, 6) for _ in range(12)))
+        self.norm, self.head = nn.LayerNorm(384), nn.Linear(384, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.places
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+# MiB at the peak of a step of timm's models on an H200, fp16, without torch.compile
+# (records/2026-11-17_planner_h200/rows.jsonl).
+PEAKS = {
+    convnext_tiny: {8: 973.4, 64: 4300.8, 512: 31239.7},
+    VisionTransformer: {8: 673.3, 64: 2584.7, 512: 17588.2},
+}
+
+
+@pytest.mark.parametrize("make", list(PEAKS), ids=["convnext_tiny", "vit_small"])
+def test_what_autocast_keeps_is_counted_in_its_formats(make: Callable[[], nn.Module]) -> None:
+    """Layer norms compute in fp32 and keep their inputs; attention keeps no probabilities."""
+    with torch.device("meta"):
+        model = make()
+    net = count_module(model, "net", 224)
+    for batch, peak in PEAKS[make].items():
+        assert step_memory(net, batch).total / 2**20 == pytest.approx(peak, rel=0.05)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    # The input of the first norm, in fp32, is the output of the convolution before it.
+    before = net.layers[0]
+    assert before.name.endswith("convolution")
+    assert before.half_kept == 2 * before.kept
+
+
+def test_a_model_with_formats_of_its_own_is_counted_in_one() -> None:
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            assert next(self.parameters()).dtype == x.dtype
+            return super().forward(x)  # type: ignore[no-any-return]
+
+    made = Own(nn.Conv2d(3, 4, 1), nn.LayerNorm((4, 2, 2)), nn.Flatten(), nn.Linear(16, 4))
+    net = count_module(made.to("meta"), "own", 2)
+    assert {layer.half_kept for layer in net.layers} == {None}
+    assert net.layers[0].kept > 0
+    assert net.layers[0].kept_bytes(2, fused=True) == 2 * net.layers[0].kept
+    assert {p.dtype for p in made.parameters()} == {torch.float32}
 
 
 def test_the_planner_takes_any_factory() -> None:

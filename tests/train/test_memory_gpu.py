@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from paceline.bench.step import StepRow, measure_ours
-from paceline.plan.layers import network, step_memory
+from paceline.plan.layers import network
+from paceline.plan.memory import step_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,18 +15,28 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "batch"), [("resnet18", 128), ("resnet50", 64), ("resnet50", 128)]
-)
-def test_the_peak_of_a_step(model: str, batch: int) -> None:
+def peak_of(model: str, batch: int, **switches: object) -> int:
     # Buffers of earlier tests, which this step would reuse.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    row = StepRow(
-        "memory", "ours", model, batch, 224, 1000, "cuda", 3, 2, {"precision.amp_dtype": "fp16"}
-    )
+    values = {"precision.amp_dtype": "fp16", **{f"run.{name}": it for name, it in switches.items()}}
+    row = StepRow("memory", "ours", model, batch, 224, 1000, "cuda", 3, 2, values)
     measure_ours(row, lambda: None)
-    peak = torch.cuda.max_memory_allocated() - held
+    return torch.cuda.max_memory_allocated() - held
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"), [("resnet18", 128), ("resnet50", 64), ("resnet50", 128)]
+)
+def test_the_peak_of_a_step(model: str, batch: int) -> None:
+    peak = peak_of(model, batch)
     assert step_memory(network(model), batch).total == pytest.approx(peak, rel=0.10)
+
+
+def test_recomputed_norms_take_a_fifth_less() -> None:
+    stored, again = peak_of("resnet50", 128), peak_of("resnet50", 128, recompute_norms=True)
+    assert again < 0.8 * stored
+    counted = step_memory(network("resnet50").recomputing_norms(), 128).total
+    assert counted == pytest.approx(again, rel=0.10)

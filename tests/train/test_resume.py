@@ -31,6 +31,12 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
+def test_recomputed_norms_may_begin_with_a_resumed_run(finished: Path, tmp_path: Path) -> None:
+    saved = finished / "checkpoints/step-00000003.pt"
+    rest = run_small(tmp_path / "rest", run__resume=str(saved), run__recompute_norms=True)
+    assert rest.summary["weights_sha256"] == summary(finished)["weights_sha256"]
+
+
 @pytest.mark.parametrize("stop", [3, 4, 6])
 def test_resuming_at_any_step_is_bit_identical(finished: Path, tmp_path: Path, stop: int) -> None:
     saved = finished / f"checkpoints/step-{stop:08d}.pt"

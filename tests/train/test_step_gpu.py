@@ -13,6 +13,7 @@ from torch import Tensor
 
 from full_products import full_products
 from no_waiting import no_waiting
+from paceline.bench.step import StepRow, build_step
 from paceline.core.events import StepEvent
 from paceline.optim.settings import OptimSettings
 from paceline.precision.settings import PrecisionSettings
@@ -78,6 +79,34 @@ def test_captured_updates_clip_as_plain_ones_do(name: str, dtype: str) -> None:
     away = float((captured - plain).norm() / (plain - begin).norm())
     assert away < (1e-3 if dtype == "fp32" else 0.05)
     assert captured_norms == pytest.approx(norms, rel=1e-3 if dtype == "fp32" else 0.05)
+
+
+@pytest.mark.parametrize("fused", ["auto", "off"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [("resnet18", 32), ("resnet50", 96), ("resnet_fast", 32), ("alexnet_bn", 96)],
+)
+def test_recomputed_norms_change_no_bit(model: str, size: int, dtype: str, fused: str) -> None:
+    """In captured steps; convolutions take algorithms that repeat."""
+    found = []
+    for recompute in (False, True):
+        switches = {
+            "precision.amp_dtype": dtype, "precision.tf32": False, "precision.loss_scale_init": 1024.0,
+            "run.fused_norm": fused, "run.compile": "off", "run.recompute_norms": recompute,
+            "model.dropout": 0.0,
+        }  # fmt: skip
+        row = StepRow("bits", "ours", model, 32, size, 10, "cuda", STEPS, 0, switches)
+        with alone(torch.device("cuda", torch.cuda.current_device())) as group:
+            step, words = build_step(row, group)
+            assert ("norms recomputed" in words) == recompute
+            losses = [step.run(number, 0.01).loss for number in range(6)]
+            found.append((losses, snapshot(step)))
+            step.release()
+    (losses, stored), (losses_again, again) = found
+    assert losses == losses_again
+    assert stored.keys() == again.keys()
+    assert [name for name, it in stored.items() if not same({"": it}, {"": again[name]})] == []
 
 
 def test_a_short_step_behind_captured_ones_is_scaled_on_the_device() -> None:

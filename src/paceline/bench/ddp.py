@@ -32,8 +32,8 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.models.registry import create_model
-from paceline.models.resnet import use_torch_norms
 from paceline.models.settings import ModelSettings
+from paceline.models.synced_norm import use_torch_norms
 
 Way = Callable[[], None]
 OURS: dict[str, dict[str, Any]] = {

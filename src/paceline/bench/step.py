@@ -276,6 +276,7 @@ _OURS: dict[str, dict[str, Any]] = {
     "ours N>1": {"comm.algorithm": "native"},
     "ours muon": {"optim.name": "muon"},
     "ours no graphs": {"run.cuda_graphs": "off"},
+    "ours recompute": {"run.recompute_norms": True},
     # Bottlenecks only.
     "ours fused convolutions": {"run.fused_convolutions": "auto"},
     "ours tf32": {"precision.amp_dtype": "fp32"},
@@ -395,7 +396,9 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
     ):
         if "ours" in speed and below in speed:
             found[name] = speed["ours"] / speed[below]
-    for name in ("ours N>1", "ours muon", "ours no graphs", "ours fused convolutions"):
+    for name in (
+        "ours N>1", "ours muon", "ours no graphs", "ours recompute", "ours fused convolutions"
+    ):  # fmt: skip
         if "ours" in speed and name in speed:
             found[f"{name} / ours"] = speed[name] / speed["ours"]
     return found

@@ -125,12 +125,15 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
     is more than the host has."""
     import torch
 
+    from paceline.models.recompute import recompute_norms
+
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    recompute_norms(model, config.run.recompute_norms)
     data = config.data
     images = torch.zeros(_PROBED_IMAGES, data.channels, data.image_size, data.image_size)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -26,7 +26,8 @@ from paceline.plan.cluster import (
     gpu_cluster,
 )
 from paceline.plan.fusion_plan import FusionPlan, wire_names
-from paceline.plan.layers import Network, check_image_size, check_memory, known_network, network
+from paceline.plan.layers import Network, check_image_size, known_network, network
+from paceline.plan.memory import check_memory
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.recommend import (
@@ -85,6 +86,9 @@ def plan(
     target_minutes: float = typer.Option(0.0, help="Recommend nodes that train in this time."),
     price_per_gpu_hour: float = typer.Option(0.0, help="In any currency; none is built in."),
     budget: float = typer.Option(0.0, help="Recommend the fastest job for this price."),
+    recompute_norms: bool = typer.Option(
+        False, "--recompute-norms", help="With run.recompute_norms: less memory, a longer step."
+    ),
     input_images_per_s: float = typer.Option(0.0, help="What a rank's input delivers; 0: enough."),
     cores_per_node: int = typer.Option(0, help="Cores of a node that decode images."),
     packed: bool = typer.Option(False, "--packed", help="Those cores decode packed shards."),
@@ -110,6 +114,8 @@ def plan(
     )  # fmt: skip
     file = _read_files(cluster, profile, gpu)
     chip, net = accelerator(gpu) if gpu else None, _network(model, file.workload, image_size)
+    if recompute_norms:
+        net = _recomputing_norms(net, file.workload)
     work = _workload(model, chip, net, file.workload, image_size, software)
     place = _gpu_cluster(chip, nodes, given) if cluster is None else file.planned_cluster()
     place = place if nodes is None else place.with_nodes(nodes)
@@ -206,6 +212,20 @@ def _network(model: str, profiled: Workload | None, image_size: int | None) -> N
 
         return count_layers(name, pixels)
     return network(name, pixels)
+
+
+def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Network:
+    if net is None or profiled is not None:
+        raise ConfigError(
+            "--recompute-norms", True, "a profile has the times and layers of the step it measured",
+            "profile a run with --set run.recompute_norms=true",
+        )  # fmt: skip
+    if not net.can_recompute_norms:
+        raise ConfigError(
+            "--recompute-norms", True, f"{net.name} has no norms that backward can compute again",
+            "leave it out",
+        )  # fmt: skip
+    return net.recomputing_norms()
 
 
 def _workload(

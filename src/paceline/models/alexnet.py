@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.resnet import can_launch, norm_can_fuse
+from paceline.models.recompute import RecomputedMap, not_stored
+from paceline.models.resnet import Uses, can_launch, norm_can_fuse, norm_relu, split_uses
 
 # Smaller images leave no window for the last of the three pools.
 MIN_PIXELS = 63
@@ -44,6 +46,7 @@ class AlexNet(nn.Module):
         assert set(norms) <= set(NORM_NAMES), norms
         if set(NORM_NAMES[:-1]) <= set(norms):
             self.fused = False  # has a fused form, see `fuse_norms`
+            self.recompute = False  # has norms before convolutions, see `recompute_norms`
         plain: list[nn.Module] = [
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -87,7 +90,12 @@ class AlexNet(nn.Module):
         return tuple(f"features.{name}." for name in NORM_NAMES if hasattr(self.features, name))
 
     def forward(self, x: Tensor) -> Tensor:
-        maps = self.fused_features(x) if self._can_fuse(x) else self.features(x)
+        if self._can_fuse(x):
+            maps = self.fused_features(x)
+        elif getattr(self, "recompute", False) and torch.is_grad_enabled():
+            maps = self.recomputed_features(x)
+        else:
+            maps = self.features(x)
         logits: Tensor = self.classifier(self.avgpool(maps).flatten(1))
         return logits
 
@@ -101,23 +109,49 @@ class AlexNet(nn.Module):
 
     def fused_features(self, x: Tensor) -> Tensor:
         """`features` with norm, ReLU and pool after each convolution in one kernel."""
-        from paceline.models.fused import as_map, norm_act, norm_act_pool
+        from paceline.models.fused import as_map, norm_act, norm_act_pool, norm_act_recomputed
 
+        recompute = self.recompute and torch.is_grad_enabled()
+        maps: Uses = x
         for number in CONVOLUTIONS:
             convolution = self.features.get_submodule(str(number))
             norm = self.features.get_submodule(f"bn{number}")
             assert isinstance(convolution, nn.Conv2d)
             assert isinstance(norm, nn.BatchNorm2d)
             bias = convolution.bias
-            maps = as_map(
-                F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
-            )
+            with not_stored(maps):
+                x = F.conv2d(
+                    split_uses(maps)[0], convolution.weight, None, convolution.stride,
+                    convolution.padding,
+                )  # fmt: skip
+            x = as_map(x)
             if isinstance(self.features.get_submodule(str(number + 2)), nn.MaxPool2d):
-                x, _ = norm_act_pool(maps, norm, padding=0, bias=bias)
+                maps = norm_act_pool(x, norm, padding=0, bias=bias)
+            elif recompute:
+                maps = norm_act_recomputed(x, norm, bias=bias)
             else:
-                x = norm_act(maps, norm, bias=bias)
+                maps = norm_act(x, norm, bias=bias)
+        x, _ = split_uses(maps)
         last = getattr(self.features, "bn_pool5", None)
         return x if last is None else norm_act(x, last, relu=False)
+
+    def recomputed_features(self, x: Tensor) -> Tensor:
+        """`features` without stored maps between norm, ReLU and convolution."""
+        layers = list(self.features.children())
+        maps: Uses = x
+        for index, layer in enumerate(layers):
+            if isinstance(layer, nn.ReLU) and isinstance(maps, RecomputedMap):
+                continue  # part of the norm
+            given, _ = split_uses(maps)
+            after = [type(later) for later in layers[index + 1 : index + 3]]
+            if isinstance(layer, nn.BatchNorm2d) and after == [nn.ReLU, nn.Conv2d]:
+                relu = layers[index + 1]
+                maps = norm_relu(given, layer, relu, fused=False, recompute=True)
+            else:
+                with not_stored(maps):
+                    maps = layer(given)
+        out, _ = split_uses(maps)
+        return out
 
 
 class LocalResponseNorm(nn.Module):

@@ -10,6 +10,7 @@ Tile shapes depend on sizes alone, so equal runs on equal devices round alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from paceline.models import kernels
+from paceline.models.recompute import MapSource, RecomputedMap
 from paceline.models.resnet import can_launch, norm_can_fuse
 
 # Parts and channels per program of the kernels that join partial sums.
@@ -103,7 +105,7 @@ def norm_act(
     """
     check_rows(x)
     out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
-        x, norm.weight, norm.bias, residual, norm, relu, False, bias
+        x, norm.weight, norm.bias, residual, norm, relu, False, bias, None
     )
     return out
 
@@ -118,9 +120,22 @@ def norm_act_twice(
     """
     check_rows(x)
     out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
-        x, norm.weight, norm.bias, residual, norm, True, True, None
+        x, norm.weight, norm.bias, residual, norm, True, True, None, None
     )
     return out
+
+
+def norm_act_recomputed(
+    x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, bias: Tensor | None = None
+) -> RecomputedMap:
+    """`norm_act_twice` for an output that no one stores. The residual is a stored map."""
+    check_rows(x)
+    source = MapSource()
+    with source.not_stored():
+        branch, shortcut = _NormAct.apply(  # type: ignore[no-untyped-call]
+            x, norm.weight, norm.bias, residual, norm, True, True, bias, source
+        )
+    return RecomputedMap(branch, shortcut, source)
 
 
 def check_rows(x: Tensor) -> None:
@@ -141,10 +156,14 @@ class _NormAct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None,
         norm: nn.BatchNorm2d, relu: bool, twice: bool, offset: Tensor | None,
+        source: MapSource | None,
     ) -> Any:  # fmt: skip
         saved = statistics(x, norm, offset)
         shortcut = None if residual is None else as_map(residual)
         y = apply(x, saved, shortcut, relu)
+        if source is not None:
+            kept = None if shortcut is None else shortcut.detach()
+            source.set(y, partial(apply, x.detach(), saved, kept, relu))
         # Without a residual the sign at the ReLU follows from x; with one, only from y.
         ctx.save_for_backward(x, weight, saved, *([] if residual is None else [y]))
         ctx.relu = relu
@@ -157,7 +176,7 @@ class _NormAct(torch.autograd.Function):
         x, weight, saved, *rest = ctx.saved_tensors
         given = [as_map(g) for g in gradients if g is not None]
         if not given:
-            return (None,) * 8
+            return (None,) * 9
         first, second = given[0], given[1] if len(given) > 1 else None
         found, dz = backward_sums(
             first, second, x, rest[0] if rest else None, saved, weight, ctx.relu
@@ -166,7 +185,7 @@ class _NormAct(torch.autograd.Function):
             dx = backward_input(dz, None, x, saved, found, relu=False)
         else:
             dx = backward_input(first, second, x, saved, found, relu=ctx.relu)
-        return dx, found[0], found[1], dz, None, None, None, None
+        return dx, found[0], found[1], dz, None, None, None, None, None
 
 
 def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:

@@ -15,8 +15,8 @@ factors, to the products of conv3. So a `Pending` map has exactly one user, whic
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,8 @@ from paceline.models.products import (
     backward_product,
     forward_product,
 )
-from paceline.models.resnet import norm_can_fuse
+from paceline.models.recompute import MapSource, RecomputedMap, not_stored
+from paceline.models.resnet import convolve, norm_can_fuse, split_uses
 
 if TYPE_CHECKING:
     from paceline.models.resnet import Bottleneck, Uses
@@ -108,7 +109,7 @@ class Pending:
 def can_fuse_block(block: Bottleneck, x: Uses) -> bool:
     """Whether the kernels can compute the block: norms that `can_fuse`, weights of the map's type,
     which is half precision on a GPU."""
-    maps = x if isinstance(x, Tensor) else x[0] if isinstance(x, tuple) else x.branch.x
+    maps = x.branch.x if isinstance(x, Pending) else split_uses(x)[0]
     return (
         can_fuse(maps, block.bn1)
         and norm_can_fuse(block.bn2)
@@ -126,33 +127,30 @@ def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
             *x.tensors(), block.conv1.weight, norm1.weight, norm1.bias, norm1, x.links()
         )
     else:
-        inputs, shortcut = x if isinstance(x, tuple) else (x, x)
+        inputs, shortcut = split_uses(x)
         check_rows(inputs)
-        branch, raw, raw_saved = _Reduce.apply(  # type: ignore[no-untyped-call]
-            inputs, block.conv1.weight, norm1.weight, norm1.bias, norm1
-        )
-    with _recomputed(branch, raw, raw_saved) if block.recompute else nullcontext():
-        middle = as_map(block.conv2(branch))
+        with not_stored(x):
+            branch, raw, raw_saved = _Reduce.apply(  # type: ignore[no-untyped-call]
+                inputs, block.conv1.weight, norm1.weight, norm1.bias, norm1
+            )
+    middle = as_map(_convolve_middle(block, branch, raw, raw_saved))
     check_rows(middle)
     link = Link()
     out, saved = _Expand.apply(  # type: ignore[no-untyped-call]
         middle, norm2.weight, norm2.bias, block.conv3.weight, norm2, norm3, link, block.recompute
     )
-    return Pending(Normed(out, saved, norm3, link), _shortcut(block, shortcut))
+    with not_stored(x):
+        return Pending(Normed(out, saved, norm3, link), _shortcut(block, shortcut))
 
 
-def _recomputed(y: Tensor, x: Tensor, saved: Tensor) -> AbstractContextManager[None]:
-    """Operators inside do not keep `y` = relu(norm(x)) for backward: it is computed again there, to the
-    bit."""
-    place = y.data_ptr()
-
-    def pack(kept: Tensor) -> Tensor | None:
-        return None if kept.data_ptr() == place else kept
-
-    def unpack(kept: Tensor | None) -> Tensor:
-        return apply(x, saved, None, relu=True) if kept is None else kept
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+def _convolve_middle(block: Bottleneck, y: Tensor, x: Tensor, saved: Tensor) -> Tensor:
+    """conv2 of y = relu(norm(x))."""
+    given: Uses = y
+    if block.recompute:
+        source = MapSource()
+        source.set(y, partial(apply, x, saved, None, relu=True))
+        given = RecomputedMap(y, y, source)
+    return convolve(block.conv2, given)
 
 
 def _shortcut(block: Bottleneck, x: Tensor) -> Normed | Tensor:

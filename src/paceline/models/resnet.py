@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.models.recompute import RecomputedMap, not_stored, recomputed_norm
+
 if TYPE_CHECKING:
     from paceline.models.fused_blocks import Pending
 
 # A feature map, or the same map twice: for the branch and for the shortcut (see `norm_act_twice`), or
-# one that its user computes.
-Uses: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Pending"
+# one that is not stored, or one that its user computes.
+Uses: TypeAlias = "Tensor | tuple[Tensor, Tensor] | RecomputedMap | Pending"
 STAGE_CHANNELS = (64, 128, 256, 512)
 # `FastResNet`: first convolution, then each stage.
 FAST_CHANNELS = (64, 64, 256, 256)
@@ -49,7 +51,41 @@ def can_launch(x: Tensor) -> bool:
 def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
     if isinstance(x, Tensor):
         return x, x
+    if isinstance(x, RecomputedMap):
+        return x.branch, x.shortcut
     return x if isinstance(x, tuple) else x.output()
+
+
+def convolve(convolution: nn.Module, x: Uses) -> Tensor:
+    """The convolution of the branch."""
+    with not_stored(x):
+        maps: Tensor = convolution(split_uses(x)[0])
+    return maps
+
+
+def computed(x: Uses) -> Uses:
+    """A map that was left to its user, or `x` itself."""
+    return x if isinstance(x, Tensor | RecomputedMap) else split_uses(x)
+
+
+def norm_relu(
+    x: Tensor, norm: nn.BatchNorm2d, relu: nn.Module, shortcut: Tensor | None = None, *,
+    fused: bool, recompute: bool, twice: bool = False,
+) -> Uses:  # fmt: skip
+    """relu(norm(x) + shortcut). `twice`: for branch and shortcut of a block. `recompute`: not stored,
+    for which the shortcut has to be."""
+    recompute = recompute and torch.is_grad_enabled()
+    if fused:
+        from paceline.models.fused import can_fuse, norm_act, norm_act_recomputed, norm_act_twice
+
+        if can_fuse(x, norm):
+            form = norm_act_recomputed if recompute else norm_act_twice if twice else norm_act
+            return form(x, norm, shortcut)
+    if recompute:
+        return recomputed_norm(x, norm, relu, shortcut)
+    maps: Tensor = norm(x)
+    out: Tensor = relu(maps if shortcut is None else maps + shortcut)
+    return out
 
 
 def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
@@ -65,41 +101,36 @@ class ResidualBlock(nn.Module):
     """Base of all blocks. `fuse_norms` sets `fused` on every block of a model or on none."""
 
     fused = False
+    recompute = False
     relu: nn.ReLU
     downsample: nn.Sequential | None
 
-    def norm_relu(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-        if self.fused:
-            from paceline.models.fused import can_fuse, norm_act
+    def norm_relu(self, x: Tensor, norm: nn.BatchNorm2d) -> Uses:
+        return norm_relu(x, norm, self.relu, fused=self.fused, recompute=self.recompute)
 
-            if can_fuse(x, norm):
-                return norm_act(x, norm)
-        out: Tensor = self.relu(norm(x))
-        return out
-
-    def shortcut(self, x: Tensor) -> Tensor:
+    def shortcut(self, x: Uses) -> Tensor:
+        _, maps = split_uses(x)
         if self.downsample is None:
-            return x
+            return maps
         convolution, norm = self.downsample
-        x = convolution(x)
+        with not_stored(x):
+            maps = convolution(maps)
         if self.fused:
             from paceline.models.fused import can_fuse, norm_act
 
             assert isinstance(norm, nn.BatchNorm2d)
-            if can_fuse(x, norm):
-                return norm_act(x, norm, relu=False)
-        out: Tensor = norm(x)
+            if can_fuse(maps, norm):
+                return norm_act(maps, norm, relu=False)
+        out: Tensor = norm(maps)
         return out
 
-    def join(self, x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor) -> Uses:
+    def join(self, x: Tensor, norm: nn.BatchNorm2d, inputs: Uses) -> Uses:
         """Last norm of the branch, sum with the shortcut, last ReLU."""
-        if self.fused:
-            from paceline.models.fused import can_fuse, norm_act_twice
-
-            if can_fuse(x, norm):
-                return norm_act_twice(x, norm, shortcut)
-        out: Tensor = self.relu(norm(x) + shortcut)
-        return out
+        shortcut_is_stored = self.downsample is None and not isinstance(inputs, RecomputedMap)
+        return norm_relu(
+            x, norm, self.relu, self.shortcut(inputs),
+            fused=self.fused, recompute=self.recompute and shortcut_is_stored, twice=True,
+        )  # fmt: skip
 
 
 def convolve_images(convolution: nn.Conv2d, x: Tensor, *, padded: bool) -> Tensor:
@@ -112,26 +143,21 @@ def convolve_images(convolution: nn.Conv2d, x: Tensor, *, padded: bool) -> Tenso
     return maps
 
 
-def fused_norm_pool(x: Tensor, norm: nn.BatchNorm2d, *, pooled: bool) -> Uses:
-    """Norm, ReLU and, if `pooled`, a 3 × 3 max-pool of stride 2."""
-    from paceline.models.fused import can_fuse, norm_act_twice
+def fused_norm_pool(x: Tensor, norm: nn.BatchNorm2d) -> Uses:
+    """Norm, ReLU and a 3 × 3 max-pool of stride 2. The map before the pool is not stored."""
+    from paceline.models.fused import can_fuse, norm_act_pool
 
     if not can_fuse(x, norm):
-        maps = nn.functional.relu(norm(x))
-        return nn.functional.max_pool2d(maps, 3, 2, 1) if pooled else maps
-    if not pooled:
-        return norm_act_twice(x, norm)
-    from paceline.models.fused import norm_act_pool
-
+        return nn.functional.max_pool2d(nn.functional.relu(norm(x)), 3, 2, 1)
     return norm_act_pool(x, norm)
 
 
-def fuse_products(model: nn.Module, fused: bool = True, *, recompute: bool = False) -> int:
+def fuse_products(model: nn.Module, fused: bool = True) -> int:
     """Switches the fused 1 × 1 convolutions of every `Bottleneck`; returns their number. They need the
-    fused norms. `recompute`: store no map that a norm gives again."""
+    fused norms."""
     blocks = [module for module in model.modules() if isinstance(module, Bottleneck)]
     for block in blocks:
-        block.fused_products, block.recompute = fused, recompute
+        block.fused_products = fused
     return len(blocks)
 
 
@@ -143,34 +169,6 @@ def fuse_norms(model: nn.Module, fused: bool = True) -> int:
     for module in parts:
         setattr(module, "fused", fused)  # noqa: B010  (mypy takes any attribute for a tensor)
     return len(parts)
-
-
-class TorchNorm(nn.BatchNorm2d):
-    """Batch norm with torch's own kernels instead of cuDNN's, for ranks that share a GPU.
-
-    cuDNN's training kernels for channels-last maps (`batchnorm_fwtr_nhwc_semiPersist` and its
-    backward) need all their blocks on the GPU at the same time, two on every multiprocessor. A
-    collective of another rank on the same GPU that waits for this rank occupies the place of some, so
-    both wait forever.
-    """
-
-    def forward(self, images: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # generates its own kernels
-            return super().forward(images)
-        enabled = torch.backends.cudnn.enabled
-        torch.backends.cudnn.enabled = False
-        try:
-            return super().forward(images)
-        finally:
-            torch.backends.cudnn.enabled = enabled
-
-
-def use_torch_norms(model: nn.Module) -> int:
-    """Turns every batch norm of the model into a `TorchNorm` in place; returns their number."""
-    norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
-    for norm in norms:
-        norm.__class__ = TorchNorm
-    return len(norms)
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
@@ -197,9 +195,9 @@ class BasicBlock(ResidualBlock):
         return self.bn2
 
     def forward(self, x: Uses) -> Uses:
-        branch_in, shortcut_in = split_uses(x)
-        branch = self.norm_relu(self.conv1(branch_in), self.bn1)
-        return self.join(self.conv2(branch), self.bn2, self.shortcut(shortcut_in))
+        x = computed(x)
+        branch = self.norm_relu(convolve(self.conv1, x), self.bn1)
+        return self.join(convolve(self.conv2, branch), self.bn2, x)
 
 
 class Bottleneck(ResidualBlock):
@@ -207,7 +205,6 @@ class Bottleneck(ResidualBlock):
 
     expansion: ClassVar[int] = 4
     fused_products = False
-    recompute = False
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -231,10 +228,10 @@ class Bottleneck(ResidualBlock):
 
             if can_fuse_block(self, x):
                 return fused_bottleneck(self, x)
-        branch_in, shortcut_in = split_uses(x)
-        branch = self.norm_relu(self.conv1(branch_in), self.bn1)
-        branch = self.norm_relu(self.conv2(branch), self.bn2)
-        return self.join(self.conv3(branch), self.bn3, self.shortcut(shortcut_in))
+        x = computed(x)
+        branch = self.norm_relu(convolve(self.conv1, x), self.bn1)
+        branch = self.norm_relu(convolve(self.conv2, branch), self.bn2)
+        return self.join(convolve(self.conv3, branch), self.bn3, x)
 
 
 Block = type[BasicBlock] | type[Bottleneck]
@@ -272,6 +269,7 @@ class ResNet(nn.Module):
     """The stems `imagenet` and `small` differ in the shape of conv1, not in the state-dict keys."""
 
     fused = False
+    recompute = False
     pads_images: bool
 
     def __init__(
@@ -314,11 +312,16 @@ class ResNet(nn.Module):
 
     def stem(self, x: Tensor) -> Uses:
         """All layers before the first block."""
-        x = convolve_images(self.conv1, x, padded=self.fused and self.pads_images)
-        if not self.fused:
-            maps: Tensor = self.maxpool(self.relu(self.bn1(x)))
-            return maps
-        return fused_norm_pool(x, self.bn1, pooled=isinstance(self.maxpool, nn.MaxPool2d))
+        fused = self.fused
+        x = convolve_images(self.conv1, x, padded=fused and self.pads_images)
+        if not isinstance(self.maxpool, nn.MaxPool2d):
+            return norm_relu(
+                x, self.bn1, self.relu, fused=fused, recompute=self.recompute, twice=True
+            )
+        if fused:
+            return fused_norm_pool(x, self.bn1)
+        maps: Tensor = self.maxpool(self.relu(self.bn1(x)))
+        return maps
 
 
 class SmallResNet(nn.Module):
@@ -329,6 +332,8 @@ class SmallResNet(nn.Module):
     stage halves the maps, and the only second block is in the last stage, where it is cheapest and
     helps most.
     """
+
+    recompute = False
 
     def __init__(
         self, *, num_classes: int = 10, in_channels: int = 1, zero_init_gamma: bool = True
@@ -345,8 +350,8 @@ class SmallResNet(nn.Module):
         init_residual(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(x))))
+        stem = norm_relu(self.conv1(x), self.bn1, self.relu, fused=False, recompute=self.recompute)
+        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(stem))))
         logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
         return logits
 
@@ -364,10 +369,9 @@ class PooledConv(nn.Module):
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, x: Uses) -> Uses:
-        maps, _ = split_uses(x)
-        maps = self.conv(maps)
+        maps = convolve(self.conv, x)
         if self.fused:
-            return fused_norm_pool(maps, self.bn, pooled=True)
+            return fused_norm_pool(maps, self.bn)
         pooled: Tensor = self.maxpool(self.relu(self.bn(maps)))
         return pooled
 
@@ -381,6 +385,7 @@ class FastResNet(nn.Module):
     """
 
     fused = False
+    recompute = False
     logit_scale: ClassVar[float] = 1 / 8
 
     def __init__(
@@ -405,8 +410,12 @@ class FastResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = convolve_images(self.conv1, x, padded=self.fused and self.pads_images)
-        fused = self.fused
-        stem = fused_norm_pool(x, self.bn1, pooled=False) if fused else self.relu(self.bn1(x))
-        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(stem))))
-        logits: Tensor = self.fc(maps.amax((2, 3))) * self.logit_scale
+        stem = norm_relu(
+            x, self.bn1, self.relu, fused=self.fused, recompute=self.recompute, twice=True
+        )
+        last = self.layer3(self.layer2(self.layer1(stem)))
+        maps, _ = split_uses(last)
+        with not_stored(last):
+            largest = maps.amax((2, 3))
+        logits: Tensor = self.fc(largest) * self.logit_scale
         return logits

@@ -1,17 +1,21 @@
-"""Batch norm over the samples of a group of ranks, for batches of few samples per rank.
+"""Batch norms of other forms than torch's own, and `normalized`, whose result can be computed again.
 
+`SyncedBatchNorm` is batch norm over the samples of a group of ranks, for batches of few samples per rank.
 Forward and backward equal the batch norm of the union of the group's batches: each exchanges one vector
 per layer, in fp64, so that the statistics are bit-identical within a group. torch's SyncBatchNorm does
-the same on GPUs only.
+the same on GPUs only. `TorchNorm` leaves cuDNN out, for ranks that share a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -42,8 +46,15 @@ class SyncedBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        if not self.training or not self.group.active:
-            return super().forward(input)
+        return self.forward_shared(input)[0] if self.is_shared else super().forward(input)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a pass takes the statistics of the group."""
+        return self.training and self.group.active
+
+    def forward_shared(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: A002
+        """The output, and mean and variance of the group."""
         self._check_input_dim(input)
         out, mean, variance, count = _SyncedNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.group
@@ -57,8 +68,33 @@ class SyncedBatchNorm(_BatchNorm):
                     running.lerp_(new.to(running.dtype), self.momentum)
                 if self.num_batches_tracked is not None:
                     self.num_batches_tracked.add_(1)
-        result: Tensor = out
-        return result
+        return out, mean, variance
+
+
+def _normalize(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output for the moments of a group, and shift and scale as the backward pass needs them."""
+    wide = _widened(x)
+    shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
+    inverse = (variance + eps).rsqrt()
+    shift, scale = mean.to(wide.dtype).view(shape), inverse.to(wide.dtype).view(shape)
+    out = (wide - shift) * scale
+    if weight is not None and bias is not None:
+        out = out * weight.to(wide.dtype).view(shape) + bias.to(wide.dtype).view(shape)
+    out = out.to(x.dtype)
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        out = out.contiguous(memory_format=torch.channels_last)
+    return out, shift, scale
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class _SyncedNorm(torch.autograd.Function):
@@ -74,7 +110,7 @@ class _SyncedNorm(torch.autograd.Function):
         group: NormGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims = [d for d in range(x.dim()) if d != 1]
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        wide = _widened(x)
         own = x.numel() // x.shape[1]
         # Own moments first: a plain sum of squares would cancel where the mean is large.
         if own:
@@ -87,20 +123,11 @@ class _SyncedNorm(torch.autograd.Function):
         count, channels = sums[-1], x.shape[1]
         mean = sums[:channels] / count
         variance = (sums[channels:-1] / count - mean * mean).clamp_(min=0)
-        inverse = (variance + eps).rsqrt()
-        shape = [1, channels] + [1] * (x.dim() - 2)
-        shift, scale = mean.to(wide.dtype).view(shape), inverse.to(wide.dtype).view(shape)
-        normal = (wide - shift) * scale
+        out, shift, scale = _normalize(x, mean, variance, weight, bias, eps)
         ctx.save_for_backward(x, weight, shift, scale, count)
         ctx.group, ctx.dims = group, dims
         ctx.set_materialize_grads(False)
-        out = normal
-        if weight is not None and bias is not None:
-            out = normal * weight.to(wide.dtype).view(shape) + bias.to(wide.dtype).view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
-        out = out.to(x.dtype)
-        if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-            out = out.contiguous(memory_format=torch.channels_last)
         return out, mean, variance, count
 
     @staticmethod
@@ -155,3 +182,58 @@ def keep_last_statistics(model: nn.Module) -> int:
     for norm in norms:
         norm.momentum = 1.0
     return len(norms)
+
+
+class TorchNorm(nn.BatchNorm2d):
+    """Batch norm with torch's own kernels instead of cuDNN's, for ranks that share a GPU.
+
+    cuDNN's training kernels for channels-last maps (`batchnorm_fwtr_nhwc_semiPersist` and its
+    backward) need all their blocks on the GPU at the same time, two on every multiprocessor. A
+    collective of another rank on the same GPU that waits for this rank occupies the place of some, so
+    both wait forever.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # generates its own kernels
+            return super().forward(images)
+        with _without_cudnn():
+            return super().forward(images)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = enabled
+
+
+def use_torch_norms(model: nn.Module) -> int:
+    """Turns every batch norm of the model into a `TorchNorm` in place; returns their number."""
+    norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
+    for norm in norms:
+        norm.__class__ = TorchNorm
+    return len(norms)
+
+
+def normalized(x: Tensor, norm: _BatchNorm) -> tuple[Tensor, Callable[[], Tensor]]:
+    """norm(x), and a function that computes its bits again: with the same operators, without a
+    collective, and with no effect on the running statistics."""
+    if isinstance(norm, SyncedBatchNorm) and norm.is_shared:
+        out, mean, variance = norm.forward_shared(x)
+        moments = mean.detach(), variance.detach()
+        return out, partial(_shared_again, x.detach(), *moments, norm)
+    training = norm.training or norm.running_mean is None
+    return norm(x), partial(_again, x.detach(), norm, training)
+
+
+def _shared_again(x: Tensor, mean: Tensor, variance: Tensor, norm: _BatchNorm) -> Tensor:
+    return _normalize(x, mean, variance, norm.weight, norm.bias, norm.eps)[0]
+
+
+def _again(x: Tensor, norm: _BatchNorm, training: bool) -> Tensor:
+    running = (None, None) if training else (norm.running_mean, norm.running_var)
+    with _without_cudnn() if isinstance(norm, TorchNorm) else nullcontext():
+        return F.batch_norm(x, *running, norm.weight, norm.bias, training, 0.0, norm.eps)

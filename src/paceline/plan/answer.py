@@ -15,7 +15,8 @@ from typing import Any
 from paceline.plan.cluster import Accelerator, Cluster, Link, catalogue
 from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import FusionPlan, keeps_float32
-from paceline.plan.layers import MemoryEstimate, Network, memory_on, usable_bytes
+from paceline.plan.layers import Network
+from paceline.plan.memory import MemoryEstimate, memory_on, usable_bytes
 from paceline.plan.optimizer import best_plan
 from paceline.plan.prediction import Prediction, StartUp, predict
 from paceline.plan.recommend import (

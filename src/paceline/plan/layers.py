@@ -2,26 +2,17 @@
 
 `network` gives, for a model's name and an image size, each layer's multiply-adds, the activations that
 it reads, writes and keeps for the backward pass, and its trained tensors under the names that the model
-itself gives them. `paceline.plan.workload` makes the times of a step of it. A model that is not here is
-counted from a trace (`paceline.train.layer_count`).
-
-`step_memory` counts what a step keeps in the memory of one GPU, by purpose, at the moment of the backward
-pass that needs most: weights in the format of training, fp32 masters and momentum, the exchange's flat
-gradients and those that backward has made so far, the activations that are still kept, the gradients of
-the maps at hand, the images on the device, buffers of the matrix library and what the CUDA graph has of
-its own. It is a count, not a fit. `memory_on` takes from the catalog which of them a chip has, and
-whether our fused kernels run there, which keep less. How far it is from measured peaks is in
-docs/planner.md, Accuracy.
+itself gives them. `paceline.plan.workload` makes the times of a step of it, `paceline.plan.memory` its
+memory. A model that is not here is counted from a trace (`paceline.train.layer_count`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.plan.cluster import Accelerator
 
 # A place of a maximum as torch keeps it; our fused kernels keep a byte.
 INDEX_BYTES = 8
@@ -37,11 +28,23 @@ class NetTensor:
 
 
 @dataclass(frozen=True)
+class Again:
+    """A norm's output that can be computed again: its elements, and how many maps of its size that
+    reads."""
+
+    elements: float
+    inputs: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """`flops` counts a multiply-add as two, `moved` the elements read and written, both for one image
     in the forward pass. `depth` is the length of the sums of a matrix product (input channels times
     kernel area), 0 for other layers. For the backward pass stay `kept` elements, `unfused` ones more
-    where our fused kernels do not run, and the places of the maxima of a pool, `indices`."""
+    where our fused kernels do not run, and the places of the maxima of a pool, `indices`. Of those kept,
+    the norm's output in `again` can be computed again, which reads `again.inputs` maps of its size. Half
+    precision keeps `half_kept` elements of two bytes where that is another number: autocast keeps inputs
+    of some operations in fp32, and copies."""
 
     name: str
     flops: float
@@ -51,12 +54,27 @@ class Layer:
     kept: float = 0.0
     unfused: float = 0.0
     indices: float = 0.0
+    again: Again | None = None
+    recomputed: bool = False
+    half_kept: float | None = None
+
+    @property
+    def remade(self) -> float:
+        """Elements that the backward pass computes again."""
+        return self.again.elements if self.again is not None and self.recomputed else 0.0
+
+    @property
+    def moved_again(self) -> float:
+        """Elements that this reads and writes."""
+        return 0.0 if self.again is None else self.remade * (self.again.inputs + 1)
 
     def kept_bytes(self, width: int, fused: bool) -> float:
         """Of one image, with elements of `width` bytes."""
+        kept = self.kept if width > 2 or self.half_kept is None else self.half_kept
+        kept -= self.remade
         if fused:
-            return width * self.kept + self.indices
-        return width * (self.kept + self.unfused) + INDEX_BYTES * self.indices
+            return width * kept + self.indices
+        return width * (kept + self.unfused) + INDEX_BYTES * self.indices
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,15 @@ class Network:
     def has_fused_form(self) -> bool:
         """Whether training has fused kernels for it; other models keep what torch's operators keep."""
         return not self.traced and self.name != "alexnet"
+
+    def recomputing_norms(self) -> Network:
+        """The same with `run.recompute_norms`, where the model has norms for it."""
+        layers = (replace(layer, recomputed=True) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def can_recompute_norms(self) -> bool:
+        return any(layer.again for layer in self.layers)
 
     @property
     def pads_images(self) -> bool:
@@ -98,6 +125,8 @@ class Tracer:
     def __init__(self, channels: int, size: int) -> None:
         self.channels, self.size = channels, size
         self.layers: list[Layer] = []
+        # Whether the map at hand can be computed again.
+        self.again = False
 
     @property
     def map_elements(self) -> float:
@@ -118,23 +147,30 @@ class Tracer:
         tensors += [NetTensor(f"{name}.bias", out, half=False)] if bias else []
         moved, kept = read + self.map_elements, self.map_elements
         self.layers.append(Layer(name, flops, moved, tuple(tensors), depth, kept))
+        self.again = False
 
     def norm(self, name: str, before: str = "product") -> None:
         """The product before it gives the statistics, the norm reads and writes the map. Its output is
-        kept before a `product`, not before a `sum`, and before a `pool` not by our fused kernels."""
+        kept before a `product` and before the classifier's `average`, not before a `sum`, and before a
+        `pool` not by our fused kernels."""
         tensors = tuple(
             NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
         )
         size = self.map_elements
-        kept = size if before == "product" else 0.0
+        kept = size if before in ("product", "average") else 0.0
         unfused = size if before == "pool" else 0.0
-        self.layers.append(Layer(name, 4 * size, 2 * size, tensors, kept=kept, unfused=unfused))
+        self.again = before == "product"
+        again = Again(size, 1) if self.again else None
+        self.layers.append(
+            Layer(name, 4 * size, 2 * size, tensors, kept=kept, unfused=unfused, again=again)
+        )
 
     def pool(self, name: str, kernel: int, stride: int, padding: int) -> None:
         read = self.map_elements
         self.size = self._shrunk(kernel, stride, padding)
         size = self.map_elements
         self.layers.append(Layer(name, 0.0, read + size, kept=size, indices=size))
+        self.again = False
 
     def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
         size = (self.size + 2 * padding - kernel) // stride + 1
@@ -146,6 +182,15 @@ class Tracer:
         """Elementwise work over the whole map, whose result is kept unless it takes the map's place."""
         size = self.map_elements
         self.layers.append(Layer(name, 0.0, times * size, kept=size if kept else 0.0))
+
+    def residual_sum(self, name: str, again: bool) -> None:
+        """Fused with the norm before it: one map more is read. `again`: from the norm's input and a
+        shortcut that is stored."""
+        size = self.map_elements
+        self.again = again
+        self.layers.append(
+            Layer(name, 0.0, size, kept=size, again=Again(size, 2) if again else None)
+        )
 
     def average(self, name: str, size: int = 1) -> None:
         read = self.map_elements
@@ -233,7 +278,7 @@ def _layers(name: str, image_size: int, num_classes: int, stem: str) -> list[Lay
 
 
 def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> None:
-    entry = trace.channels, trace.size
+    entry, stored = (trace.channels, trace.size), not trace.again
     kernels = ((1, 1), (3, stride), (1, 1)) if wide else ((3, stride), (3, 1))
     for number, (kernel, step) in enumerate(kernels, 1):
         out = channels * 4 if wide and number == 3 else channels
@@ -245,8 +290,7 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
         trace.conv(f"{name}.downsample.0", leaving[0], 1, stride, 0)
         trace.norm(f"{name}.downsample.1", before="sum")
     trace.channels, trace.size = leaving
-    # Fused with the norm before it: one map more is read.
-    trace.spread(f"{name}.sum", 1.0)
+    trace.residual_sum(f"{name}.sum", again=stored and entry == leaving)
 
 
 _FAST_CHANNELS = (64, 64, 256, 256)
@@ -297,7 +341,7 @@ def _layers_network_alexnet(
         if pooled:
             trace.pool(f"features.{number + 2}", 3, 2, 0)
     if norms:
-        trace.norm("features.bn_pool5")
+        trace.norm("features.bn_pool5", before="average")
     trace.average("avgpool", _POOLED)
     trace.linear("classifier.1", _HIDDEN)
     trace.linear("classifier.4", _HIDDEN)
@@ -309,125 +353,3 @@ ALEXNETS: dict[str, Build] = {
     "alexnet": partial(_layers_network_alexnet, False),
     "alexnet_bn": partial(_layers_network_alexnet, True),
 }
-
-
-# Memory of a step.
-
-_CHANNELS = 3
-# Of normalized images for fused residual nets: a channel of zeros, because GPUs convolve four faster.
-_PADDED_CHANNELS = 4
-# Batches of uint8 images on the device: the one in use and those that are prefetched.
-_RESIDENT_BATCHES = 4
-# fp32: on an H200, ResNet-50 at batch 256 took 1.32 times the activations that its layers keep, with both
-# strict fp32 and TF32 products; the rest is workspace of convolutions.
-_FULL_WORKSPACE = 1.32
-# torch gives cuBLAS a buffer for each thread and stream (32 MiB on Hopper, 8 MiB before): forward and
-# backward have a thread each, and a CUDA graph is captured on a stream of its own.
-_LIBRARY_BYTES = 2.0 * 2**25
-# Of the memory that the maker states: context and libraries' buffers take about 2 GB, and an allocator
-# cannot fill the rest to the last byte.
-_USABLE = 0.95
-_CONTEXT_BYTES = 2e9
-LARGEST_BATCH = 1 << 20
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one GPU at the peak of a step."""
-
-    weights: float
-    gradients: float
-    masters: float
-    momentum: float
-    activations: float
-    images: float
-    libraries: float
-    graph: float
-
-    @property
-    def total(self) -> float:
-        return float(sum(asdict(self).values()))
-
-
-def step_memory(
-    net: Network, batch: int, half: bool = True, graphs: bool = True, fused: bool = True,
-    on_gpu: bool = True,
-) -> MemoryEstimate:  # fmt: skip
-    """`half`: fp16 or bf16 with fp32 masters; otherwise fp32, whose weights are the masters. `fused`: our
-    fused kernels run, where the model has them. A CPU has neither graphs nor buffers of cuBLAS."""
-    width = 2 if half else 4
-    pixels = batch * net.image_size**2
-    fused = fused and net.has_fused_form
-    channels = _PADDED_CHANNELS if fused and net.pads_images else _CHANNELS
-    activations, made = _backward_peak(net, batch, half, fused)
-    flat = net.elements * width
-    return MemoryEstimate(
-        weights=float(net.elements * width),
-        gradients=flat + made,
-        masters=4.0 * net.elements if half else 0.0,
-        momentum=4.0 * net.elements,
-        activations=activations,
-        images=float(pixels * (_RESIDENT_BATCHES * _CHANNELS + channels * width)),
-        libraries=_LIBRARY_BYTES if on_gpu else 0.0,
-        # The graph reads a copy of the batch.
-        graph=_LIBRARY_BYTES + pixels * _CHANNELS if graphs and on_gpu else 0.0,
-    )
-
-
-def memory_on(
-    gpu: Accelerator, net: Network, batch: int, half: bool | None = None, fused: bool = True
-) -> MemoryEstimate:
-    """Of a step on this chip: `half` is as usual there by default, and `fused` only where Triton runs."""
-    half = gpu.in_half if half is None else half
-    return step_memory(net, batch, half, fused=fused and gpu.runs_triton, on_gpu=gpu.is_gpu)
-
-
-def _backward_peak(net: Network, batch: int, half: bool, fused: bool) -> tuple[float, float]:
-    """Bytes of activations and of parameters' gradients where both together are most. Backward frees what
-    a layer has kept and makes its gradients, which are gathered into the flat ones when all are there;
-    meanwhile the gradients of the layer's input and output exist."""
-    width, workspace = (2, 1.0) if half else (4, _FULL_WORKSPACE)
-    kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
-    made, most = 0.0, (0.0, 0.0)
-    for layer in reversed(net.layers):
-        made += sum(t.elements * (width if t.half else 4) for t in layer.tensors)
-        here = batch * (workspace * kept + width * layer.moved)
-        most = max(most, (here, made), key=sum)
-        kept -= layer.kept_bytes(width, fused)
-    return most
-
-
-def usable_bytes(gpu: Accelerator) -> float:
-    return _USABLE * gpu.memory_bytes - _CONTEXT_BYTES
-
-
-def largest_batch(
-    net: Network, gpu: Accelerator, half: bool | None = None, fused: bool = True
-) -> int:
-    """0 where not even one image fits; `half` and `fused` as in `memory_on`."""
-    room = usable_bytes(gpu)
-    low, high = 0, LARGEST_BATCH
-    while low < high:
-        middle = (low + high + 1) // 2
-        if memory_on(gpu, net, middle, half, fused).total <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def check_memory(
-    net: Network, gpu: Accelerator, batch: int, half: bool | None = None, fused: bool = True
-) -> MemoryEstimate:
-    """ConfigError, with the largest batch that fits, for one that does not; arguments as `memory_on`."""
-    needed = memory_on(gpu, net, batch, half, fused)
-    if needed.total > usable_bytes(gpu):
-        most = largest_batch(net, gpu, half, fused)
-        remedy = f"at most {most:,} fit" if most else "choose a GPU with more memory"
-        raise ConfigError(
-            "--batch-size", batch,
-            f"{net.name} needs {needed.total / 1e9:,.0f} GB on one GPU; {gpu.name} has "
-            f"{gpu.memory_bytes / 1e9:,.0f} GB, of which {usable_bytes(gpu) / 1e9:,.0f} are usable",
-            remedy,
-        )  # fmt: skip
-    return needed

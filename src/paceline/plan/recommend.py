@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import ParseError, parse_json
 from paceline.plan.cluster import RANKS_LIMIT, Accelerator, Cluster
-from paceline.plan.layers import LARGEST_BATCH, Network, largest_batch
+from paceline.plan.layers import Network
+from paceline.plan.memory import LARGEST_BATCH, largest_batch
 from paceline.plan.noise import useful_batch
 from paceline.plan.prediction import Prediction, StartUp
 from paceline.plan.workload import Workload, check_input_rate

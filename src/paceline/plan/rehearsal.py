@@ -26,7 +26,8 @@ from paceline.plan.cluster import (
     slowest_of,
 )
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.layers import Network, check_memory, known_network
+from paceline.plan.layers import Network, known_network
+from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import StartUp, predict
 from paceline.plan.workload import Workload, analytic_workload, check_input_rate

@@ -14,7 +14,8 @@ from paceline.plan.answer import Question, node_counts
 from paceline.plan.cluster import Cluster, catalogue, gpu_cluster
 from paceline.plan.cluster import accelerator as find_accelerator
 from paceline.plan.fusion_plan import wire_names
-from paceline.plan.layers import check_memory, known_network, network
+from paceline.plan.layers import known_network, network
+from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
 from paceline.plan.recommend import limits_of, recommended_batch

@@ -228,9 +228,16 @@ def fit_workload(
                 f"a step of {large} took {1e3 * slower:.3g} ms, one of {small} {1e3 * faster:.3g}",
                 "profile on a quiet machine, or with batches further apart",
             )  # fmt: skip
-    # The update does not depend on the batch; what it took stays out of the line.
-    update = min(anatomy.update_s, 0.9 * points[0][1])
-    fixed, per_image, spread = _line([(batch, step - update) for batch, step in points])
+    # The update does not depend on the batch. Of several batches it is part of the line's intercept: a
+    # step that is taken apart runs eagerly, and its update can take longer than within a graph.
+    if len(points) > 1:
+        fixed, per_image, spread = _line(points)
+        update = min(anatomy.update_s, fixed)
+        fixed -= update
+    else:
+        (batch, step), *_ = points
+        update = min(anatomy.update_s, 0.9 * step)
+        fixed, per_image, spread = _line([(batch, step - update)])
     share = anatomy.forward_s / (anatomy.forward_s + anatomy.backward_s)
     gradients = []
     last = 0.0
@@ -290,7 +297,11 @@ def analytic_workload(
     forward = [_forward(layer, gpu, law) for layer in net.layers]
     # The gradients of the input and of the weights cost what the forward pass does; the first layer's
     # input needs none.
-    backward = [t * (2 if number else 1) for number, t in enumerate(forward)]
+    memory = gpu.memory_bytes_per_s * law.memory_share
+    backward = [
+        t * (2 if number else 1) + layer.moved_again * _width(gpu) / memory
+        for number, (t, layer) in enumerate(zip(forward, net.layers, strict=True))
+    ]
     total = sum(backward)
     gradients, done = [], 0.0
     for layer, seconds in zip(reversed(net.layers), reversed(backward), strict=True):
@@ -299,7 +310,6 @@ def analytic_workload(
             share = min(1.0, done / total)
             half = tensor.half and gpu.in_half
             gradients.append(Gradient(tensor.name, tensor.elements, half, share))
-    memory = gpu.memory_bytes_per_s * law.memory_share
     latency = law.layer_cycles / gpu.clock_hz * len(net.layers)
     weights = _width(gpu) * net.elements / memory
     fill_s, fill_batch = _filling(net.layers, gpu, law)

@@ -242,10 +242,11 @@ def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Netw
     if not settings.ranks:
         return None
     classes = config.model.num_classes or len(source.classes)
-    return settings.network(
+    net = settings.network(
         name, pixels, classes, config.model.stem_for(pixels),
         lambda: _count_layers(model, name, pixels, config.data.channels),
     )  # fmt: skip
+    return net.recomputing_norms() if net is not None and config.run.recompute_norms else net
 
 
 def _count_layers(model: nn.Module, name: str, pixels: int, channels: int) -> Network:

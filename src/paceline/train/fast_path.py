@@ -27,14 +27,19 @@ from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.imports import first_line
 from paceline.models import product_choice
+from paceline.models.recompute import recompute_norms
 from paceline.models.resnet import (
     PADDED_CHANNELS,
     ResidualBlock,
     fuse_norms,
     fuse_products,
+)
+from paceline.models.synced_norm import (
+    NormGroup,
+    keep_last_statistics,
+    synchronize_norms,
     use_torch_norms,
 )
-from paceline.models.synced_norm import NormGroup, keep_last_statistics, synchronize_norms
 from paceline.train.machine import out_of_memory
 from paceline.train.micro_step import compile_reason, is_compile_error
 
@@ -87,7 +92,8 @@ def choose_fast_path(
     fused = _choose_fused(settings, model, triton_problem)
     how = settings.compile
     if how == "auto":
-        how = "model" if on_gpu and not fused else "off"
+        # The compiler would not take part in what is computed again.
+        how = "model" if on_gpu and not fused and not settings.recompute_norms else "off"
     # The exchange is between the graphs, so they work with any number of ranks and any backend.
     graphs = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and on_gpu)
     if graphs and not on_gpu:
@@ -97,6 +103,13 @@ def choose_fast_path(
     remark = f" (Triton: {triton_problem})" if on_gpu and triton_problem else ""
     if on_gpu and shared_gpu and use_torch_norms(model):
         remark += ", no batch norm by cuDNN (shared GPU)"
+    if recompute_norms(model, settings.recompute_norms) and settings.recompute_norms:
+        remark += ", norms recomputed"
+    elif settings.recompute_norms:
+        raise ConfigError(
+            "run.recompute_norms", True, "this model has no norms that backward can compute again",
+            "use false",
+        )  # fmt: skip
     forward = compiled(model, how)
     can_fuse = fused or fuse_norms(model, False) > 0
     products, problem = _choose_products(settings, model, fused, half)
@@ -132,13 +145,9 @@ def _choose_products(
         problem = "needs half precision"
     if settings.fused_convolutions == "on" and problem:
         raise ConfigError("run.fused_convolutions", "on", problem, "use 'auto'")
-    if settings.recompute_norms and problem:
-        raise ConfigError(
-            "run.recompute_norms", True, f"fused convolutions: {problem}", "use false"
-        )
     if settings.fused_convolutions == "off" or problem:
         return "off", problem
-    fuse_products(model, True, recompute=settings.recompute_norms)
+    fuse_products(model, True)
     return settings.fused_convolutions, ""
 
 
@@ -346,11 +355,6 @@ def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
                 f"run.{name}", value, f"cannot be used with model.norm_group = {norm_group.size}",
                 "use 'auto', or model.norm_group=1",
             )  # fmt: skip
-    if run.recompute_norms:
-        raise ConfigError(
-            "run.recompute_norms", True, "needs fused convolutions, which cannot be used with "
-            f"model.norm_group = {norm_group.size}", "use false, or model.norm_group=1",
-        )  # fmt: skip
     return config.with_values(
         {"run.fused_norm": "off", "run.fused_convolutions": "off", "run.compile": "off",
          "run.cuda_graphs": "off"}

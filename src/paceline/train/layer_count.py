@@ -5,7 +5,9 @@ image size. Out: a `Network` for the planner. Nothing is computed: tensors on th
 only.
 Every operation that autograd records is counted: multiply-adds by torch's own formulas, activations
 read and written, and what autograd keeps for the backward pass, by its own account. Elementwise work on
-one map is taken to be fused into the operation before it.
+one map is taken to be fused into the operation before it, and attention to be one kernel. A second trace
+has the number formats of autocast, which has no form for the meta device, and gives what half precision
+keeps.
 """
 
 from __future__ import annotations
@@ -14,21 +16,34 @@ import copy
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from paceline.core.errors import ConfigError
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.plan.layers import INDEX_BYTES, Layer, NetTensor, Network
+from paceline.precision.policy import matrix_weights
 
 _BATCH = 2
+# What autocast computes in half precision on a GPU, and in fp32, of what networks are made of.
+_HALF = {
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
+    "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum",
+    "multi_head_attention_forward", "scaled_dot_product_attention",
+}  # fmt: skip
+_FULL = {
+    "layer_norm", "group_norm", "softmax", "log_softmax", "norm", "normalize", "cosine_similarity", "pow",
+    "__pow__", "exp", "log", "log1p", "prod", "sum", "cumsum", "rsqrt", "reciprocal", "softplus",
+}  # fmt: skip
 # Operations that read and write their map and are no product: one pass each way.
 _PASSES = ("norm", "pool", "softmax", "upsample", "grid_sampler")
 # Sums and products of two maps, fused into what makes one of them: the other one is read.
@@ -68,15 +83,84 @@ def _on_meta(model: nn.Module, name: str) -> nn.Module:
 
 
 def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3) -> Network:
-    counter = _Counter(model)
+    """`model` is on the meta device."""
     images = torch.empty(_BATCH, channels, image_size, image_size, device="meta")
     try:
-        with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor), counter:
-            model(images)
+        layers = _traced(model, images, half=False)
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001  (a user's model raises what it likes)
         problem = f"does not run on the meta device at {image_size} pixels ({_first_line(error)})"
         raise _uncountable(name, problem) from None
-    return Network(name, image_size, counter.layers(), traced=True)
+    halves = _half_kept(model, images)
+    if len(halves) == len(layers):
+        pairs = zip(layers, halves, strict=True)
+        layers = tuple(replace(layer, half_kept=kept) for layer, kept in pairs)
+    return Network(name, image_size, layers, traced=True)
+
+
+def _half_kept(model: nn.Module, images: Tensor) -> list[float]:
+    """Of each layer; empty where the model does not run in the formats of `_Formats`, whose count is
+    then that of fp32 with elements of two bytes."""
+    weights = [weight for weight in matrix_weights(model) if weight.dtype == torch.float32]
+    try:
+        for weight in weights:
+            weight.data = weight.data.half()
+        return [layer.half_kept or 0.0 for layer in _traced(model, images, half=True)]
+    except Exception:  # noqa: BLE001  (a user's model may mix formats in its own way)
+        return []
+    finally:
+        for weight in weights:
+            weight.data = weight.data.float()
+
+
+def _traced(model: nn.Module, images: Tensor, *, half: bool) -> tuple[Layer, ...]:
+    counter = _Counter(model)
+    keeps = torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor)
+    with keeps, counter, _Formats(half):
+        model(images)
+    return counter.layers(half)
+
+
+class _Formats(TorchFunctionMode):
+    """Calls operations in the formats of autocast, and attention as one kernel."""
+
+    def __init__(self, half: bool) -> None:
+        super().__init__()
+        self._half = half
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if self._half and name in _HALF | _FULL:
+            args, kwargs = _cast((args, kwargs), torch.half if name in _HALF else torch.float32)
+        if name == "scaled_dot_product_attention":
+            return _attention(*args[:3], **{k: kwargs[k] for k in kwargs if k in _QUERIES})
+        return func(*args, **kwargs)
+
+
+_QUERIES = ("query", "key", "value")
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """It keeps its inputs, its output and the logarithms of its sums; a mask is left out."""
+    if query.dim() == 3:
+        return _attention(query[:, None], key[:, None], value[:, None])[:, 0]
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    found: Tensor = attend(query, key, value, None, True)[0]
+    return found
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Only between fp32 and half precision, as autocast does."""
+
+    def one(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.dtype in (torch.half, torch.float32)
+        return value.to(dtype) if is_float else value
+
+    return tree_map(one, values)
 
 
 def _uncountable(name: str, problem: str) -> ConfigError:
@@ -113,6 +197,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = tensor.untyped_storage().nbytes() / _BATCH
             if tensor.is_floating_point():
                 self._found[-1]["kept"] += size / tensor.element_size()
+                self._found[-1]["halves"] += size / 2
             else:
                 self._found[-1]["indices"] += size / INDEX_BYTES
         return tensor
@@ -144,11 +229,11 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._found.append({
                 "name": f"{len(self._found)}.{kind}", "flops": flops / _BATCH,
                 "moved": moved / _BATCH, "depth": depth, "tensors": tensors, "kept": 0.0,
-                "indices": 0.0,
+                "halves": 0.0, "indices": 0.0,
             })  # fmt: skip
         return out
 
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self, half: bool) -> tuple[Layer, ...]:
         """Trained tensors that no counted operation reads join the first layer: they are ready last."""
         if not self._found or not self._trained:
             raise ConfigError("--model", None, "has no layers that train", "name another model")
@@ -156,7 +241,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(
             Layer(
                 one["name"], one["flops"], one["moved"], tuple(one["tensors"]), one["depth"],
-                math.ceil(one["kept"]), indices=one["indices"],
+                math.ceil(one["kept"]), indices=one["indices"], half_kept=one["halves"] if half else None,
             )
             for one in self._found
         )  # fmt: skip

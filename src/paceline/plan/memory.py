@@ -1,0 +1,139 @@
+"""What a training step keeps in the memory of one GPU, and the largest batch that fits.
+
+In: the layers of a network (`paceline.plan.layers`), a batch, the number format. Out: bytes by purpose,
+at the moment of the backward pass that needs most. The model is a count, not a fit: weights in the
+format of training, fp32 masters and momentum, the exchange's flat gradients and those that backward has
+made so far, the activations that are still kept, the gradients of the maps at hand, the images on the
+device, buffers of the matrix library and what the CUDA graph has of its own. `memory_on` takes from the
+catalog which of them a chip has, and whether our fused kernels run there, which keep less. A network says
+itself whether it computes norms again. How far it is from measured peaks is in docs/planner.md, Accuracy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from paceline.core.errors import ConfigError
+from paceline.plan.cluster import Accelerator
+from paceline.plan.layers import Network
+
+_CHANNELS = 3
+# Of normalized images for fused residual nets: a channel of zeros, because GPUs convolve four faster.
+_PADDED_CHANNELS = 4
+# Batches of uint8 images on the device: the one in use and those that are prefetched.
+_RESIDENT_BATCHES = 4
+# fp32: on an H200, ResNet-50 at batch 256 took 1.32 times the activations that its layers keep, with both
+# strict fp32 and TF32 products; the rest is workspace of convolutions.
+_FULL_WORKSPACE = 1.32
+# torch gives cuBLAS a buffer for each thread and stream (32 MiB on Hopper, 8 MiB before): forward and
+# backward have a thread each, and a CUDA graph is captured on a stream of its own.
+_LIBRARY_BYTES = 2.0 * 2**25
+# Of the memory that the maker states: context and libraries' buffers take about 2 GB, and an allocator
+# cannot fill the rest to the last byte.
+_USABLE = 0.95
+_CONTEXT_BYTES = 2e9
+LARGEST_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one GPU at the peak of a step."""
+
+    weights: float
+    gradients: float
+    masters: float
+    momentum: float
+    activations: float
+    images: float
+    libraries: float
+    graph: float
+
+    @property
+    def total(self) -> float:
+        return float(sum(asdict(self).values()))
+
+
+def step_memory(
+    net: Network, batch: int, half: bool = True, graphs: bool = True, fused: bool = True,
+    on_gpu: bool = True,
+) -> MemoryEstimate:  # fmt: skip
+    """`half`: fp16 or bf16 with fp32 masters; otherwise fp32, whose weights are the masters. `fused`: our
+    fused kernels run, where the model has them. A CPU has neither graphs nor buffers of cuBLAS."""
+    width = 2 if half else 4
+    pixels = batch * net.image_size**2
+    fused = fused and net.has_fused_form
+    channels = _PADDED_CHANNELS if fused and net.pads_images else _CHANNELS
+    activations, made = _backward_peak(net, batch, half, fused)
+    flat = net.elements * width
+    return MemoryEstimate(
+        weights=float(net.elements * width),
+        gradients=flat + made,
+        masters=4.0 * net.elements if half else 0.0,
+        momentum=4.0 * net.elements,
+        activations=activations,
+        images=float(pixels * (_RESIDENT_BATCHES * _CHANNELS + channels * width)),
+        libraries=_LIBRARY_BYTES if on_gpu else 0.0,
+        # The graph reads a copy of the batch.
+        graph=_LIBRARY_BYTES + pixels * _CHANNELS if graphs and on_gpu else 0.0,
+    )
+
+
+def memory_on(
+    gpu: Accelerator, net: Network, batch: int, half: bool | None = None, fused: bool = True
+) -> MemoryEstimate:
+    """Of a step on this chip: `half` is as usual there by default, and `fused` only where Triton runs."""
+    half = gpu.in_half if half is None else half
+    return step_memory(net, batch, half, fused=fused and gpu.runs_triton, on_gpu=gpu.is_gpu)
+
+
+def _backward_peak(net: Network, batch: int, half: bool, fused: bool) -> tuple[float, float]:
+    """Bytes of activations and of parameters' gradients where both together are most. Backward frees what
+    a layer has kept and makes its gradients, which are gathered into the flat ones when all are there;
+    meanwhile the gradients of the layer's input and output exist, and the input or output itself where it
+    is computed again."""
+    width, workspace = (2, 1.0) if half else (4, _FULL_WORKSPACE)
+    kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
+    made, most = 0.0, (0.0, 0.0)
+    for number, layer in reversed(list(enumerate(net.layers))):
+        made += sum(t.elements * (width if t.half else 4) for t in layer.tensors)
+        remade = max(layer.remade, net.layers[number - 1].remade if number else 0.0)
+        here = batch * (workspace * kept + width * (layer.moved + remade))
+        most = max(most, (here, made), key=sum)
+        kept -= layer.kept_bytes(width, fused)
+    return most
+
+
+def usable_bytes(gpu: Accelerator) -> float:
+    return _USABLE * gpu.memory_bytes - _CONTEXT_BYTES
+
+
+def largest_batch(
+    net: Network, gpu: Accelerator, half: bool | None = None, fused: bool = True
+) -> int:
+    """0 where not even one image fits; `half` and `fused` as in `memory_on`."""
+    room = usable_bytes(gpu)
+    low, high = 0, LARGEST_BATCH
+    while low < high:
+        middle = (low + high + 1) // 2
+        if memory_on(gpu, net, middle, half, fused).total <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def check_memory(
+    net: Network, gpu: Accelerator, batch: int, half: bool | None = None, fused: bool = True
+) -> MemoryEstimate:
+    """ConfigError, with the largest batch that fits, for one that does not; arguments as `memory_on`."""
+    needed = memory_on(gpu, net, batch, half, fused)
+    if needed.total > usable_bytes(gpu):
+        most = largest_batch(net, gpu, half, fused)
+        remedy = f"at most {most:,} fit" if most else "choose a GPU with more memory"
+        raise ConfigError(
+            "--batch-size", batch,
+            f"{net.name} needs {needed.total / 1e9:,.0f} GB on one GPU; {gpu.name} has "
+            f"{gpu.memory_bytes / 1e9:,.0f} GB, of which {usable_bytes(gpu) / 1e9:,.0f} are usable",
+            remedy,
+        )  # fmt: skip
+    return needed
