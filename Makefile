@@ -7,7 +7,7 @@
 #: make gpu-test   the tests that need one CUDA device, without those of nccl-test
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make test-slow  whole trainings, minutes each
-#: make docs-test  the commands and programs of README and docs, as they are written; half an hour
+#: make docs-test  the commands and programs of README and docs, as they are written; an hour on a busy host
 #: make watch-test  pages in a real browser (chromium), W&B and MLflow offline; writes docs/images
 #: make fuzz       mutated inputs for every parser (ARGS="--seed 1 --count 100000")
 #: make mutants    deliberate bugs in the code, each of which some test must find
