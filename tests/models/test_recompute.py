@@ -143,6 +143,18 @@ def test_in_half_precision_and_in_nchw_memory() -> None:
 
 
 @narrowed
+def test_weights_that_change_between_forward_and_backward_are_found() -> None:
+    model = create_model(ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=3)
+    recompute_norms(model, True)
+    loss = model(torch.randn(2, 3, 16, 16)).sum()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("conv2.weight"):
+                weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace"):
+        loss.backward()
+
+
 def test_frozen_layers() -> None:
     """Norms that are frozen as a whole use their running statistics."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -218,8 +219,9 @@ def test_ranks_with_weights_of_their_own_are_not_averaged(own: dict[str, Any]) -
 )
 def test_runs_that_need_one_batch_have_one(own: dict[str, Any]) -> None:
     short = {"run__global_batch_size": 10_000, "run__epochs": 30}
-    config = auto("cifar10-resnet18", **short, **own)
-    assert apply_scaling(config, 50_000, 1)[0].run.global_batch_size == 10_000
+    config, described = apply_scaling(auto("cifar10-resnet18", **short, **own), 50_000, 1)
+    assert config.run.global_batch_size == 10_000
+    assert "does not grow" in described
     grown = apply_scaling(auto("cifar10-resnet18", **short), 50_000, 1)[0]
     assert grown.optim.batch_growth.stages == ((15.0, 10_000),)
 
@@ -319,12 +321,38 @@ def test_the_batch_of_a_short_run_grows(target: Target, first: int | None) -> No
     assert found.values["optim.batch_schedule"] == f"{target.epochs / 2:g}:{target.batch}"
     assert first % (target.ranks * found.values["run.batch_size"]) == 0
     # The rate of biases and norms follows the root too, and is stated once.
-    whole = scale_recipe(replace(CIFAR, grows=False), target).values["optim.lr"]
+    whole = scale_recipe(replace(CIFAR, one_batch="so"), target).values["optim.lr"]
     assert found.values["optim.lr"] == pytest.approx(whole * math.sqrt(first / target.batch), 1e-3)
     assert len(found.values) == len(found.choices)
 
 
-@pytest.mark.parametrize("kept", ["optim.batch_schedule", "optim.lr"])
+@pytest.mark.parametrize("ranks", [1, 4, 8, 16])
+def test_a_resumed_run_keeps_its_first_batch(ranks: int) -> None:
+    """On other ranks, where a new run would begin with another, and with more epochs."""
+    target = Target(2048, 50_000, 30, ranks, first_batch=512, grows_at=15.0)
+    for epochs in (30, 90):
+        found = scale_recipe(CIFAR, replace(target, epochs=epochs)).values
+        assert found["run.global_batch_size"] == 512
+        assert found["optim.batch_schedule"] == "15:2048"
+        assert 512 % (ranks * found["run.batch_size"]) == 0
+    one = scale_recipe(CIFAR, replace(target, first_batch=2048)).values
+    assert "run.global_batch_size" not in one
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step"])
+def test_the_batch_grows_only_where_the_rate_decays(schedule: str) -> None:
+    recipe = replace(CIFAR, optim=replace(SGD, schedule=schedule))
+    assert "run.global_batch_size" not in scale_recipe(recipe, Target(10_000, 50_000, 30)).values
+
+
+def test_the_steps_of_a_run_that_grows_are_said() -> None:
+    target = Target(10_000, 50_000, 30)
+    assert "150 in all (375 with a batch that grows)" in scale_recipe(CIFAR, target).describe()
+    one = scale_recipe(replace(CIFAR, one_batch="so it is"), target)
+    assert "the batch does not grow: so it is" in one.describe()
+
+
+@pytest.mark.parametrize("kept", ["optim.batch_schedule", "optim.batch_rate", "optim.lr"])
 def test_a_schedule_or_a_rate_of_the_user_leaves_the_batch_as_it_is(kept: str) -> None:
     asked = replace(CIFAR, optim=replace(SGD, lr=1.0, known_good_lr=0.2), kept=frozenset({kept}))
     found = scale_recipe(asked, Target(10_000, 50_000, 30))
@@ -414,6 +442,29 @@ def test_a_run_on_two_ranks_records_its_choices_and_can_be_repeated(tmp_path: Pa
     assert found["batch_size"] == 8
     optim = tomllib.loads((tmp_path / "a/config.toml").read_text())["optim"]
     assert (optim["scaling"], optim["name"]) == ("off", "muon")
+
+
+def test_a_run_that_grows_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """The same command: a new run on two ranks would begin with 16, this one began with 8."""
+    grows = SCALED_RUN | {"run__batch_size": 8, "checkpoint__interval_epochs": 40}
+    whole = _run(0, str(tmp_path / "a"), grows)
+    assert isinstance(whole, dict)
+    stages = tomllib.loads((tmp_path / "a/config.toml").read_text())
+    assert (stages["run"]["global_batch_size"], stages["optim"]["batch_schedule"]) == (8, "22.5:32")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    last = max((tmp_path / "b/checkpoints").glob("step-*.pt"))
+    last.unlink()
+    resumed = run_ranks(
+        2, _run, str(tmp_path / "b"), grows | {"run__resume": "auto", "run__batch_size": 4}
+    )[0]
+    assert isinstance(resumed, dict)
+    assert resumed["steps"] == whole["steps"]
+    assert resumed["resumed_at_steps"] == [whole["steps"] - 10]
+    # More epochs: it goes on with its stages.
+    longer = grows | {"run__resume": "auto", "run__epochs": 50}
+    more = _run(0, str(tmp_path / "a"), longer)
+    assert isinstance(more, dict)
+    assert more["steps"] == whole["steps"] + 10
 
 
 def test_all_ranks_refuse_alike_before_the_first_step(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from paceline.core.topology import Topology
 from paceline.data import Batch, BatchPlan, CorruptSample
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
+from paceline.plan.layers import known_network
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals
@@ -352,6 +353,10 @@ def choose_rows(names: Sequence[str], common: dict[str, Any]) -> list[StepRow]:
         if name not in ROW_NAMES:
             raise ConfigError("--row", name, "unknown", nearest(name, ROW_NAMES))
     rows = []
+    if not names:
+        net = known_network(common["model"], common["image_size"], common["classes"])
+        if net is None or not net.can_recompute_norms:
+            known = tuple(name for name in known if name != "ours recompute")
     for name in names or known:
         kind = "ours" if name in _OURS else "plain"
         switches = dict(_OURS[name] if name in _OURS else _PLAIN[name])

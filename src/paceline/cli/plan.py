@@ -218,7 +218,7 @@ def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Networ
     if net is None or profiled is not None:
         raise ConfigError(
             "--recompute-norms", True, "a profile has the times and layers of the step it measured",
-            "profile a run with --set run.recompute_norms=true",
+            "leave it out, or make the file with paceline tune RECIPE --set run.recompute_norms=true",
         )  # fmt: skip
     if not net.can_recompute_norms:
         raise ConfigError(

@@ -220,7 +220,8 @@ class ProcessStat(NamedTuple):
 def process_stat(pid: int) -> ProcessStat | None:
     """None where there is no such process, or `/proc` hides it."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        # A name is cut at 15 bytes, which can split a letter.
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     # The name in parentheses may itself hold spaces and parentheses.

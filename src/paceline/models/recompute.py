@@ -51,12 +51,20 @@ class MapSource:
         """Operators inside do not keep the map. The caller has it, so that no other tensor takes its
         place. Hooks of a caller do not see what is kept inside."""
 
-        def pack(kept: Tensor) -> Tensor | MapSource:
+        def pack(kept: Tensor) -> tuple[Tensor, int] | MapSource:
             whole = _storage(kept) == self._place and kept.shape == self._shape
-            return self if whole else kept.detach()
+            return self if whole else (kept.detach(), kept._version)
 
-        def unpack(kept: Tensor | MapSource) -> Tensor:
-            return kept.get() if isinstance(kept, MapSource) else kept
+        def unpack(kept: tuple[Tensor, int] | MapSource) -> Tensor:
+            if isinstance(kept, MapSource):
+                return kept.get()
+            tensor, version = kept
+            if tensor._version != version:  # torch's own check does not see what hooks keep
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed in "
+                    "place since forward"
+                )
+            return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

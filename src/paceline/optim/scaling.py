@@ -20,7 +20,7 @@ SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.momentum", "optim.nesterov",
     "optim.beta2", "optim.adam_eps", "optim.weight_decay", "optim.warmup_epochs",
     "optim.warmup_max_share", "optim.schedule", "optim.poly_power", "optim.batch_schedule",
-    "run.batch_size", "run.average_epochs", "run.cutmix", "run.mixup",
+    "optim.batch_rate", "run.batch_size", "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
 # Fewer steps have not been measured (docs/large-batch.md#range).
 LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
@@ -38,9 +38,10 @@ WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this share of the run where an epoch has few steps.
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
 # A run with fewer steps and epochs than these is short: mixed images, which slow learning down, cost it
-# accuracy, and Muon's batch begins at about a quarter, for half of the run.
+# accuracy. With few steps an epoch, Muon's batch then begins at about a quarter, for half of the run.
 SHORT_STEPS, SHORT_EPOCHS = 1000, 60
-GROWTH, GROWTH_SHARE = 4, 1 / 2
+GROWTH, GROWTH_SHARE, GROWN_STEPS_PER_EPOCH = 4, 1 / 2, 25.0
+_DECAYING = ("cosine", "poly")
 LEAST_BETA2 = 0.95
 LARGEST_AUTOMATIC_GROUP = 256
 
@@ -50,8 +51,8 @@ class Recipe:
     """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
     known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
     leaves it open; `mixing` the settings of mixed images that are on; `kept` names settings that the
-    user gave; `averages` and `grows` say whether weights can be averaged, and the batch can grow, in the
-    run."""
+    user gave; `averages` says whether weights can be averaged in the run, and `one_batch` why its batch
+    cannot grow."""
 
     optim: OptimSettings
     batch: int
@@ -61,7 +62,7 @@ class Recipe:
     mixing: tuple[str, ...] = ()
     kept: frozenset[str] = frozenset()
     averages: bool = True
-    grows: bool = True
+    one_batch: str = ""
 
     @property
     def rate(self) -> float:
@@ -80,12 +81,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Target:
-    """The run that is wanted: global batch, training images, epochs, ranks."""
+    """The run that is wanted: global batch, training images, epochs, ranks. A run that is resumed keeps
+    its `first_batch`, and the epoch at which it grows, whatever its ranks and epochs were."""
 
     batch: int
     samples: int
     epochs: int
     ranks: int = 1
+    first_batch: int | None = None
+    grows_at: float | None = None
 
     @property
     def steps_per_epoch(self) -> float:
@@ -133,7 +137,7 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     headline = (
         f"batch {recipe.batch:,} → {target.batch:,}, {steps:.3g} steps an epoch, "
         f"{target.total_steps:,} in all"
-    )
+    )  # at one batch
     if factor == 1:
         return Scaling((), (), headline)
     rule = _Rule(recipe, target)
@@ -151,8 +155,12 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
         rule.grow(group)
     rule.average()
     rule.unmix()
-    grows = any(choice.name == "optim.batch_schedule" for choice in rule.choices)
-    return Scaling(tuple(rule.choices), tuple(_losses(name, target, grows)), headline)
+    losses = _losses(name, target, bool(rule.grown_steps))
+    if rule.grown_steps:
+        headline += f" ({rule.grown_steps:,} with a batch that grows)"
+    elif losses and recipe.one_batch and rule.would_grow:
+        losses.append(f"the batch does not grow: {recipe.one_batch}")
+    return Scaling(tuple(rule.choices), tuple(losses), headline)
 
 
 def _check(recipe: Recipe, target: Target) -> None:
@@ -201,6 +209,7 @@ class _Rule:
         self.factor = target.batch / recipe.batch
         self.rate = recipe.rate
         self.choices: list[Choice] = []
+        self.grown_steps, self.would_grow = 0, False
 
     def set(self, name: str, value: Any, reason: str) -> Any:
         """The value that the run will have: the user's where it was given."""
@@ -271,7 +280,9 @@ class _Rule:
         most = MOST_WARMUP_SHARE * target.epochs
         epochs = min(max(optim.warmup_epochs, least), most)
         if epochs != optim.warmup_epochs:
-            why = "at most a fifth of the run" if epochs == most else f"{WARMUP_STEPS} steps"
+            why = f"{WARMUP_STEPS} steps of the whole batch"
+            if epochs == most:
+                why = "at most a fifth of the run"
             self.set("optim.warmup_epochs", epochs, why)
 
     def decay(self, name: str) -> None:
@@ -296,8 +307,9 @@ class _Rule:
         if "run.batch_size" in self.recipe.kept:
             return self.recipe.norm_group
         wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
-        share = self.target.batch // self.target.ranks
-        if self.target.batch % self.target.ranks or share < 1:
+        batch = math.gcd(self.target.batch, self.target.first_batch or 0)
+        share = batch // self.target.ranks
+        if batch % self.target.ranks or share < 1:
             return None  # refused elsewhere, with the nearest batches
         group = _norm_group(share, wanted)
         if _is_small(group, share, wanted):
@@ -319,27 +331,37 @@ class _Rule:
         return group
 
     def grow(self, group: int | None) -> None:
-        """Begins with about a quarter of the batch, at half of the pace, where the run has few steps: not
-        below the known-good batch, and in whole micro-batches of all ranks."""
-        recipe, batch = self.recipe, self.target.batch
-        kept = {"optim.batch_schedule", "optim.lr"} & recipe.kept
-        short = self.factor > 1 and self.target.is_short
-        if group is None or kept or not (short and recipe.grows):
+        """Begins with a smaller batch, and a pace by its root, where the run has few steps."""
+        recipe, target = self.recipe, self.target
+        kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
+        first, batch = target.first_batch or self._first_batch(group), target.batch
+        self.would_grow = first < batch and not kept
+        if not self.would_grow or recipe.one_batch:
             return
-        unit = group * self.target.ranks
-        units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(recipe.batch / unit))
-        if 2 * units * unit > batch:
-            return
-        first, epoch = units * unit, GROWTH_SHARE * self.target.epochs
         rate = next(choice for choice in self.choices if choice.name == "optim.lr")
         self.choices.remove(rate)
-        total = self.target.total_steps
+        epoch = GROWTH_SHARE * target.epochs if target.grows_at is None else target.grows_at
+        before = min(epoch, target.epochs) * target.samples
+        self.grown_steps = round(before / first + (target.samples * target.epochs - before) / batch)
         self.set(
             "optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share"
         )
-        self.set("run.global_batch_size", first, f"{total} steps in all are few: more at first")
+        few = f"{target.total_steps} steps of the whole batch are few: more at first"
+        self.set("run.global_batch_size", first, few)
         self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "then the batch that was asked for")
         self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
+
+    def _first_batch(self, group: int | None) -> int:
+        """About a quarter, not below the known-good batch, in whole micro-batches of all ranks; the
+        whole batch where that is more than half, the run is not short or its rate does not decay."""
+        batch = self.target.batch
+        few = self.target.is_short and self.target.steps_per_epoch <= GROWN_STEPS_PER_EPOCH
+        decays = self.recipe.optim.schedule in _DECAYING
+        if group is None or self.factor <= 1 or not (few and decays):
+            return batch
+        unit = group * self.target.ranks
+        units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(self.recipe.batch / unit))
+        return units * unit if 2 * units * unit <= batch else batch
 
     def average(self) -> None:
         if not self.recipe.averages or self.recipe.optim.schedule_free:

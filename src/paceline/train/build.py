@@ -54,7 +54,7 @@ from paceline.train.model_checks import (
     share_weights,
 )
 from paceline.train.observers import RunTrace
-from paceline.train.run_state import PinnedPlan, Progress, RunState
+from paceline.train.run_state import PinnedPlan, Progress, RunState, check_pinned
 from paceline.train.shares import with_shares
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
@@ -76,11 +76,15 @@ def build(
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)
-        # Refused alike on all ranks, which have agreed on the settings and on the data.
-        config, scaling = apply_scaling(config, samples, ranks, own_optimizer=given)
+        checkpoint, folder = read_checkpoint(config, inputs.folder, group)
+        # Refused alike on all ranks, which have agreed on the settings, the data and the checkpoint.
+        config, scaling = apply_scaling(
+            config, samples, ranks, own_optimizer=given, resumed=checkpoint
+        )
         asked = requested_batch(config, ranks)
         sizes = resolve_batch_sizes(*asked, samples=samples)
-        checkpoint, folder = read_checkpoint(config, inputs.folder, group)
+        if scaling and checkpoint is not None and folder.resume_from is not None:
+            check_pinned(checkpoint, config, folder.resume_from)
         if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
             # The checkpoint is older than this setting, and continues with its own schedule.
             config = config.with_values({"optim.warmup_max_share": 1.0})

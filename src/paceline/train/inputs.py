@@ -17,8 +17,9 @@ import numpy.typing as npt
 from paceline.comm.group import Group
 from paceline.config import EQUAL_SHARES, RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
+from paceline.core.settings import flatten
 from paceline.data import OpenedFiles, Source, open_data
-from paceline.optim.batch_growth import Stages
+from paceline.optim.batch_growth import BatchGrowth, Stages
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
@@ -101,11 +102,12 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
 
 
 def apply_scaling(
-    config: RunConfig, samples: int, ranks: int, *, own_optimizer: bool = False
-) -> tuple[RunConfig, str]:
+    config: RunConfig, samples: int, ranks: int, *, own_optimizer: bool = False,
+    resumed: Checkpoint | None = None,
+) -> tuple[RunConfig, str]:  # fmt: skip
     """The configuration with the choices of `optim.scaling`, which is then off so that `config.toml`
     repeats the run, and their description; unchanged where it is off. `own_optimizer`: an object of the
-    program replaces the one that the settings name."""
+    program replaces the one that the settings name. A `resumed` run keeps its first batch."""
     optim = config.optim
     if optim.scaling == "off":
         return config, ""
@@ -128,11 +130,16 @@ def apply_scaling(
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         # Averages are refused where ranks have weights of their own.
         averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
-        # Other settings that are for one batch.
-        grows=config.comm.mode == "synchronous" and config.run.shares == EQUAL_SHARES
-        and not config.rehearse.ranks,
+        one_batch=_why_one_batch(config),
     )  # fmt: skip
-    scaling = scale_recipe(recipe, Target(sizes.global_batch, samples, config.run.epochs, ranks))
+    target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
+    if resumed is not None and resumed.sampler["global_batch"] <= target.batch:
+        stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
+        target = replace(
+            target, first_batch=int(resumed.sampler["global_batch"]),
+            grows_at=stages[0][0] if stages else None,
+        )  # fmt: skip
+    scaling = scale_recipe(recipe, target)
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
     # The result is a recipe of its own, known for its own batch.
     applied: dict[str, object] = {
@@ -140,6 +147,16 @@ def apply_scaling(
         "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
     }  # fmt: skip
     return config.with_values(values | applied), scaling.describe()
+
+
+def _why_one_batch(config: RunConfig) -> str:
+    if config.rehearse.ranks:
+        return (
+            "a rehearsal has one; the cluster's run has one with --set optim.batch_schedule='' only"
+        )
+    if config.run.shares != EQUAL_SHARES:
+        return "run.shares divides a constant one"
+    return "comm.mode = 'asynchronous' has one" if config.comm.mode != "synchronous" else ""
 
 
 def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
@@ -397,7 +414,8 @@ def read_checkpoint(
 
     def parse() -> Checkpoint:
         found = Checkpoint.from_bytes(sent, path)
-        check_pinned(found, config, path)
+        if config.optim.scaling == "off":  # else the settings are not known yet
+            check_pinned(found, config, path)
         if found.salvaged_by is not None and not config.checkpoint.accept_salvaged:
             raise CheckpointError(
                 f"{path} was salvaged by rank {found.salvaged_by} and is not bit-exact",

@@ -137,20 +137,21 @@ class _Formats(TorchFunctionMode):
         if self._half and name in _HALF | _FULL:
             args, kwargs = _cast((args, kwargs), torch.half if name in _HALF else torch.float32)
         if name == "scaled_dot_product_attention":
-            return _attention(*args[:3], **{k: kwargs[k] for k in kwargs if k in _QUERIES})
+            parts = [
+                *args[:3],
+                *(kwargs[key] for key in ("query", "key", "value") if key in kwargs),
+            ]
+            if len({part.shape[:-2] for part in parts}) == 1 and parts[0].dim() > 2:
+                return _attention(*parts)
         return func(*args, **kwargs)
-
-
-_QUERIES = ("query", "key", "value")
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """It keeps its inputs, its output and the logarithms of its sums; a mask is left out."""
-    if query.dim() == 3:
-        return _attention(query[:, None], key[:, None], value[:, None])[:, 0]
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    found: Tensor = attend(query, key, value, None, True)[0]
-    return found
+    heads = query.shape[-3] if query.dim() > 3 else 1
+    parts = (part.reshape(-1, heads, *part.shape[-2:]) for part in (query, key, value))
+    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, None, True)[0]
+    return found.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -211,6 +212,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._alive += outputs
+        if func._overloadpacket is torch.ops.aten._to_copy and _storage(inputs[0]) in self._fixed:
+            self._fixed.add(_storage(outputs[0]))  # a parameter in another format
         maps = [tensor for tensor in inputs if _storage(tensor) not in self._fixed]
         written = outputs[0].numel() if outputs else 0
         flops, moved, depth = 0.0, 0.0, 0

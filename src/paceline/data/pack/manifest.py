@@ -201,6 +201,8 @@ def encoder_versions() -> dict[str, str]:
 
 
 def _split(table: dict[str, Any]) -> PackedSplit:
+    if not table.keys() >= {"shards", "corrupt"}:
+        raise ValueError("a split needs shards and corrupt")
     split = from_table(PackedSplit, "splits", table)
     for shard in split.shards:
         # The name becomes a path: it may not lead out of the directory, and a file system must take it.
