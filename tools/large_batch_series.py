@@ -6,6 +6,7 @@ A cell is set × model × epochs × batch × optimizer × ingredient × seed. Ea
 line to OUT/results.jsonl: the cell, commit, resolved settings, top-1, times. Cells that the file holds
 are skipped, those without data are named. No cell begins that is not expected to end within `--budget`
 seconds, and one that does not is stopped with a checkpoint, from which the next call goes on.
+Several processes share the cells of a phase with `--claims DIR`, each with an `--out` of its own.
 Data sets are decoded once and stay in memory; on a GPU each run keeps its own copy resident, and
 kernels are compiled by the first run. tools/large_batch_table.py prints the tables.
 
@@ -529,12 +530,22 @@ def _changed(config: RunConfig) -> dict[str, Any]:
     return {k: v for k, v in config.flat().items() if v != plain.get(k) and k not in local}
 
 
+def _claim(claims: Path, cell: Cell) -> bool:
+    claims.mkdir(parents=True, exist_ok=True)
+    try:
+        (claims / cell.key.replace("/", "-")).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def run_series(
     cells: Sequence[Cell], out: Path, data_dirs: dict[str, str], budget_s: float,
     device: str = "auto", say: Callable[[str], None] = print, earlier: Sequence[Path] = (),
-    made_at: str = "", **more: Any,
+    made_at: str = "", claims: Path | None = None, **more: Any,
 ) -> str:  # fmt: skip
-    """Runs what is left of `cells`; why it ended: `done`, or `budget`."""
+    """Runs what is left of `cells`, and not claimed by another process; why it ended: `done`, or
+    `budget`."""
     started = time.monotonic()
     deadline = started + budget_s
     out.mkdir(parents=True, exist_ok=True)
@@ -553,10 +564,14 @@ def run_series(
         if remaining <= 0 or not fits:
             say(f"budget: {len(left) - number + 1} cells left, next {cell.key}")
             return "budget"
+        if claims is not None and not _claim(claims, cell):
+            continue
         if cell.set not in opened:
             opened[cell.set] = open_set(cell.set, data_dirs.get(cell.set))
         record = run_cell(cell, opened[cell.set], out, deadline, device, **more)
         if record is None:
+            if claims is not None:
+                (claims / cell.key.replace("/", "-")).unlink()
             say(f"{cell.key}: stopped at the budget, continues in the next call")
             return "budget"
         results.add(record | {"commit": made_at or commit()})
@@ -577,6 +592,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--done", type=Path, action="append", default=[], metavar="FILE",
                         help="results.jsonl of an earlier call elsewhere")  # fmt: skip
+    parser.add_argument("--claims", type=Path, help="of processes that share the cells")
     parser.add_argument("--commit", default="", help="where the checkout has no .git")
     parser.add_argument("--list", action="store_true", help="print the cells and their batches")
     options = parser.parse_args(arguments)
@@ -594,7 +610,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run_series(
             cells, options.out, data_dirs, options.budget, options.device, earlier=options.done,
-            made_at=options.commit,
+            made_at=options.commit, claims=options.claims,
         )  # fmt: skip
     except PacelineError as error:
         print(f"large_batch_series: error: {error}", file=sys.stderr)

@@ -142,6 +142,23 @@ def test_a_cell_that_the_budget_stops_goes_on_where_it_was(tmp_path: Path) -> No
     assert cut["weights_sha256"] == whole["weights_sha256"]
 
 
+def test_processes_share_the_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cell is run by the first that claims it; one that the budget stopped is free again."""
+    cells, claims = [cell("5", "rule", seed=seed) for seed in range(3)], tmp_path / "claims"
+    ran: list[str] = []
+
+    def run_cell(one: Any, *_: Any, **__: Any) -> dict[str, Any] | None:
+        ran.append(one.key)
+        done = {"key": one.key, **series.dataclasses.asdict(one), "top1": 50.0, "wall_s": 0.0}
+        return done if len(ran) != 2 else None
+
+    monkeypatch.setattr(series, "run_cell", run_cell)
+    assert run(tmp_path / "a", cells, claims=claims)[0] == "budget"
+    assert run(tmp_path / "b", cells, claims=claims)[0] == "done"
+    keys = [c.key for c in cells]
+    assert ran == [keys[0], keys[1], keys[1], keys[2]]
+
+
 def test_no_cell_begins_that_would_outlast_the_budget(tmp_path: Path) -> None:
     slow = {"key": "x", "wall_s": 1e6, **series.dataclasses.asdict(cell("5", "rule", seed=9))}
     (tmp_path / "results.jsonl").write_text(json.dumps(slow) + "\n")
