@@ -126,3 +126,9 @@ def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
     assert ours["top1"] == flat["top1"]
     for key, value in weights(tmp_path / "flat").items():
         torch.testing.assert_close(weights(tmp_path / "ours")[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_wire_format_without_a_wire_is_said(tmp_path: Path) -> None:
+    alone = run_small(tmp_path / "a", comm__wire="float16").summary
+    assert "comm.wire = 'float16' has no effect on one rank" in alone["chosen"]["exchange"]
+    assert "no effect" not in run_small(tmp_path / "b").summary["chosen"]["exchange"]

@@ -209,6 +209,8 @@ def describe_exchange(
     ways = [f"{n} ({names.count(n)})" if many else n for n in dict.fromkeys(names)]
     wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buckets) if w != "auto"]
     origin = [f"({parts.origin})"] if parts.origin else []
+    if ranks == 1 and parts.settings.wire != "auto" and not wires:
+        origin.append(f"(comm.wire = {parts.settings.wire!r} has no effect on one rank)")
     return " ".join([", ".join([count, *ways, *wires, _when(exchange, fast)]), *origin])
 
 
