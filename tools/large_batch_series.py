@@ -42,8 +42,8 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import Event, StepEvent
 from paceline.data import DataSettings, Source, SyntheticImages, open_source
 from paceline.optim.scaling import PACE
+from paceline.train.batch_sizes import apply_scaling
 from paceline.train.components import Components
-from paceline.train.inputs import apply_scaling
 from paceline.train.run import RunOutcome, run_training
 
 SMALL = 256

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from paceline.config import RunConfig, load_config
-from paceline.core.errors import ConfigError
+from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim import OptimSettings
 from paceline.optim.scaling import MOST_PACE, PACE, SCALED, Recipe, Scaling, Target, scale_recipe
-from paceline.train.inputs import apply_scaling
+from paceline.train.batch_sizes import apply_scaling
+from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
 from small_runs import run_small, small_config
 
@@ -442,6 +443,23 @@ def test_a_run_on_two_ranks_records_its_choices_and_can_be_repeated(tmp_path: Pa
     assert found["batch_size"] == 8
     optim = tomllib.loads((tmp_path / "a/config.toml").read_text())["optim"]
     assert (optim["scaling"], optim["name"]) == ("off", "muon")
+
+
+def test_a_run_of_another_batch_is_resumed_neither_as_it_was_nor_as_a_first_stage(
+    tmp_path: Path,
+) -> None:
+    small = SCALED_RUN | {"run__global_batch_size": 8, "run__batch_size": 8, "run__epochs": 12}
+    assert isinstance(_run(0, str(tmp_path / "a"), small), dict)
+    with pytest.raises(CheckpointError, match="global_batch_size|epochs|optim"):
+        _run(0, str(tmp_path / "a"), SCALED_RUN | {"run__batch_size": 4, "run__resume": "auto"})
+    known = auto("cifar10-resnet18", run__global_batch_size=10_000, run__epochs=30)
+    other = Checkpoint.__new__(Checkpoint)
+    object.__setattr__(other, "sampler", {"global_batch": 256})
+    object.__setattr__(other, "config", {})
+    fresh = apply_scaling(known, 50_000, 1)
+    assert apply_scaling(known, 50_000, 1, resumed=other) == fresh
+    object.__setattr__(other, "sampler", {"global_batch": 10_000})
+    assert apply_scaling(known, 50_000, 1, resumed=other)[0].run.global_batch_size == 10_000
 
 
 def test_a_run_that_grows_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import CorruptEvent, Event, NoteEvent
 from paceline.data import CorruptSample
 from paceline.train import Progress, resolve_batch_sizes
-from paceline.train.inputs import LARGEST_AUTOMATIC_MICRO_BATCH
+from paceline.train.batch_sizes import LARGEST_AUTOMATIC_MICRO_BATCH
 from paceline.train.observers import InputReport, InputWait
 from ranks import run_ranks
 from train.steps import alone, joined

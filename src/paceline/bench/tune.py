@@ -40,7 +40,7 @@ from paceline.plan.prediction import Prediction, predict
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeTable, choose_algorithms, table_of
 from paceline.plan.workload import StepAnatomy, Workload, fit_workload
-from paceline.train.inputs import resolve_batch_sizes
+from paceline.train.batch_sizes import resolve_batch_sizes
 from paceline.train.step import TrainStep
 
 # An algorithm whose screening takes this many times as long as the best is not sampled again.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.comm.group import Group
-    from paceline.train.inputs import BatchSizes
+    from paceline.train.batch_sizes import BatchSizes
 
 
 _WARM_UP, _STEPS = 2, 5
@@ -44,13 +44,13 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     rehearsal one process computes all virtual ranks, one after the other."""
     from paceline.comm.group import Group
     from paceline.data import BatchPlan
-    from paceline.train.inputs import (
+    from paceline.train.batch_sizes import (
         apply_scaling,
         batch_stages,
-        check_num_classes,
         requested_batch,
         resolve_batch_sizes,
     )
+    from paceline.train.inputs import check_num_classes
     from paceline.train.machine import choose_device, choose_threads
 
     processes, virtual = ranks, config.rehearse.ranks

@@ -71,7 +71,7 @@ def range_config(
 ) -> RunConfig:
     """The configuration of a range test: the recipe's own, but for schedule, length and records."""
     from paceline.data import open_source
-    from paceline.train.inputs import resolve_batch_sizes
+    from paceline.train.batch_sizes import resolve_batch_sizes
 
     if config.run.resume:
         raise ConfigError(

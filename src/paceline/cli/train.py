@@ -168,7 +168,7 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     from paceline.cli.launch import launch
-    from paceline.train.inputs import batch_stages, requested_batch, resolve_batch_sizes
+    from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 
     asked = requested_batch(config, processes)
     sizes = resolve_batch_sizes(*asked)

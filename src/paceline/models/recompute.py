@@ -84,14 +84,19 @@ def not_stored(x: object) -> AbstractContextManager[None]:
     return x.source.not_stored() if isinstance(x, RecomputedMap) else nullcontext()
 
 
-def recompute_norms(model: nn.Module, recompute: bool = True) -> int:
-    """Switches every module of `model` that can do without stored norms; returns their number."""
+def switch_forms(model: nn.Module, name: str, on: bool) -> int:
+    """Sets the flag `name` of every module that has it; returns their number."""
     # A user's module may have an attribute of this name with another meaning.
     own = [m for m in model.modules() if type(m).__module__.startswith("paceline.models.")]
-    parts = [module for module in own if hasattr(module, "recompute")]
+    parts = [module for module in own if hasattr(module, name)]
     for module in parts:
-        setattr(module, "recompute", recompute)  # noqa: B010  (mypy takes any attribute for a tensor)
+        setattr(module, name, on)
     return len(parts)
+
+
+def recompute_norms(model: nn.Module, recompute: bool = True) -> int:
+    """Switches every module of `model` that can do without stored norms; returns their number."""
+    return switch_forms(model, "recompute", recompute)
 
 
 def recomputed_norm(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.recompute import RecomputedMap, not_stored, recomputed_norm
+from paceline.models.recompute import RecomputedMap, not_stored, recomputed_norm, switch_forms
 
 if TYPE_CHECKING:
     from paceline.models.fused_blocks import Pending
@@ -163,12 +163,7 @@ def fuse_products(model: nn.Module, fused: bool = True) -> int:
 
 def fuse_norms(model: nn.Module, fused: bool = True) -> int:
     """Switches every module of `model` that has a fused form; returns their number."""
-    # A user's module may have an attribute of this name with another meaning.
-    own = [m for m in model.modules() if type(m).__module__.startswith("paceline.models.")]
-    parts = [module for module in own if hasattr(module, "fused")]
-    for module in parts:
-        setattr(module, "fused", fused)  # noqa: B010  (mypy takes any attribute for a tensor)
-    return len(parts)
+    return switch_forms(model, "fused", fused)
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:

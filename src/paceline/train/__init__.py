@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
+    from paceline.train.batch_sizes import resolve_batch_sizes
     from paceline.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
     from paceline.train.evaluate import EvalResult, evaluate_file
-    from paceline.train.inputs import resolve_batch_sizes
     from paceline.train.run import RunOutcome, run_training
     from paceline.train.run_state import Progress
     from paceline.train.step import TrainStep
@@ -36,7 +36,7 @@ _MODULES = {
     "find_checkpoint": "checkpoint",
     "fingerprint": "weights",
     "master_weights": "weights",
-    "resolve_batch_sizes": "inputs",
+    "resolve_batch_sizes": "batch_sizes",
     "run_training": "run",
     "write_weights": "weights",
 }

@@ -25,23 +25,25 @@ from paceline.optim.schedule import LrSchedule
 from paceline.optim.settings import ANCHORED, OptimSettings
 from paceline.plan.layers import Network
 from paceline.plan.rehearsal import ClusterClock, cluster_clock
+from paceline.train.batch_sizes import (
+    BatchSizes,
+    apply_scaling,
+    batch_stages,
+    eval_batch,
+    requested_batch,
+    resolve_batch_sizes,
+)
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.fast_path import eager_norms, share_norms
 from paceline.train.inputs import (
-    BatchSizes,
     RunInputs,
     agree_on_inputs,
-    apply_scaling,
-    batch_stages,
-    eval_batch,
     read_checkpoint,
     refuse_on_servers,
     refuse_with_svrg,
-    requested_batch,
-    resolve_batch_sizes,
 )
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights

@@ -23,12 +23,13 @@ from paceline.optim.batch_growth import describe_stages
 from paceline.optim.schedule import LrSchedule
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.rehearsal import ClusterClock
+from paceline.train.batch_sizes import BatchSizes
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.fast_path import describe_norms
-from paceline.train.inputs import BatchSizes, RunInputs
+from paceline.train.inputs import RunInputs
 from paceline.train.model_checks import given_name
 from paceline.train.observers import RunTrace
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
