@@ -1,8 +1,8 @@
-"""Fused 1 × 1 convolutions of ResNet-50 against separate ones, on one GPU.
+"""Fused convolutions of ResNet-50 against separate ones, on one GPU.
 
     python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--only shapes|steps] [--fresh]
 
-Prints one JSON object a line. First every kind of 1 × 1 convolution with its norms, forward and backward:
+Prints one JSON object a line. First every kind of convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form. Then whole
 training steps, `run.fused_convolutions` off and auto, and auto with `run.recompute_norms`, in turn,
@@ -28,17 +28,9 @@ from torch import Tensor, nn
 from paceline.bench.step import RowProcess, StepRow
 from paceline.models import product_choice, products
 from paceline.models.fused import statistics
+from paceline.models.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
 from paceline.models.product_choice import SEPARATE, choices
-from paceline.models.products import (
-    MASKED,
-    MERGED,
-    PLAIN,
-    Epilogue,
-    Gradients,
-    Operand,
-    backward_product,
-    forward_product,
-)
+from paceline.models.products import backward_product, forward_product
 
 COPY_BYTES_PER_S = 4.26e12
 BUILDERS = 12
@@ -53,14 +45,22 @@ class Layer:
     into: int
     out: int
     count: int
+    kernel: int = 1
+    stride: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.side}x{self.side} {self.into}->{self.out}"
+        window = "" if self.kernel == self.stride == 1 else f" {self.kernel}/{self.stride}"
+        return f"{self.kind} {self.side}x{self.side} {self.into}->{self.out}{window}"
+
+    @property
+    def out_side(self) -> int:
+        return -(-self.side // self.stride)
 
 
 # A `reduce` takes the output of a block with an identity shortcut, a `projected` one of a block with a
-# convolution in its shortcut, a `first` one a stored map; a `shortcut` is that convolution.
+# convolution in its shortcut, a `first` one a stored map; a `shortcut` is that convolution. `expand` and
+# `middle` take what a norm and a ReLU make of a convolution's output.
 LAYERS = (
     Layer("first", 56, 64, 64, 1),
     Layer("shortcut", 56, 64, 256, 1),
@@ -79,8 +79,19 @@ LAYERS = (
     Layer("expand", 28, 128, 512, 4),
     Layer("expand", 14, 256, 1024, 6),
     Layer("expand", 7, 512, 2048, 3),
+    Layer("middle", 56, 64, 64, 3, 3),
+    Layer("middle", 56, 128, 128, 1, 3, 2),
+    Layer("middle", 28, 128, 128, 3, 3),
+    Layer("middle", 28, 256, 256, 1, 3, 2),
+    Layer("middle", 14, 256, 256, 5, 3),
+    Layer("middle", 14, 512, 512, 1, 3, 2),
+    Layer("middle", 7, 512, 512, 2, 3),
+    Layer("shortcut", 56, 256, 512, 1, 1, 2),
+    Layer("shortcut", 28, 512, 1024, 1, 1, 2),
+    Layer("shortcut", 14, 1024, 2048, 1, 1, 2),
 )
 JOINING = ("reduce", "projected")
+NORMED = ("expand", "middle")
 
 
 def emit(**values: object) -> None:
@@ -94,8 +105,9 @@ class Case:
         self.layer, self.dtype, self.batch = layer, dtype, batch
         device = torch.device("cuda")
         torch.manual_seed(0)
-        self.weight = torch.randn(layer.out, layer.into, 1, 1, device=device).mul_(
-            (2 / layer.out) ** 0.5
+        size = (layer.out, layer.into, layer.kernel, layer.kernel)
+        self.weight = torch.randn(size, device=device).mul_(
+            (2 / layer.out) ** 0.5 / layer.kernel
         ).to(dtype).contiguous(memory_format=torch.channels_last)  # fmt: skip
         self.norm = nn.BatchNorm2d(layer.out).to(device)
         self.before_norm = nn.BatchNorm2d(layer.into).to(device)
@@ -104,23 +116,23 @@ class Case:
             self.before_norm.bias.uniform_(-0.3, 0.3)
         self.before = self.map(layer.into)
         self.before_saved = statistics(self.before, self.before_norm)
-        self.residual: Tensor | None = None
-        self.residual_saved: Tensor | None = None
+        self.shortcut: Tensor | NormedMap | None = None
         if layer.kind in JOINING:
-            residual = self.map(layer.into)
+            residual, saved = self.map(layer.into), None
+            self.shortcut = residual
             if layer.kind == "projected":
-                self.residual = residual
-                self.residual_saved = statistics(residual, nn.BatchNorm2d(layer.into).to(device))
-            self.operand = Operand.joined(
-                self.before, self.before_saved, residual, self.residual_saved
-            )
-        elif layer.kind == "expand":
+                norm = nn.BatchNorm2d(layer.into).to(device)
+                saved = statistics(residual, norm)
+                self.shortcut = NormedMap(residual, saved, norm.weight, norm.bias)
+            self.operand = Operand.joined(self.before, self.before_saved, residual, saved)
+        elif layer.kind in NORMED:
             self.operand = Operand.normalized(self.before, self.before_saved)
         else:
             self.operand = Operand(self.before)
 
-    def map(self, channels: int) -> Tensor:
-        shape = (self.batch, channels, self.layer.side, self.layer.side)
+    def map(self, channels: int, side: int = 0) -> Tensor:
+        side = side or self.layer.side
+        shape = (self.batch, channels, side, side)
         made = torch.empty(
             shape, dtype=self.dtype, device="cuda", memory_format=torch.channels_last
         )
@@ -128,41 +140,54 @@ class Case:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return forward_product(
-            self.operand, self.weight, self.norm, keep=self.layer.kind in JOINING
+            self.operand,
+            self.weight,
+            self.norm,
+            self.layer.stride,
+            keep=self.layer.kind in JOINING,
         )
 
     def prepare_backward(self) -> None:
         out, saved, y = self.forward()
-        dz = self.map(self.layer.out)
+        dz = self.map(self.layer.out, self.layer.out_side)
         # So small that no gradient of a weight, a sum over all rows, leaves the range of fp16.
         factors = torch.randn(5, self.layer.out, device="cuda") * (0.1 * 12544 / self.operand.rows)
         relu = self.layer.kind not in ("expand", "shortcut")
+        branch = NormedMap(
+            self.before, self.before_saved, self.before_norm.weight, self.before_norm.bias
+        )
         self.gradient = Operand.gradient(dz, out, saved, factors, relu=relu)
         if self.layer.kind in JOINING:
             assert y is not None
             self.inputs = Operand(y)
-            self.end = Epilogue(
-                MERGED, self.before, self.before_saved, y, self.map(self.layer.into),
-                self.residual, self.residual_saved,
-            )  # fmt: skip
-        elif self.layer.kind == "expand":
+            assert self.shortcut is not None
+            self.end = Epilogue.merged(branch, y, self.map(self.layer.into), self.shortcut)
+        elif self.layer.kind in NORMED:
             # As a block does: what a separate convolution has stored is kept.
             self.inputs = self.operand if y is None else Operand(y)
-            self.end = Epilogue(MASKED, self.before, self.before_saved)
+            self.end = Epilogue.masked(branch)
         else:
             self.inputs = self.operand
-            self.end = Epilogue(PLAIN, self.before)
+            self.end = Epilogue.plain(self.before)
 
     def backward(self) -> Gradients:
         return backward_product(
-            self.gradient, self.weight, self.inputs, self.end, wants_weight=True
+            self.gradient,
+            self.weight,
+            self.inputs,
+            self.end,
+            self.layer.stride,
+            wants_weight=True,
         )
 
     def bytes(self, key: str) -> int:
         """What the fused form has to read and write once."""
         rows, into, out = self.operand.rows, self.layer.into, self.layer.out
         operand = into * (3 if self.layer.kind in JOINING else 1)  # two maps read, one written
-        after = into * {"reduce": 4, "projected": 5, "expand": 2}.get(self.layer.kind, 1)
+        after = into * {"reduce": 4, "projected": 5, "expand": 2, "middle": 2}.get(
+            self.layer.kind, 1
+        )
+        out //= self.layer.stride**2
         gradient = 2 * out
         parts = {
             "forward": operand + out,
@@ -194,18 +219,12 @@ def backward_results(case: Case) -> list[Tensor]:
     found = case.backward()
     assert found.weight is not None
     results = [found.weight]
-    if case.end.form == PLAIN:
-        return [*results, found.dx]
-    assert case.end.saved is not None
-    factors = found.factors(case.before_norm.weight, case.end.saved)
-    if (
-        case.end.form == MERGED
-    ):  # separate products leave the ReLU of the others to the norm's kernel
+    # Separate products leave the ReLU of the others to the norm's kernel.
+    if case.end.form in (PLAIN, MERGED):
         results.append(found.dx)
-    if case.residual_saved is not None:
-        others = found.factors(case.before_norm.weight, case.residual_saved, other=True)
-        results.append(others[0])
-    return [*results, factors[0], factors[1]]
+    for factors in found.factors:
+        results += [factors[0], factors[1]]
+    return results
 
 
 def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]]) -> None:
@@ -225,7 +244,10 @@ def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]])
             choices.chosen[key] = SEPARATE
             theirs = results(case)
             line["away"] = {}
-            for name in times:
+            kinds = {
+                name.split(" engine")[0]: name for name in times
+            }  # of cuDNN's, one of each form
+            for name in kinds.values():
                 if name != SEPARATE:
                     choices.chosen[key] = name
                     pairs = zip(results(case), theirs, strict=True)
@@ -271,7 +293,9 @@ def build(part: int, of: int, dtype: torch.dtype) -> None:
 
     def build_some(key: str, forms: dict[str, Any], device: torch.device) -> str:
         nonlocal number
-        fused = {name: call for name, call in forms.items() if name != SEPARATE}
+        fused = {
+            name: call for name, call in forms.items() if name.split()[0] not in (SEPARATE, "cudnn")
+        }
         for name, call in fused.items():
             outer = name == "fused"  # made of products that come here themselves
             number += not outer
@@ -283,12 +307,14 @@ def build(part: int, of: int, dtype: torch.dtype) -> None:
         if SEPARATE not in forms:  # a result of the right kind, without one more kernel
             gradient, weight = call.args[:2]
             end = call.keywords.get("end")
-            sums = torch.zeros(2, 1, weight.shape[1], device=device)
-            forms[SEPARATE] = lambda: weight if end is None else (end.x, sums, gradient.x)
+            sums = torch.zeros(4, 1, weight.shape[1], device=device)
+            forms[SEPARATE] = lambda: weight if end is None else (end.like, sums, gradient.x)
         return SEPARATE
 
     products.choose = build_some  # type: ignore[assignment]
     for layer in LAYERS:
+        if layer.kernel > 1 or layer.stride > 1:
+            continue  # no kernels of Triton
         case = Case(Layer(layer.kind, 16, layer.into, layer.out, 1), 2, dtype)
         case.prepare_backward()
         case.backward()

@@ -14,7 +14,9 @@ pytestmark = needs_triton
 
 
 def test_in_tritons_interpreter() -> None:
-    run_interpreted(HERE / "fused_cases.py", HERE / "product_cases.py", at_least=110)
+    run_interpreted(
+        HERE / "fused_cases.py", HERE / "product_cases.py", HERE / "cudnn_cases.py", at_least=120
+    )
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NEAR = {"fp16": 5e-3, "bf16": 4e-2}
 # Channels of the block, and of its input: of ResNet-50, and such that nothing divides.
 WIDTHS = [(64, 64), (64, 256), (128, 256), (256, 1024), (24, 40), (72, 72)]
+CUDNN = ("cudnn statistics", "cudnn engine")
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +75,16 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.models import products
 
     def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+        if form in CUDNN:
+            return of_cudnn(list(forms))
         for name in forms:
             if name.split()[0] == form:
                 return name
         if "fused" in forms:  # no "both" for so many channels
             return "fused"
-        fused = [name for name in forms if name != SEPARATE]
+        fused = [name for name in forms if name.split()[0] not in (SEPARATE, "cudnn")]
+        if not fused:  # a 3 × 3 convolution
+            return SEPARATE
         for step in range(len(fused)):
             name = fused[(tile + step) % len(fused)]
             try:
@@ -89,6 +94,15 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
             return name
         raise AssertionError(f"no tile runs: {key}")
 
+    def of_cudnn(names: list[str]) -> str:
+        """A convolution with statistics, or with all that is around it; a plan of a gradient; what
+        cuDNN has no graph for is separate."""
+        for start in (form, "cudnn", "engine"):
+            found = [name for name in names if name.startswith(start)]
+            if found:
+                return found[tile % len(found)]
+        return SEPARATE
+
     monkeypatch.setattr(products, "choose", choose)
 
 
@@ -97,11 +111,16 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [*((w, "fp16") for w in WIDTHS), *((w, "bf16") for w in WIDTHS[1:4])],
     ids=str,
 )
-@pytest.mark.parametrize(("form", "tile"), [*(("fused", n) for n in range(3)), ("both", 0)])
+@pytest.mark.parametrize(
+    ("form", "tile"),
+    [*(("fused", n) for n in range(3)), ("both", 0), *((f, n) for f in CUDNN for n in range(4))],
+)
 def test_blocks_have_the_gradients_of_separate_operators(
     width: tuple[int, int], kind: str, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within what rounding gives the separate ones, from float64."""
+    if form in CUDNN and kind != "fp16":
+        pytest.skip("cuDNN has these kernels in fp16 only")
     prefer(form, tile, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(*width)
@@ -122,9 +141,10 @@ def test_blocks_have_the_gradients_of_separate_operators(
         assert away(ours[name], value) < limit, name
 
 
-def test_repetitions_are_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["fused", *CUDNN])
+def test_repetitions_are_bit_identical(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of a program are added in memory, but by one thread in order."""
-    prefer("fused", 0, monkeypatch)
+    prefer(form, 0, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(64, 256)
     x = torch.randn(32, 256, 28, 28, device="cuda").half()
@@ -134,6 +154,18 @@ def test_repetitions_are_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
         again = run(prepared(net, torch.float16, True), x)
         for name, value in first.items():
             assert torch.equal(again[name], value), name
+
+
+def test_an_overflow_reaches_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the step is skipped; the maximum of a GPU may drop NaN."""
+    prefer("cudnn engine", 0, monkeypatch)
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 8, 8, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    x[1, 3, 2, 2] = torch.inf
+    found = run(prepared(Blocks(64, 64), torch.float16, True), x)
+    for name in ("blocks.0.conv1.weight", "blocks.0.bn1.weight", "blocks.1.conv1.weight"):
+        assert not found[name].isfinite().all(), name
 
 
 def losses(fused: bool, kind: torch.dtype, steps: int, graph: bool = False) -> Tensor:
@@ -177,19 +209,22 @@ def losses(fused: bool, kind: torch.dtype, steps: int, graph: bool = False) -> T
     return found
 
 
-@pytest.mark.parametrize("kind", HALF)
+@pytest.mark.parametrize(
+    ("form", "kind"), [("fused", "fp16"), ("fused", "bf16"), *((f, "fp16") for f in CUDNN)]
+)
 def test_resnet50_learns_as_with_separate_convolutions(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    form: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefer("fused", 0, monkeypatch)
+    prefer(form, 0, monkeypatch)
     ours, theirs = (losses(fused, HALF[kind], 20) for fused in (True, False))
     assert ours.isfinite().all()
     assert theirs[-1] < 0.8 * theirs[0]
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
 
 
-def test_a_captured_step_equals_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefer("fused", 0, monkeypatch)
+@pytest.mark.parametrize("form", ["fused", *CUDNN])
+def test_a_captured_step_equals_an_eager_one(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(form, 0, monkeypatch)
     eager, captured = (losses(True, torch.float16, 8, graph) for graph in (False, True))
     torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 

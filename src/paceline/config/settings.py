@@ -66,7 +66,7 @@ class RunSettings:
     """Fused kernels for batch norm with ReLU, residual sum and pooling: `on`, `off`, or `auto` (on
     a GPU, for models that have them)."""
     fused_convolutions: str = "off"
-    """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
+    """Convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
     precision on a GPU: `on`, `off`, or `auto` (where a timing at the first start shows that they are
     faster; kept in `~/.cache/paceline/products`)."""
     recompute_norms: bool = False

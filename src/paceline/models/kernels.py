@@ -52,11 +52,11 @@ def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def store_statistics(
-    mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
+    mean, m2, weight, bias, running_mean, running_var, tracked, saved, halves, offset,
     rows, channels, momentum, eps, cols, col_ok, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """The four rows of `saved`, mean, 1/σ, scale, shift, from mean and sum of squared deviations of
-    `rows` rows, and the running statistics."""
+    `rows` rows, the last two once more as `halves`, and the running statistics."""
     inverse = 1.0 / tl.sqrt(m2 / rows + eps)
     scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
     shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale
@@ -64,6 +64,8 @@ def store_statistics(
     tl.store(saved + channels + cols, inverse, mask=col_ok)
     tl.store(saved + 2 * channels + cols, scale, mask=col_ok)
     tl.store(saved + 3 * channels + cols, shift, mask=col_ok)
+    tl.store(halves + cols, scale.to(tl.float16), mask=col_ok)
+    tl.store(halves + channels + cols, shift.to(tl.float16), mask=col_ok)
     old_mean = tl.load(running_mean + cols, mask=col_ok, other=0.0)
     old_var = tl.load(running_var + cols, mask=col_ok, other=0.0)
     if OFFSET:
@@ -77,7 +79,7 @@ def store_statistics(
 
 @triton.jit
 def statistics_kernel(
-    means, weight, bias, running_mean, running_var, tracked, saved, offset,
+    means, weight, bias, running_mean, running_var, tracked, saved, halves, offset,
     rows, channels, span, parts, momentum, eps,
     OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +105,7 @@ def statistics_kernel(
         spread += tl.where(ok, inner + away * away * size, 0.0)
     m2 = tl.sum(spread, 0)
     store_statistics(
-        mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
+        mean, m2, weight, bias, running_mean, running_var, tracked, saved, halves, offset,
         rows, channels, momentum, eps, cols, col_ok, OFFSET,
     )  # fmt: skip
 
@@ -118,11 +120,11 @@ def centre_of(running_mean, cols, col_ok):
 
 @triton.jit
 def centred_statistics_kernel(
-    sums, weight, bias, running_mean, running_var, tracked, saved, offset,
+    sums, weight, bias, running_mean, running_var, tracked, saved, halves, offset,
     rows, channels, span, parts, momentum, eps,
-    OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`statistics_kernel` for parts that are sums, and sums of squares, of y − centre."""
+    """`statistics_kernel` for parts that are sums, and sums of squares, of y − centre, or of y."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -137,9 +139,12 @@ def centred_statistics_kernel(
     m2 = tl.sum(square, 0) - away * away * rows
     # Rounding may leave less than nothing of a constant channel; NaN stays.
     m2 = tl.maximum(m2, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    mean = away
+    if CENTRED:
+        mean += centre_of(running_mean, cols, col_ok)
     store_statistics(
-        centre_of(running_mean, cols, col_ok) + away, m2,
-        weight, bias, running_mean, running_var, tracked, saved, offset,
+        mean, m2,
+        weight, bias, running_mean, running_var, tracked, saved, halves, offset,
         rows, channels, momentum, eps, cols, col_ok, OFFSET,
     )  # fmt: skip
 

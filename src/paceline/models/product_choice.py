@@ -28,7 +28,7 @@ MODES = ("off", "auto", "on")
 _CALLS, _REPEATS = 4, 3
 # Cycles of a kernel that waits, so that the host launches all calls before the first one starts.
 _WAIT_CYCLES = 3_000_000
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass
@@ -55,9 +55,11 @@ class Choices:
         """The number of products and of fused ones, and of forms that failed."""
         ends = [name for key, name in self.own().items() if key.startswith(("forward", "backward"))]
         fused = sum(name != SEPARATE for name in ends)
+        cudnn = sum(name.startswith("cudnn") for name in ends)
+        by_cudnn = f", {cudnn} by cuDNN" if cudnn else ""
         source = f"{self.timed} timed" if self.timed else "cached"
         failed = f", {len(self.problems)} forms failed" if self.problems else ""
-        return f"{fused} of {len(ends)} kinds of products fused ({source}{failed})"
+        return f"{fused} of {len(ends)} kinds of products fused{by_cudnn} ({source}{failed})"
 
 
 choices = Choices()
