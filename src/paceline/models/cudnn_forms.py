@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.models.cudnn_graphs import Graph, Plan, Value, plans
+from paceline.models.cudnn_graphs import ALIGNMENT, Graph, Plan, Value, plans
 from paceline.models.fused import Moments
 from paceline.models.operands import (
     JOINED,
@@ -43,6 +43,7 @@ def can_run(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.float16
         and channels % 8 == 0
         and weight.is_contiguous(memory_format=torch.channels_last)
+        and weight.data_ptr() % ALIGNMENT == 0  # may lie anywhere in a flat buffer
     )
 
 

@@ -34,6 +34,8 @@ _CONVOLUTIONS = {
     "weight": (11, 712, (716, 717, 715)),
 }
 _KNOBS = 32
+# Of every tensor, in bytes.
+ALIGNMENT = 16
 
 
 class CudnnError(RuntimeError):
@@ -188,7 +190,7 @@ def _tensor(value: Value) -> _Descriptor:
     made.integers(902, value.dims)
     made.integers(903, (channels * height * width, 1, channels * width, channels))
     made.integers(906, (value.uid,))
-    made.integers(900, (16,))  # alignment in bytes
+    made.integers(900, (ALIGNMENT,))
     made.set(907, _BOOLEAN, (c_bool * 1)(not value.name))
     return made.finish()
 
@@ -287,6 +289,7 @@ class Plan:
 def _check(value: Value, tensor: Tensor) -> None:
     """cuDNN sees an address only."""
     assert tensor.dtype == (torch.float16 if value.half else torch.float32), value
+    assert tensor.data_ptr() % ALIGNMENT == 0, value
     if value.dims[2:] == (1, 1) and tensor.dim() == 1:
         assert (1, len(tensor), 1, 1) == value.dims, value
         assert tensor.is_contiguous(), value
