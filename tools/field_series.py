@@ -1,15 +1,18 @@
 """Trains the comparison of docs/why-not.md: optimizers, schedules and batch growth on equal terms.
 
     python tools/field_series.py OUTPUT --data-dir CIFAR10 [--seconds 1500] [--only 'sgd*'] [--list]
+    python tools/field_series.py OUTPUT --data-dir CIFAR10 --speed
 
 CIFAR-10, a ResNet of 4.9 million parameters, 16 epochs, batches of 256, 2,500 and 10,000 (schedules: 256
 and 10,000). Every option has the same tuning budget: three values of its main knob with seed 0. The best
 one is trained with seeds 1 and 2 too. All trainings run in one process, one after the other. A run whose
 folder has a summary is done, and so is one that diverged (`failed.txt`): the same command continues a
 series that was broken off. A run that fails for another reason is left out, and tried again by the next
-command. No run begins that would outlast `--seconds`. Writes, after each row, `tuning.md` (every try) and
-`compare.sh` (the comparison). Exit code 0: complete; 1: a run failed, or the data cannot be read; 3: the
-time was over, or a signal ended the series.
+command. Several processes share the rows with `--claims DIR`, a new folder for each series of processes;
+their times are then no comparison, and `--speed` times two epochs of each optimizer with nothing beside
+it (`speed.jsonl`). No run begins that would outlast `--seconds`. Writes, after each row, `tuning.md`
+(every try) and `compare.sh` (the comparison). Exit code 0: complete; 1: a run failed, or the data cannot
+be read; 3: the time was over, or a signal ended the series.
 """
 
 from __future__ import annotations
@@ -39,8 +42,9 @@ from paceline.core.errors import (
 )
 from paceline.core.events import Event
 from paceline.core.imports import object_name
+from paceline.data import Source, open_source
 from paceline.models.resnet import BasicBlock, ResNet
-from paceline.train import run_training
+from paceline.train import RunOutcome, run_training
 from paceline.train.components import Components
 
 BATCHES = (256, 2500, 10_000)
@@ -62,6 +66,8 @@ FIXED_SAMPLES: dict[str, Any] = {
     "data.augment": "none", "data.flip": False, "data.cutout": 0, "optim.momentum": 0.0,
     "optim.warmup_epochs": 0.0, "precision.amp_dtype": "fp32",
 }  # fmt: skip
+# An epoch with a centering costs three passes over the data: about the passes of 16 plain epochs.
+THREE_PASSES: dict[str, Any] = {**FIXED_SAMPLES, "run.epochs": 5}
 
 
 @dataclass(frozen=True)
@@ -135,15 +141,6 @@ OPTIONS = (
             "model.norm_statistics": "last",
         },
     ),
-    # Variance reduction, on fixed images: three passes an epoch, and no augmentation.
-    Option("sgd-fixed", {256: 0.2}, FIXED_SAMPLES),
-    Option("svrg", {256: 0.2}, {**FIXED_SAMPLES, "optim.name": "svrg"}),
-    Option(
-        "halp-8",
-        {256: 0.2},
-        {**FIXED_SAMPLES, "optim.name": "halp", "optim.bits": 8, "optim.halp_mu": 1.0},
-    ),
-    Option("halp-16", {256: 0.2}, {**FIXED_SAMPLES, "optim.name": "halp", "optim.bits": 16}),
     # Schedules of momentum SGD.
     Option("goyal", SGD_ENDS, {**STEP, "optim.nesterov": True, "optim.warmup_epochs": 1.0}),
     Option("step", SGD_ENDS, STEP),
@@ -157,7 +154,20 @@ OPTIONS = (
     # The batch grows in place of the decays of a step schedule.
     Option("growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=GROWS),
     Option("no-growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=STAYS),
+    # Variance reduction, on fixed images and without augmentation.
+    Option("sgd-fixed", {256: 0.2}, FIXED_SAMPLES),
+    Option("svrg", {256: 0.2}, {**THREE_PASSES, "optim.name": "svrg"}),
+    Option(
+        "halp-8",
+        {256: 0.2},
+        {**THREE_PASSES, "optim.name": "halp", "optim.bits": 8, "optim.halp_mu": 1.0},
+    ),
+    Option("halp-16", {256: 0.2}, {**THREE_PASSES, "optim.name": "halp", "optim.bits": 16}),
 )
+# Their steps differ; a schedule costs nothing.
+TIMED = (
+    "sgd", "nesterov", "lars", "muon", "lamb", "adamw", "akiba", "sgd-fixed", "svrg", "halp-8", "halp-16",
+)  # fmt: skip
 
 
 def resnet10(num_classes: int, in_channels: int) -> nn.Module:
@@ -203,14 +213,17 @@ class Series:
     divergence."""
 
     def __init__(
-        self, output: Path, overrides: Mapping[str, Any], seconds: float, model: str = ""
-    ) -> None:
+        self, output: Path, overrides: Mapping[str, Any], seconds: float, model: str = "",
+        claims: Path | None = None,
+    ) -> None:  # fmt: skip
         self.output = output
+        self._claims = claims
         self.failed: list[str] = []
         self._overrides = overrides
         self._model = model
         self._ends = time.monotonic() + seconds
         self._last_s = 0.0
+        self._data: tuple[Source, Source] | None = None
 
     def run(self, options: Sequence[Option], batches: Sequence[int]) -> bool:
         """False where the time did not suffice."""
@@ -218,7 +231,7 @@ class Series:
         try:
             for option in options:
                 for batch in batches:
-                    if batch in option.middles:
+                    if batch in option.middles and self._is_ours(option, batch):
                         self._row(option, batch)
                         self._report(options, batches)
         except SeriesStoppedError as end:
@@ -226,6 +239,48 @@ class Series:
             self._report(options, batches)
             return False
         return True
+
+    def _is_ours(self, option: Option, batch: int) -> bool:
+        """Whether no other process has the row. A row stays with the process that began it."""
+        if self._claims is None:
+            return True
+        self._claims.mkdir(parents=True, exist_ok=True)
+        try:
+            (self._claims / f"{option.name}-b{batch}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def time_steps(self, options: Sequence[Option], batches: Sequence[int]) -> None:
+        """Two epochs of each optimizer at the middle of its knob; the first one compiles kernels."""
+        lines = self.output / "speed.jsonl"
+        done = (
+            [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+        )
+        timed = {(line["option"], line["batch"]) for line in done}
+        for option in options:
+            for batch in batches:
+                if option.name not in TIMED or batch not in option.middles:
+                    continue
+                if (option.name, batch) in timed:
+                    continue
+                if time.monotonic() + self._last_s > self._ends:
+                    return
+                begun = time.monotonic()
+                gc.collect()
+                planned = Planned(option, batch, option.middles[batch], SEEDS[0])
+                summary = self._outcome(
+                    planned, self.output / "speed" / planned.name, {"run.epochs": 2}
+                ).summary
+                found = {
+                    "option": option.name, "batch": batch,
+                    "images_per_s": round(float(summary["images_per_s"]), 1),
+                    "state_bytes_per_parameter": summary["state_bytes_per_parameter"],
+                }  # fmt: skip
+                with lines.open("a") as log:
+                    log.write(json.dumps(found) + "\n")
+                print(json.dumps(found), flush=True)
+                self._last_s = time.monotonic() - begun
 
     def _row(self, option: Option, batch: int) -> None:
         tries = self.tries(option, batch)
@@ -268,27 +323,42 @@ class Series:
 
     def _top1_line(self, planned: Planned) -> str:
         folder = self.output / planned.name
+        outcome = self._outcome(planned, folder, {})
+        if outcome.result.stop_signal is not None:
+            raise SeriesStoppedError(f"{planned.name}: ended by a signal")
+        summary = outcome.summary
+        return f"top-1 {summary['top1']:.2f}, {summary['images_per_s']:,.0f} images/s"
+
+    def _outcome(self, planned: Planned, folder: Path, more: Mapping[str, Any]) -> RunOutcome:
+        resumes = any((folder / "checkpoints").glob("step-*.pt"))
+        if not resumes:  # of a run that was killed before its first checkpoint
+            shutil.rmtree(folder, ignore_errors=True)
         values = {
             **planned.settings(),
+            **more,
             **self._overrides,
             "run.output": str(folder),
-            "run.resume": "auto" if any((folder / "checkpoints").glob("step-*.pt")) else "",
+            "run.resume": "auto" if resumes else "",
             "run.name": f"{planned.option.name}-b{planned.batch}",
         }
-        components = Components() if self._model else Components(model=resnet10)
         if self._model:
             values["model.name"] = self._model
         else:
             values |= {"model.name": object_name(resnet10), "model.stem": "auto"}
         config = load_config("cifar10-resnet18", values)
+        if config.data.dir and self._data is None:  # decoded once, for all runs
+            train = open_source(config.data, "train")
+            self._data = train, open_source(config.data, "val", train.classes)
+        train_data, val_data = self._data or (None, None)
+        components = Components(
+            model=None if self._model else resnet10, train_data=train_data, val_data=val_data
+        )
         outcome = run_training(config, Quiet, None, components)
-        if outcome.result.stop_signal is not None:
-            raise SeriesStoppedError(f"{planned.name}: ended by a signal")
-        # 80 MB a run; nothing here reads them.
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        (folder / "weights.safetensors").unlink(missing_ok=True)
-        summary = outcome.summary
-        return f"top-1 {summary['top1']:.2f}, {summary['images_per_s']:,.0f} images/s"
+        if outcome.result.stop_signal is None:
+            # 80 MB a run; nothing here reads them.
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            (folder / "weights.safetensors").unlink(missing_ok=True)
+        return outcome
 
     def result(self, planned: Planned) -> float | None:
         """Top-1 of a run that is done, −1 where it diverged; None where it is not done."""
@@ -345,6 +415,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", default="", help="Numbers, with commas; all of the options.")
     parser.add_argument("--model", default="", help="A model instead of the ResNet of this tool.")
     parser.add_argument("--set", action="append", default=[], help="section.key=value, over all.")
+    parser.add_argument("--claims", type=Path, help="of processes that share the rows")
+    parser.add_argument("--speed", action="store_true", help="Time the optimizers' steps, and end.")
     parser.add_argument("--list", action="store_true", help="Show the runs of the tuning, and end.")
     given = parser.parse_args(arguments)
     options = [option for option in OPTIONS if fnmatch.fnmatch(option.name, given.only)]
@@ -352,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = dict(parse_assignment(text) for text in given.set)
     if given.data_dir:
         overrides |= {"data.dir": given.data_dir, "data.source": "auto"}
-    series = Series(given.output, overrides, given.seconds, given.model)
+    series = Series(given.output, overrides, given.seconds, given.model, given.claims)
     if given.list:
         for option in options:
             for batch in batches:
@@ -360,6 +432,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(planned.name)
         return 0
     try:
+        if given.speed:
+            given.output.mkdir(parents=True, exist_ok=True)
+            series.time_steps(options, batches)
+            return 0
         complete = series.run(options, batches)
     except PacelineError as error:
         print(error, file=sys.stderr)

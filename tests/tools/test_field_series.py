@@ -92,7 +92,7 @@ class FakeTraining:
             raise end
         rate = config.optim.lr
         assert rate is not None
-        summary = {"top1": 50 - rate, "images_per_s": 1.0}
+        summary = {"top1": 50 - rate, "images_per_s": 1.0, "state_bytes_per_parameter": 4.0}
         (folder / "summary.json").write_text(json.dumps(summary))
         return RunOutcome(folder, 0, RunResult("finished", None), summary, None)
 
@@ -185,3 +185,32 @@ def test_every_option_trains_at_a_tiny_scale(
 def test_the_list_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["out", "--list", "--only", "one-cycle*"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 * 2 * 3
+
+
+def test_processes_share_the_rows(
+    tmp_path: Path, fake: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    (claims / "sgd-b256").touch()  # of another process
+    command = [str(tmp_path / "out"), *TINY, "--only", "*s*g*", "--claims", str(claims)]
+    assert tool.main(command) == 0
+    assert fake.count()["sgd"] == 5, "the row sgd-fixed alone"
+    assert not list((tmp_path / "out").glob("sgd-b256-*"))
+    assert tool.main(command) == 0
+    assert not fake.tried, "each row is claimed"
+
+
+def test_steps_are_timed_once(
+    tmp_path: Path, fake: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(tmp_path), *TINY, "--only", "*s*g*", "--speed"]
+    assert tool.main(command) == 0
+    # Not `svrg`'s schedule rows: growth and its baseline are no optimizers.
+    assert fake.tried == ["sgd-b256-0.2-s0", "sgd-fixed-b256-0.2-s0", "svrg-b256-0.2-s0"]
+    lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    assert [line["option"] for line in lines] == ["sgd", "sgd-fixed", "svrg"]
+    fake.tried.clear()
+    assert tool.main(command) == 0
+    assert not fake.tried
+    assert not (tmp_path / "tuning.md").exists()
