@@ -291,7 +291,9 @@ def build(part: int, of: int, dtype: torch.dtype) -> None:
     """Builds the kernels of every `of`th form on small maps; later processes find them on disk."""
     number = -1
 
-    def build_some(key: str, forms: dict[str, Any], device: torch.device) -> str:
+    def build_some(
+        key: str, forms: dict[str, Any], device: torch.device, then: object = None
+    ) -> str:
         nonlocal number
         fused = {
             name: call for name, call in forms.items() if name.split()[0] not in (SEPARATE, "cudnn")

@@ -83,7 +83,9 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """The forms of cuDNN are there and chosen."""
     wanted: str = request.param
 
-    def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+    def choose(
+        key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
+    ) -> str:
         names = list(forms)
         for start in (wanted, "cudnn", "reference"):
             for name in names:

@@ -77,7 +77,9 @@ def exactly(net: nn.Module) -> nn.Module:
 
 
 def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+    def choose(
+        key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
+    ) -> str:
         names = list(forms)
         fused = [name for name in names if name != SEPARATE]
         for name in names:  # "both" has tiles of its own

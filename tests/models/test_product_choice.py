@@ -48,6 +48,17 @@ def _on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     begin("off", CPU)
 
 
+def test_what_follows_a_form_counts() -> None:
+    """A forward form that stores less may leave more to backward."""
+
+    def later(result: object) -> float:
+        assert isinstance(result, float)
+        return result + (5.0 if result == 1.0 else 0.5)
+
+    assert choose("forward x", Forms(a=1.0, separate=2.0)(), GPU, later) == SEPARATE
+    assert choices.times["forward x"] == {"a": 6.0, SEPARATE: 2.5}
+
+
 def test_the_fastest_form_is_taken_and_timed_once() -> None:
     forms = Forms(a=3.0, b=1.0, separate=2.0)
     assert choose("forward x", forms(), GPU) == "b"

@@ -74,7 +74,9 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tile from `tile` on that the GPU can run."""
     from paceline.models import products
 
-    def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+    def choose(
+        key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
+    ) -> str:
         if form in CUDNN:
             return of_cudnn(list(forms))
         for name in forms:
@@ -142,8 +144,9 @@ def test_blocks_have_the_gradients_of_separate_operators(
 
 
 @pytest.mark.parametrize("form", ["fused", *CUDNN])
-def test_repetitions_are_bit_identical(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums of a program are added in memory, but by one thread in order."""
+def test_repetitions_are_bit_identical_or_near(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of a program are added in memory, but by one thread in order. cuDNN's sums have no order:
+    what follows from them differs by rounding."""
     prefer(form, 0, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(64, 256)
@@ -153,7 +156,10 @@ def test_repetitions_are_bit_identical(form: str, monkeypatch: pytest.MonkeyPatc
     for _ in range(5):
         again = run(prepared(net, torch.float16, True), x)
         for name, value in first.items():
-            assert torch.equal(again[name], value), name
+            if form in CUDNN:
+                assert away(again[name], value) < NEAR["fp16"], name
+            else:
+                assert torch.equal(again[name], value), name
 
 
 def test_an_overflow_reaches_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

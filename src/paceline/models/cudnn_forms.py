@@ -31,7 +31,7 @@ from paceline.models.operands import (
 )
 
 # Of cuDNN's heuristics, best guess first.
-_MOST_PLANS = 10
+_MOST_PLANS = 6
 _FACTORS = ("dgamma", "dbeta", "a", "b", "c")
 
 

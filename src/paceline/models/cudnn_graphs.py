@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
-from ctypes import c_bool, c_double, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 # Types of attributes.
-_HANDLE, _DATA_TYPE, _BOOLEAN, _INT64, _DOUBLE, _POINTER, _CONVOLUTION_MODE, _HEURISTICS = (
-    0, 1, 2, 3, 5, 6, 7, 8,
-)  # fmt: skip
+_HANDLE, _DATA_TYPE, _BOOLEAN, _INT64, _FLOAT32, _DOUBLE, _POINTER = range(7)
+_CONVOLUTION_MODE, _HEURISTICS = 7, 8
 _KNOB, _POINTWISE_MODE, _DESCRIPTOR, _STATISTICS_MODE = 9, 14, 15, 16
 _FLOAT, _HALF = 0, 2
 _CROSS_CORRELATION, _MODE_A = 1, 3
@@ -220,8 +219,9 @@ def _convolution(node: Node, tensors: Mapping[Value, _Descriptor]) -> _Descripto
     padding = [size // 2 for size in weight.dims[2:]]
     for place, pair in ((102, (1, 1)), (103, (node.stride,) * 2), (104, padding), (105, padding)):
         inner.integers(place, pair)
-    made.set(first, _DOUBLE, (c_double * 1)(1.0))
-    made.set(first + 1, _DOUBLE, (c_double * 1)(0.0))
+    # α and β. Kernels of single convolutions would take those of float64 for 0.
+    made.set(first, _FLOAT32, (c_float * 1)(1.0))
+    made.set(first + 1, _FLOAT32, (c_float * 1)(0.0))
     made.refer(first + 2, inner.finish())
     for place, value in zip(places, values, strict=True):
         made.refer(place, tensors[value])

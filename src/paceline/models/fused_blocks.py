@@ -265,9 +265,11 @@ class _ConvolveNormed(torch.autograd.Function):
         next_norm: nn.BatchNorm2d, links: tuple[Link, Link], relu: bool, recompute: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         operand = Operand.normalized(x, saved)
-        out, next_saved, y = forward_product(operand, weight, next_norm, stride)
-        # A convolution of torch has stored its input: kept for backward, it need not be made again.
-        kept = [] if y is None or recompute else [y]
+        out, next_saved, y = forward_product(
+            operand, weight, next_norm, stride, recompute=recompute
+        )
+        # A convolution of a stored input: kept for backward, it need not be made again.
+        kept = [] if y is None else [y]
         ctx.save_for_backward(x, saved, gamma, beta, weight, out, next_saved, *kept)
         ctx.stride, ctx.links, ctx.relu = stride, links, relu
         ctx.mark_non_differentiable(next_saved)

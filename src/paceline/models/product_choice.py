@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,8 +92,12 @@ def kind() -> str:
     return choices.path.name if choices.path is not None else ""
 
 
-def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """The name of the fastest of `forms`, which must have no effect but their result."""
+def choose(
+    key: str, forms: Mapping[str, Callable[[], object]], device: torch.device,
+    then: Callable[[Any], object] | None = None,
+) -> str:  # fmt: skip
+    """The name of the fastest of `forms`, which must have no effect but their result; with what `then`
+    does with that result, where later work depends on the form."""
     timing = choices.open and device.type == "cuda"
     timing = timing and not torch.cuda.is_current_stream_capturing()
     if timing:
@@ -108,7 +113,7 @@ def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.de
     times = {}
     for name in names:
         try:
-            times[name] = _milliseconds(forms[name])
+            times[name] = _milliseconds(_followed(forms[name], then))
         except Exception as error:  # compilers raise what they like
             if _is_fatal(error):
                 raise
@@ -124,6 +129,12 @@ def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.de
         return names[0]  # raises its error for the product that is made of this one
     choices.chosen[key] = best
     return best
+
+
+def _followed(
+    call: Callable[[], object], then: Callable[[Any], object] | None
+) -> Callable[[], object]:
+    return call if then is None else lambda: then(call())
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -32,6 +32,7 @@ from paceline.models.operands import (
     FORMS,
     MERGED,
     MOMENTS,
+    NORMALIZED,
     PLAIN,
     Epilogue,
     Gradients,
@@ -186,11 +187,12 @@ def is_product(weight: Tensor, stride: int) -> bool:
 
 
 def forward_product(
-    operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, stride: int = 1, *, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, stride: int = 1, *, keep: bool = False,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The convolution, the statistics of `norm` on it (see `fused.statistics`), which updates the
-    running ones, and the stored operand if `keep`, else where there is one. The padding is half the size
-    of the weight."""
+    running ones, and the stored operand if `keep`, else where there is one and not `recompute`. The
+    padding is half the size of the weight."""
     check_rows(out_dims(tuple(operand.x.shape), tuple(weight.shape), stride))
     out, into = weight.shape[:2]
     forms: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
@@ -200,9 +202,24 @@ def forward_product(
     }
     forms.update(cudnn_forms.forward(operand, weight, stride, keep))
     forms[SEPARATE] = partial(_separate_forward, operand, weight, stride)
-    key = _key("forward", operand, weight, stride, "kept" if keep else "")
-    found, sums, kept = forms[choose(key, forms, operand.x.device)]()
-    return found, join_moments(sums, norm), kept
+    how = "kept" if keep else "recomputed" if recompute else ""
+    key = _key("forward", operand, weight, stride, how)
+    then = None
+    if operand.form == NORMALIZED:
+        # A form that does not store the operand leaves more to the weight's gradient.
+        then = partial(_weight_gradient_after, operand, weight, stride, recompute)
+    found, sums, kept = forms[choose(key, forms, operand.x.device, then)]()
+    return found, join_moments(sums, norm), None if recompute else kept
+
+
+def _weight_gradient_after(
+    operand: Operand, weight: Tensor, stride: int, recompute: bool,
+    found: tuple[Tensor, Moments, Tensor | None],
+) -> Tensor:  # fmt: skip
+    """For its time: the output is in the place of its gradient."""
+    out, _, kept = found
+    inputs = operand if kept is None or recompute else Operand(kept)
+    return _stored_weight_gradient(out, weight, inputs, stride)
 
 
 def _fused_forward(
@@ -401,6 +418,8 @@ def _stored_weight_gradient(
     gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
 ) -> Tensor:
     forms = cudnn_forms.weight_gradient(gradient, weight, inputs, stride)
+    if not forms:
+        return _torch_weight_gradient(gradient, weight, inputs, stride)
     forms[SEPARATE] = partial(_torch_weight_gradient, gradient, weight, inputs, stride)
     key = _key("cudnn weight", inputs, weight, stride)
     return forms[choose(key, forms, gradient.device)]()
