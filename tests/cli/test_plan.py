@@ -77,6 +77,28 @@ def test_recomputed_norms_need_less_memory_and_take_longer(tmp_path: Path) -> No
     assert caught.value.field == "--recompute-norms"
 
 
+@pytest.mark.parametrize("wires", [("int8",), ("e4m3",), ("auto", "int8")])
+def test_8_bit_wires_have_a_plan(tmp_path: Path, wires: tuple[str, ...]) -> None:
+    path = tmp_path / "plan.toml"
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64", "--gpus-per-node", "1", "--node-gbps", "10",
+             "--json")  # fmt: skip
+    allowed = [part for wire in wires for part in ("--wire", wire)]
+    found = json.loads(ask(*flags, *allowed, "--plan-out", str(path)))
+    assert {"int8", "float8_e4m3"} & {bucket["wire"] for bucket in found["buffers"]}
+    assert "all_to_all" in {bucket["algorithm"] for bucket in found["buffers"]}
+    names = {group["name"] for group in found["start_up"]["groups"]}
+    assert names == {"all ranks"}
+    scored = json.loads(ask(*flags, "--with-plan", str(path)))
+    assert scored["step_s"] == pytest.approx(found["step_s"])
+    assert scored["start_up"] == found["start_up"]
+
+
+def test_the_formats_of_the_wire_are_in_the_help() -> None:
+    told = ask("--help")
+    for name in ("fp32", "fp16", "bf16", "int8", "e4m3", "e5m2"):
+        assert name in told
+
+
 def test_a_target_and_a_price() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--node-gbps", "3200", "--links", "8")
     priced = ("--target-minutes", "10", "--price-per-gpu-hour", "3")

@@ -98,7 +98,9 @@ def plan(
     ),
     algorithm: list[str] = typer.Option([], help="Allowed all-reduces; may be repeated. All."),
     wire: list[str] = typer.Option(
-        [], help="Allowed formats: auto (as held), fp32, fp16, bf16; may be repeated. auto."
+        [],
+        help="Allowed formats: auto (as held), fp32, fp16, bf16, and in 8 bits int8, e4m3, e5m2; may be "
+        "repeated. auto.",
     ),
     with_plan: Path | None = typer.Option(None, help="Score this plan file instead of the best."),
     plan_out: Path | None = typer.Option(None, help="Write the plan, for comm.plan."),
@@ -193,7 +195,7 @@ def _fusion_plan(
             "--with-plan", str(path), "decides algorithms and wire itself",
             "leave out --algorithm and --wire",
         )  # fmt: skip
-    file = PlanFile.read(path)
+    file = PlanFile.read(path, "--with-plan")
     model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
     file.check(model, ClusterFacts(place.ranks, place.nodes), str(path))
     return file.plan

@@ -18,7 +18,7 @@ from paceline.plan.fusion_plan import FusionPlan, keeps_float32
 from paceline.plan.layers import Network
 from paceline.plan.memory import MemoryEstimate, memory_on, usable_bytes
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import Prediction, StartUp, predict
+from paceline.plan.prediction import Prediction, predict
 from paceline.plan.recommend import (
     InputSupply,
     Job,
@@ -28,6 +28,7 @@ from paceline.plan.recommend import (
     options,
     start_up,
 )
+from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Affine, Workload, analytic_workload
 
 MOST_RANKS = 65_536

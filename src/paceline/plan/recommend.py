@@ -21,7 +21,8 @@ from paceline.plan.cluster import RANKS_LIMIT, Accelerator, Cluster
 from paceline.plan.layers import Network
 from paceline.plan.memory import LARGEST_BATCH, largest_batch
 from paceline.plan.noise import useful_batch
-from paceline.plan.prediction import Prediction, StartUp
+from paceline.plan.prediction import Prediction
+from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Workload, check_input_rate
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Job:
 
 def start_up(found: Prediction, nodes: int, *, nccl: bool) -> StartUp:
     """Until the first step, without the programs' own start and the model's."""
-    algorithms = {score.algorithm for score in found.scores}
+    algorithms = {name for score in found.scores for name in (score.algorithm, score.beside)}
     return StartUp.of(nodes, found.ranks // nodes, algorithms, buckets=len(found.scores), nccl=nccl)
 
 
