@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from paceline.plan.answer import Answer, Question
 from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.layers import network
+from paceline.plan.recommend import Job
 from paceline.plan.workload import Affine, analytic_workload
 from paceline.report import RunFiles
 from paceline.report.chart import (
@@ -263,8 +264,7 @@ def test_the_bars_of_a_step_end_with_it(input_rate: float) -> None:
             curve=(),
             most_ranks=None,
             advice=(),
-            epochs=1.0,
-            samples=1000,
+            job=Job(1.0, 1000, gpu.watts),
         )
     )
     assert max(bar.end for bar in bars) == pytest.approx(1e3 * now.step_s)

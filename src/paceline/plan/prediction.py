@@ -32,7 +32,7 @@ _INPUT_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class BucketScore:
-    """`ready_s` is from the start of the backward pass; `beside` is the algorithm of the small messages."""
+    """`ready_s` is from the start of the backward pass; `beside` is the algorithm of small messages."""
 
     tensors: int
     bytes: int
@@ -166,10 +166,12 @@ class Prediction:
     def images_per_s_per_gpu(self) -> float:
         return self.batch / self.step_s
 
+    def steps(self, epochs: float, samples: int) -> int:
+        return math.ceil(epochs * samples / (self.ranks * self.batch))
+
     def epochs_s(self, epochs: float, samples: int) -> float:
         """Training alone, without start and evaluation."""
-        steps = math.ceil(epochs * samples / (self.ranks * self.batch))
-        return steps * self.step_s
+        return self.steps(epochs, samples) * self.step_s
 
 
 def step_times(
@@ -225,7 +227,7 @@ def _uncertainty(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: 
     ) -> float:
         return step_times(work, there, plan, batch, spread)[0].overlapped()
 
-    base, slower = step(), 1 + workload.spread
+    base, slower = step(), 1 + workload.spread_at(batch)
     work = replace(
         workload, forward=workload.forward.scaled(slower),
         backward=workload.backward.scaled(slower), update_s=workload.update_s * slower,

@@ -112,8 +112,8 @@ def predict_scaling(
         oversubscription: of the network between nodes; 1.
         input_images_per_s: what the input of a rank delivers; 0 means enough.
         algorithms: allowed all-reduce algorithms; empty means all.
-        wires: allowed wire formats: `auto` (as held), `fp32`, `fp16`, `bf16`, and in 8 bits `int8`, `e4m3`,
-            `e5m2`.
+        wires: allowed wire formats: `auto` (as held), `fp32`, `fp16`, `bf16`, and in 8 bits `int8`,
+            `e4m3`, `e5m2`.
         profile: a file of `paceline profile` or `paceline tune`, instead of the analytic workload.
         cluster: a file of `paceline tune`, instead of `gpus_per_node` and the network's arguments.
 

@@ -28,8 +28,8 @@ PHASE_S = 50e-6
 MEASURED_RANKS = 1024
 # To set an NCCL communicator of p ranks up takes `_NCCL_S + p · _NCCL_RANK_S`. By what users of V100 and
 # InfiniBand measured: 8 communicators of 8 ranks in 16.3 s, 32 of 32 ranks in 130 s (NVIDIA/nccl issue
-# 534, 2021). The line is not continued beyond what was reported for thousands of GPUs: 2.5 minutes for the
-# whole initialization (issue 1156, 2024), because the bootstrap does not stay linear in the ranks.
+# 534, 2021). The line ends at what was reported for the initialization of thousands of GPUs: 2.5 minutes
+# (issue 1156, 2024). Nothing is known to us that is longer.
 _NCCL_S = 1.35
 _NCCL_RANK_S = 0.086
 _NCCL_MEASURED_RANKS = 32
@@ -121,15 +121,17 @@ class StartUp:
 
     def describe(self) -> str:
         """The parts, and on what they rest where that is no measurement at this size."""
-        groups = ", ".join(f"{g.count:,} × {g.ranks:,} ranks ({g.name})" for g in self.groups)
         beyond = (
             f" (in proportion from {MEASURED_RANKS:,} ranks)" if self.ranks > MEASURED_RANKS else ""
         )
         nccl = f", NCCL {self.backend_s:,.0f} s ({self._basis()})" if self.backend_s else ""
         return (
             f"processes {self.process_s:g} s (assumed), rendezvous {self.meet_s:.2g} s, {self.phases} "
-            f"phases {self.agree_s:.2g} s{beyond}{nccl}; process groups: {groups}"
+            f"phases {self.agree_s:.2g} s{beyond}{nccl}"
         )
+
+    def describe_groups(self) -> str:
+        return ", ".join(f"{g.count:,} × {g.ranks:,} ranks ({g.name})" for g in self.groups)
 
     def _basis(self) -> str:
         basis = "assumed from published figures for 8 and 32 ranks, not measured"
