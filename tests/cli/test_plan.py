@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
@@ -275,17 +277,22 @@ def test_another_choice_than_the_headline_is_explained() -> None:
     assert (same["nodes"], same["batch"]) != (4, 128)
 
 
-@pytest.mark.parametrize("columns", ["80", "100"])
-def test_no_number_is_cut_in_a_pipe(columns: str) -> None:
-    flags = ["plan", "--gpu", "H100", "--nodes", "256", "-b", "32", "--price-per-gpu-hour", "3"]
-    runner = CliRunner(env={"COLUMNS": columns})
-    told = runner.invoke(app, flags, catch_exceptions=False, standalone_mode=False).output
-    found = json.loads(ask(*flags[1:], "--json"))
-    assert "…" not in told
-    lines = told.splitlines()
+@pytest.mark.parametrize(
+    ("columns", "terminal"), [(80, False), (100, False), (80, True), (40, True)]
+)
+def test_no_number_is_cut(columns: int, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--gpu", "H100", "--nodes", "256", "-b", "32", "--price-per-gpu-hour", "3")
+    found = json.loads(ask(*flags, "--json"))
+    console = partial(Console, width=columns, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr("paceline.cli.plan.Console", console)
+    lines = ask(*flags).splitlines()
+    assert not any("…" in line for line in lines)
     for option in found["options"]:
-        cells = (f"{option['images_per_s']:,.0f}", f"{option['cost']:,.2f}")
-        assert any(all(cell in line for cell in cells) for line in lines)
+        cells = f"{option['images_per_s']:,.0f}", f"{option['batch'] * option['ranks']:,}"
+        if columns >= 80:
+            assert any(all(cell in line for cell in cells) for line in lines)
+    if terminal:
+        assert max(map(len, lines)) <= columns
 
 
 EXTREMES = ("0", "-1", "nan", "inf", "1e308", "1e-300")

@@ -344,21 +344,23 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
 
 
 def _print(answer: Answer) -> None:
-    """Numbers are not cut: a pipe is as wide as the widest table, and heads wrap in a narrow terminal."""
+    """No number is cut: a pipe is as wide as the widest table; in a narrow terminal heads wrap, columns
+    move together, and what is left folds."""
     console = Console()
-    drawn: list[Table] = []
-    for head, rows, caption in (
-        (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
-         bucket_rows(answer), FROM_BACKWARD),
-        (("ranks", "images/s", "efficiency", "exposed ms"), curve_rows(answer), ""),
-        (option_columns(answer), option_rows(answer), ""),
-        (("what would help", "images/s", "price"), advice_rows(answer), ""),
-    ):  # fmt: skip
-        if rows:
-            drawn.append(_numbers(head, rows, caption))
+    tables = [
+        (head, rows, caption)
+        for head, rows, caption in (
+            (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
+             bucket_rows(answer), FROM_BACKWARD),
+            (("ranks", "images/s", "efficiency", "exposed ms"), curve_rows(answer), ""),
+            (option_columns(answer), option_rows(answer), ""),
+            (("what would help", "images/s", "price"), advice_rows(answer), ""),
+        )
+        if rows
+    ]  # fmt: skip
+    wide = console.options.update(width=10_000)
     if not console.is_terminal:
-        wide = console.options.update(width=10_000)
-        widths = (console.measure(table, options=wide).maximum for table in drawn)
+        widths = (console.measure(_numbers(*table), options=wide).maximum for table in tables)
         console.width = max(console.width, *widths)
     facts = Table(show_header=False, box=None)
     facts.add_column(no_wrap=True)
@@ -366,20 +368,28 @@ def _print(answer: Answer) -> None:
     for row in fact_rows(answer):
         facts.add_row(*(Text(one_line(cell)) for cell in row))
     console.print(facts)
-    for table in drawn:
+    for table in tables:
+        forms = (_numbers(*table), _numbers(*table, gap=0), _numbers(*table, gap=0, fold=True))
+        drawn = (
+            form for form in forms if console.measure(form, options=wide).minimum <= console.width
+        )
         console.print()
-        console.print(table)
+        console.print(next(drawn, forms[-1]))
 
 
-def _numbers(head: tuple[str, ...], rows: list[tuple[str, ...]], caption: str) -> Table:
+def _numbers(
+    head: tuple[str, ...], rows: list[tuple[str, ...]], caption: str, gap: int = 1,
+    fold: bool = False,
+) -> Table:  # fmt: skip
+    """Cells break at their spaces only, unless they may `fold`."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=caption or None,
-        caption_justify="left",
+        caption_justify="left", padding=(0, gap),
     )  # fmt: skip
     for name, *cells in zip(head, *rows, strict=True):
-        # Cells with units or sentences may break at their spaces, heads too.
         words = [word for text in (name, *cells) for word in text.split()]
-        table.add_column(name, overflow="fold", min_width=max(map(len, words), default=1))
+        least = None if fold else max(map(len, words), default=1)
+        table.add_column(name, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*(Text(one_line(cell)) for cell in row))
     return table

@@ -138,7 +138,9 @@ def predict_scaling(
         question = Question(work, batch_size or 1, tuple(algorithms) or known, wire_names(wires))
         net = known_network(model, work.image_size)
         if batch_size is None:
-            limits = limits_of(net, find_accelerator(accelerator))
+            # A profile may be of another format than is usual on the accelerator.
+            half = None if profile is None else work.in_half
+            limits = limits_of(net, find_accelerator(accelerator), half=half)
             batch_size = recommended_batch(question, place, limits)
         elif net is not None and profile is None:
             check_memory(net, find_accelerator(accelerator), batch_size)
