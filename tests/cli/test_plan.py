@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
+from paceline.models import MODEL_NAMES
 from paceline.plan.cluster import accelerator
-from paceline.plan.layers import network
+from paceline.plan.layers import TRACED, is_network, network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.rehearsal import RehearseSettings, cluster_clock
+from paceline.plan.scaling import predict_scaling
 from paceline.plan.workload import analytic_workload
 
 KEYS = {
@@ -227,6 +229,9 @@ def test_built_in_models_without_layers_are_counted(model: str, pixels: str) -> 
     found = json.loads(ask(*flags))
     assert "counted from a trace" in found["source"]
     assert found["memory"]["total"] > 0
+    with pytest.raises(ConfigError, match=f"paceline plan --model {model}"):
+        predict_scaling(model)
+    assert {name for name in MODEL_NAMES if not is_network(name)} == set(TRACED)
 
 
 def test_start_up_as_given_or_as_in_a_rehearsal() -> None:

@@ -183,7 +183,8 @@ def _sum(group: dist.ProcessGroup | None, rank: int) -> float:
 def _sums(rank: int, nodes: tuple[int, ...]) -> tuple[float, float, dict[int, float], float]:
     with made_groups(rank, nodes) as groups:
         assert not groups.layout.nested, "over Gloo one group does"
-        _sum(groups.world, rank)  # a rank that left now would break connections that others still make
+        # A rank that left now would break connections that others still make.
+        _sum(groups.world, rank)
     with made_groups(rank, nodes, subgroups=True) as groups:
         assert groups.layout.nested
         assert groups.world is not dist.group.WORLD

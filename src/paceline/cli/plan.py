@@ -17,7 +17,6 @@ from rich.text import Text
 from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import one_line
-from paceline.models.settings import MODEL_NAMES
 from paceline.plan.answer import Answer, Question
 from paceline.plan.cluster import (
     GPUS_PER_NODE,
@@ -29,9 +28,9 @@ from paceline.plan.cluster import (
 )
 from paceline.plan.fusion_plan import FusionPlan, wire_names
 from paceline.plan.layers import (
+    TRACED,
     Network,
     check_image_size,
-    is_network,
     known_network,
     network,
 )
@@ -251,7 +250,7 @@ def _network(model: str, profiled: Workload | None, image_size: int | None) -> N
     if profiled is not None:
         name, pixels = profiled.model, profiled.image_size
         known = known_network(name, pixels)
-        if known is not None or name not in MODEL_NAMES or not pixels or not find_spec("torch"):
+        if known is not None or name not in TRACED or not pixels or not find_spec("torch"):
             return known
         try:
             return _counted(name, pixels)
@@ -259,7 +258,7 @@ def _network(model: str, profiled: Workload | None, image_size: int | None) -> N
             return None
     name = model or "resnet50"
     pixels = 224 if image_size is None else image_size
-    if ":" in name or (name in MODEL_NAMES and not is_network(name)):
+    if ":" in name or name in TRACED:
         return _counted(name, pixels)
     return network(name, pixels)
 
