@@ -29,7 +29,12 @@ from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_
 
 FORMS = ("fused", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
-SMALL = (Tile(16, 16, 16, 4, 2, 2), Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False))
+SMALL = (
+    Tile(16, 16, 16, 4, 2, 2),
+    Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False, sums="fragments"),
+    Tile(16, 32, 16, 4, 2, 2, sums="turned"),
+    Tile(32, 16, 64, 8, 2, 1, sums="turned"),
+)
 
 
 class Blocks(nn.Module):
@@ -86,9 +91,9 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
         names = list(forms)
         fused = [name for name in names if name != SEPARATE]
-        for name in names:  # "both" has tiles of its own
-            if name.split()[0] == form:
-                return name
+        both = [name for name in names if name.split()[0] == form]
+        if both:  # has tiles of its own
+            return both[tile % len(both)]
         if form == SEPARATE or not fused:
             return SEPARATE
         return fused[tile % len(fused)]
@@ -100,7 +105,8 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "TILES", SMALL)
     monkeypatch.setattr(products, "WEIGHT_TILES", SMALL)
-    monkeypatch.setattr(products, "BOTH_TILES", (Tile(16, 64, 32, 4, 2, 1),))
+    both = [Tile(16, 64, 32, 4, 2, 1, sums=sums) for sums in ("lines", "fragments", "turned")]
+    monkeypatch.setattr(products, "BOTH_TILES", both)
     monkeypatch.setattr(products, "_both_fits", lambda *_: True)
     monkeypatch.setattr(products, "_fits", lambda *_: True)
     monkeypatch.setattr(products, "_weight_fits", lambda *_: True)
@@ -111,7 +117,7 @@ def images(kind: torch.dtype) -> Tensor:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("form", "tile"), [*((f, 0) for f in FORMS), ("fused", 1)], ids=str)
+@pytest.mark.parametrize(("form", "tile"), [(SEPARATE, 0), *(("fused", n) for n in range(4)), *(("both", n) for n in range(3))], ids=str)
 def test_fused_blocks_compute_what_separate_operators_do(
     form: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

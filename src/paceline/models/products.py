@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models import product_kernels as kernels
 from paceline.models.fused import (
@@ -41,6 +42,8 @@ _FORMS = (
 _MOST_ELEMENTS = 2**31 - 1
 # Parts and elements per program that adds up partial products.
 _JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
+# Shared memory of a multiprocessor of Hopper, and what a program takes besides its tiles.
+_SHARED_BYTES, _OTHER_SHARED_BYTES = 228 * 1024, 3 * 1024
 # Without a GPU, in Triton's interpreter.
 _INTERPRETED_PROCESSORS = 3
 
@@ -49,7 +52,13 @@ _INTERPRETED_PROCESSORS = 3
 class Tile:
     """Tile of a program, its warps and pipeline stages, programs per multiprocessor, and the registers
     of a thread where they are limited, so that so many programs fit. `flat`: the loops over tiles and
-    over input channels are one to the pipeline, which then loads the next tile ahead."""
+    over input channels are one to the pipeline, which then loads the next tile ahead.
+
+    `sums`, which decides where a thread keeps the sums of an epilogue until the last tile: "turned",
+    the tile is computed as its transpose, so that a thread has many rows of few columns; "lines", it has
+    eight columns, as maps are loaded; "fragments", it has a quarter of all columns, two rows of each 16, as
+    the tensor cores leave them. A form whose registers the compiler lays out otherwise is slower, not
+    wrong."""
 
     block_m: int
     block_n: int
@@ -59,13 +68,27 @@ class Tile:
     programs: int
     registers: int | None = None
     flat: bool = True
+    sums: str = "lines"
 
     @property
     def name(self) -> str:
         limited = f"r{self.registers}" if self.registers else ""
         flat = "" if self.flat else "n"
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{size}w{self.warps}s{self.stages}{limited}{flat}"
+        sums = {"lines": "", "turned": "t", "fragments": "f"}[self.sums]
+        return f"{size}w{self.warps}s{self.stages}{limited}{flat}{sums}"
+
+    @property
+    def turned(self) -> bool:
+        return self.sums == "turned"
+
+    def rows(self, columns: int) -> tuple[int, int]:
+        """`GROUPS` and `LINES` of `product_kernels._fold` for an epilogue of `columns`."""
+        if self.sums == "turned":  # warps of 16 columns; the others have other rows
+            return max(min(self.warps * 16 // columns, self.block_m), 1), 1
+        if self.sums == "fragments":
+            return self.block_m // 16, 8
+        return 1, max(min(self.warps * 32 * 8 // columns, self.block_m), 1)
 
 
 # Rows × output channels × input channels: of a dozen that were timed on an H200, those that were fastest
@@ -75,6 +98,17 @@ TILES = (
     Tile(128, 128, 64, 8, 3, 1, flat=False),
     Tile(128, 64, 64, 8, 3, 2, registers=128),
     Tile(64, 64, 64, 4, 4, 2),
+    Tile(64, 128, 64, 4, 3, 4, sums="turned"),
+    Tile(64, 256, 64, 8, 3, 2, sums="turned"),
+    Tile(128, 128, 64, 8, 3, 2, sums="turned"),
+    Tile(64, 64, 64, 4, 4, 4, sums="turned"),
+    Tile(128, 64, 64, 8, 3, 4, sums="turned"),
+    Tile(64, 128, 128, 4, 3, 2, sums="turned"),
+    Tile(64, 128, 128, 8, 2, 2, sums="turned"),
+    Tile(32, 256, 128, 8, 3, 3, sums="turned"),
+    Tile(32, 128, 128, 4, 2, 4, sums="turned"),
+    Tile(32, 256, 64, 8, 3, 3, sums="turned"),
+    Tile(32, 64, 256, 4, 2, 2, sums="turned"),
 )
 # Rows of a step × output channels × input channels.
 WEIGHT_TILES = (
@@ -86,8 +120,12 @@ WEIGHT_TILES = (
 )
 # Both gradients at once: rows of a step × output channels × input channels, all of them.
 BOTH_TILES = (
-    Tile(64, 256, 64, 8, 2, 1),
+    Tile(64, 256, 64, 8, 2, 1, sums="fragments"),
+    Tile(64, 256, 64, 8, 3, 1, sums="fragments"),
+    Tile(32, 256, 64, 8, 3, 1, sums="turned"),
+    Tile(32, 256, 64, 8, 4, 1, sums="turned"),
     Tile(32, 64, 256, 8, 3, 1),
+    Tile(32, 64, 256, 8, 3, 1, sums="turned"),
     Tile(64, 64, 64, 4, 3, 2),
 )
 
@@ -162,10 +200,15 @@ class Epilogue:
         return _FORMS[self.form] + ("" if self.other is None else " projected")
 
 
-def _fits(tile: Tile, k: int, n: int) -> bool:
+def _fits(tile: Tile, k: int, n: int, epilogue: int) -> bool:
     """No wider than the map; all columns in few tiles, which read the operand once each."""
     wide, deep = max(power_of_two(n), 16), max(power_of_two(k), 16)
-    if k <= tile.block_k and not tile.flat:  # one loop only
+    single = k <= tile.block_k
+    if single and not tile.flat:  # one loop only
+        return False
+    # Maps that an epilogue reads are loaded ahead where there is one loop only.
+    turned = epilogue == MOMENTS or (epilogue != PLAIN and single)
+    if tile.turned != turned:
         return False
     return min(wide, 128) <= tile.block_n <= max(wide, 64) and tile.block_k <= max(deep, 64)
 
@@ -195,6 +238,21 @@ def _span(rows: int, widest: int, block: int, programs: int) -> int:
     return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
 
 
+def _programs(tile: Tile, operand: Operand, k: int, end: Epilogue) -> int:
+    """Programs per multiprocessor whose shared memory fits: more would wait for the others to end."""
+    if not tile.turned:
+        return tile.programs
+    single, size = k <= tile.block_k, operand.x.element_size()
+    maps = 1 if operand.form in (PLAIN, NORMALIZED) else 2
+    ends = 0 if end.form == PLAIN else sum(m is not None for m in (end.x, end.y, end.add, end.other))
+    ahead = tile.stages - 1
+    weights = tile.block_n * tile.block_k * (1 if single else tile.stages)
+    inputs = tile.block_m * tile.block_k * (maps * ahead + (operand.form != PLAIN))
+    outputs = tile.block_m * tile.block_n * (1 + ends * ahead)
+    used = size * (weights + inputs + outputs) + _OTHER_SHARED_BYTES
+    return max(min(tile.programs, _SHARED_BYTES // used), 1)
+
+
 def _launch(
     operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
     centre: Tensor | None = None, end: Epilogue | None = None,
@@ -204,30 +262,53 @@ def _launch(
     images, k, height, width = x.shape
     n = weight.shape[0] if forward else weight.shape[1]
     blocks = -(-n // tile.block_n)
-    span = _span(rows, max(k, n), tile.block_m, tile.programs * _processors(x.device) // blocks)
+    end = end or Epilogue(PLAIN, x)
+    programs = _programs(tile, operand, k, end) * _processors(x.device)
+    span = _span(rows, max(k, n), tile.block_m, programs // blocks)
     parts = -(-rows // span)
     out = torch.empty(
         (images, n, height, width), dtype=x.dtype, device=x.device,
         memory_format=torch.channels_last,
     )  # fmt: skip
-    end = end or Epilogue(PLAIN, x)
     sums, project = None, end.other is not None
     if epilogue != PLAIN:
-        sums = torch.zeros((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
+        sums = torch.empty((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
     kept = torch.empty_like(x) if side else None
     single = k <= tile.block_k
+    maps, described = _maps(tile, tile.block_n, out, end)
+    groups, lines = tile.rows(tile.block_n)
     kernels.product_kernel[(parts * blocks,)](
         x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
-        out, end.x, _or(end.y, x), _or(end.add, x), _or(end.saved, x), _or(end.other, x),
-        _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span, k, n,
+        *maps, _or(end.saved, x), _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span,
+        k, n,
         FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
         ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
         EVEN_N=n % tile.block_n == 0, OUTER_STAGES=tile.stages if single or tile.flat else 1,
-        FLAT=tile.flat and not single,
+        FLAT=tile.flat and not single, TURNED=tile.turned, DESCRIBED=described,
+        GROUPS=groups, LINES=lines, EVEN_M=rows % tile.block_m == 0,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     return out, sums, kept
+
+
+def _maps(
+    tile: Tile, block: int, out: Tensor, end: Epilogue
+) -> tuple[list[Tensor | TensorDescriptor], bool]:
+    """What an epilogue stores and reads, `block` columns at a time, and whether as descriptors: those of
+    Hopper's copy engine, which need rows of whole 16 bytes."""
+    n = out.shape[1]
+    maps = (out, end.x, end.y, end.add, end.other)
+    described = tile.turned and all(
+        given is None or (given.data_ptr() % 16 == 0 and n * given.element_size() % 16 == 0)
+        for given in maps
+    )
+    if not described:
+        return [_or(given, out) for given in maps], False
+    return [
+        TensorDescriptor(_or(given, out), [out.numel() // n, n], [n, 1], [tile.block_m, block])
+        for given in maps
+    ], True
 
 
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
@@ -252,7 +333,7 @@ def forward_product(
     forms: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
         tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
         for tile in TILES
-        if _fits(tile, into, out)
+        if _fits(tile, into, out, MOMENTS)
     }
     forms[SEPARATE] = partial(_separate_forward, operand, weight)
     name = choose(_key("forward", operand, weight, "kept" if keep else ""), forms, operand.x.device)
@@ -331,7 +412,7 @@ def input_gradient(
             _launch, gradient, weight, tile, forward=False, epilogue=end.form, side=False, end=end
         )
         for tile in TILES
-        if _fits(tile, out, into)
+        if _fits(tile, out, into, end.form)
     }
     key = _key("input", gradient, weight, end.describe())
     dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
@@ -389,15 +470,18 @@ def _both_gradients(
     dx = torch.empty_like(end.x)
     sums = None
     if end.form != PLAIN:
-        sums = torch.zeros((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
+        sums = torch.empty((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
     partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
+    maps, described = _maps(tile, tile.block_k, dx, end)
+    groups, lines = tile.rows(tile.block_k)
     kernels.both_gradients_kernel[(parts,)](
         x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
-        source, _or(inputs.saved, source), dx, end.x, _or(end.y, x), _or(end.add, x),
-        _or(end.saved, x), _or(end.other, x), _or(end.other_saved, x), _or(sums, x),
-        partial_products, rows, span, out, into,
+        source, _or(inputs.saved, source), *maps, _or(end.saved, x), _or(end.other_saved, x),
+        _or(sums, x), partial_products, rows, span, out, into,
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
         ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
+        TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
+        EVEN_M=rows % tile.block_m == 0,
         EVEN=out == tile.block_n and into == tile.block_k,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
