@@ -117,7 +117,11 @@ def images(kind: torch.dtype) -> Tensor:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("form", "tile"), [(SEPARATE, 0), *(("fused", n) for n in range(4)), *(("both", n) for n in range(3))], ids=str)
+@pytest.mark.parametrize(
+    ("form", "tile"),
+    [(SEPARATE, 0), *(("fused", n) for n in range(4)), *(("both", n) for n in range(3))],
+    ids=str,
+)
 def test_fused_blocks_compute_what_separate_operators_do(
     form: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ MODES = ("off", "auto", "on")
 _CALLS, _REPEATS = 4, 3
 # Cycles of a kernel that waits, so that the host launches all calls before the first one starts.
 _WAIT_CYCLES = 3_000_000
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass

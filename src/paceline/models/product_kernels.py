@@ -205,11 +205,7 @@ def _store_sums(
 
 @triton.jit
 def _whole(folded, TURNED: tl.constexpr):
-    if TURNED:
-        whole = tl.sum(folded, 1)
-    else:
-        whole = tl.sum(tl.sum(folded, 0), 0)
-    return whole
+    return tl.sum(folded, 1) if TURNED else tl.sum(tl.sum(folded, 0), 0)
 
 
 @triton.jit

@@ -54,11 +54,11 @@ class Tile:
     of a thread where they are limited, so that so many programs fit. `flat`: the loops over tiles and
     over input channels are one to the pipeline, which then loads the next tile ahead.
 
-    `sums`, which decides where a thread keeps the sums of an epilogue until the last tile: "turned",
-    the tile is computed as its transpose, so that a thread has many rows of few columns; "lines", it has
-    eight columns, as maps are loaded; "fragments", it has a quarter of all columns, two rows of each 16, as
-    the tensor cores leave them. A form whose registers the compiler lays out otherwise is slower, not
-    wrong."""
+    `sums` decides what a thread has of a tile, and so where it keeps the sums of an epilogue until the
+    last tile: "turned", many rows of few columns, because the tile is computed as its transpose;
+    "lines", eight columns, as maps are loaded; "fragments", a quarter of all columns and two rows of each
+    16, as the tensor cores leave them. Where the compiler lays out registers otherwise, a form is slower,
+    not wrong."""
 
     block_m: int
     block_n: int
@@ -124,6 +124,9 @@ BOTH_TILES = (
     Tile(64, 256, 64, 8, 3, 1, sums="fragments"),
     Tile(32, 256, 64, 8, 3, 1, sums="turned"),
     Tile(32, 256, 64, 8, 4, 1, sums="turned"),
+    Tile(64, 256, 64, 8, 2, 1, sums="turned"),
+    Tile(32, 64, 256, 16, 3, 1, sums="turned"),
+    Tile(32, 64, 256, 8, 4, 1),
     Tile(32, 64, 256, 8, 3, 1),
     Tile(32, 64, 256, 8, 3, 1, sums="turned"),
     Tile(64, 64, 64, 4, 3, 2),
@@ -244,7 +247,9 @@ def _programs(tile: Tile, operand: Operand, k: int, end: Epilogue) -> int:
         return tile.programs
     single, size = k <= tile.block_k, operand.x.element_size()
     maps = 1 if operand.form in (PLAIN, NORMALIZED) else 2
-    ends = 0 if end.form == PLAIN else sum(m is not None for m in (end.x, end.y, end.add, end.other))
+    ends = (
+        0 if end.form == PLAIN else sum(m is not None for m in (end.x, end.y, end.add, end.other))
+    )
     ahead = tile.stages - 1
     weights = tile.block_n * tile.block_k * (1 if single else tile.stages)
     inputs = tile.block_m * tile.block_k * (maps * ahead + (operand.form != PLAIN))
