@@ -30,9 +30,17 @@ from paceline.models.fused import (
     join_moments,
     join_sums,
     moments,
-    power_of_two,
 )
 from paceline.models.product_choice import SEPARATE, choose
+from paceline.models.product_tiles import (
+    BOTH_TILES,
+    TILES,
+    WEIGHT_TILES,
+    Tile,
+    both_fits,
+    fits,
+    weight_fits,
+)
 
 PLAIN, NORMALIZED, JOINED, GRADIENT, MOMENTS, MASKED, MERGED, PROJECTED = range(8)
 _FORMS = (
@@ -42,95 +50,8 @@ _FORMS = (
 _MOST_ELEMENTS = 2**31 - 1
 # Parts and elements per program that adds up partial products.
 _JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
-# Shared memory of a multiprocessor of Hopper, and what a program takes besides its tiles.
-_SHARED_BYTES, _OTHER_SHARED_BYTES = 228 * 1024, 3 * 1024
 # Without a GPU, in Triton's interpreter.
 _INTERPRETED_PROCESSORS = 3
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Tile of a program, its warps and pipeline stages, programs per multiprocessor, and the registers
-    of a thread where they are limited, so that so many programs fit. `flat`: the loops over tiles and
-    over input channels are one to the pipeline, which then loads the next tile ahead.
-
-    `sums` decides what a thread has of a tile, and so where it keeps the sums of an epilogue until the
-    last tile: "turned", many rows of few columns, because the tile is computed as its transpose;
-    "lines", eight columns, as maps are loaded; "fragments", a quarter of all columns and two rows of each
-    16, as the tensor cores leave them. Where the compiler lays out registers otherwise, a form is slower,
-    not wrong."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    programs: int
-    registers: int | None = None
-    flat: bool = True
-    sums: str = "lines"
-
-    @property
-    def name(self) -> str:
-        limited = f"r{self.registers}" if self.registers else ""
-        flat = "" if self.flat else "n"
-        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        sums = {"lines": "", "turned": "t", "fragments": "f"}[self.sums]
-        return f"{size}w{self.warps}s{self.stages}{limited}{flat}{sums}"
-
-    @property
-    def turned(self) -> bool:
-        return self.sums == "turned"
-
-    def rows(self, columns: int) -> tuple[int, int]:
-        """`GROUPS` and `LINES` of `product_kernels._fold` for an epilogue of `columns`."""
-        if self.sums == "turned":  # warps of 16 columns; the others have other rows
-            return max(min(self.warps * 16 // columns, self.block_m), 1), 1
-        if self.sums == "fragments":
-            return self.block_m // 16, 8
-        return 1, max(min(self.warps * 32 * 8 // columns, self.block_m), 1)
-
-
-# Rows × output channels × input channels: of a dozen that were timed on an H200, those that were fastest
-# for some shape of ResNet-50. More than 64 registers a thread for the result would spill.
-TILES = (
-    Tile(64, 128, 64, 4, 3, 2),
-    Tile(128, 128, 64, 8, 3, 1, flat=False),
-    Tile(128, 64, 64, 8, 3, 2, registers=128),
-    Tile(64, 64, 64, 4, 4, 2),
-    Tile(64, 128, 64, 4, 3, 4, sums="turned"),
-    Tile(64, 256, 64, 8, 3, 2, sums="turned"),
-    Tile(128, 128, 64, 8, 3, 2, sums="turned"),
-    Tile(64, 64, 64, 4, 4, 4, sums="turned"),
-    Tile(128, 64, 64, 8, 3, 4, sums="turned"),
-    Tile(64, 128, 128, 4, 3, 2, sums="turned"),
-    Tile(64, 128, 128, 8, 2, 2, sums="turned"),
-    Tile(32, 256, 128, 8, 3, 3, sums="turned"),
-    Tile(32, 128, 128, 4, 2, 4, sums="turned"),
-    Tile(32, 256, 64, 8, 3, 3, sums="turned"),
-    Tile(32, 64, 256, 4, 2, 2, sums="turned"),
-)
-# Rows of a step × output channels × input channels.
-WEIGHT_TILES = (
-    Tile(64, 64, 256, 8, 3, 1),
-    Tile(64, 64, 128, 4, 3, 2),
-    Tile(64, 128, 64, 4, 3, 2),
-    Tile(64, 128, 128, 8, 3, 1),
-    Tile(64, 64, 64, 4, 4, 2),
-)
-# Both gradients at once: rows of a step × output channels × input channels, all of them.
-BOTH_TILES = (
-    Tile(64, 256, 64, 8, 2, 1, sums="fragments"),
-    Tile(64, 256, 64, 8, 3, 1, sums="fragments"),
-    Tile(32, 256, 64, 8, 3, 1, sums="turned"),
-    Tile(32, 256, 64, 8, 4, 1, sums="turned"),
-    Tile(64, 256, 64, 8, 2, 1, sums="turned"),
-    Tile(32, 64, 256, 16, 3, 1, sums="turned"),
-    Tile(32, 64, 256, 8, 4, 1),
-    Tile(32, 64, 256, 8, 3, 1),
-    Tile(32, 64, 256, 8, 3, 1, sums="turned"),
-    Tile(64, 64, 64, 4, 3, 2),
-)
 
 
 @dataclass(frozen=True)
@@ -168,6 +89,10 @@ class Operand:
     def rows(self) -> int:
         return self.x.numel() // self.x.shape[1]
 
+    @property
+    def maps(self) -> int:
+        return 1 if self.other is None else 2
+
     def stored(self) -> Tensor:
         if self.form == PLAIN:
             return self.x
@@ -199,32 +124,13 @@ class Epilogue:
     other: Tensor | None = None
     other_saved: Tensor | None = None
 
+    def maps(self) -> list[Tensor]:
+        """What the product reads behind it."""
+        given = (self.x, self.y, self.add, self.other)
+        return [] if self.form == PLAIN else [each for each in given if each is not None]
+
     def describe(self) -> str:
         return _FORMS[self.form] + ("" if self.other is None else " projected")
-
-
-def _fits(tile: Tile, k: int, n: int, epilogue: int) -> bool:
-    """No wider than the map; all columns in few tiles, which read the operand once each."""
-    wide, deep = max(power_of_two(n), 16), max(power_of_two(k), 16)
-    single = k <= tile.block_k
-    if single and not tile.flat:  # one loop only
-        return False
-    # Maps that an epilogue reads are loaded ahead where there is one loop only.
-    turned = epilogue == MOMENTS or (epilogue != PLAIN and single)
-    if tile.turned != turned:
-        return False
-    return min(wide, 128) <= tile.block_n <= max(wide, 64) and tile.block_k <= max(deep, 64)
-
-
-def _weight_fits(tile: Tile, k: int, n: int) -> bool:
-    wide, deep = max(power_of_two(n), 64), max(power_of_two(k), 64)
-    if wide == deep == 64:
-        return tile.block_n == tile.block_k == 64
-    return tile.block_n <= wide and tile.block_k <= deep and tile.block_n * tile.block_k > 64 * 64
-
-
-def _both_fits(tile: Tile, k: int, n: int) -> bool:
-    return power_of_two(max(n, 64)) == tile.block_n and power_of_two(max(k, 64)) == tile.block_k
 
 
 @functools.cache
@@ -241,23 +147,6 @@ def _span(rows: int, widest: int, block: int, programs: int) -> int:
     return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
 
 
-def _programs(tile: Tile, operand: Operand, k: int, end: Epilogue) -> int:
-    """Programs per multiprocessor whose shared memory fits: more would wait for the others to end."""
-    if not tile.turned:
-        return tile.programs
-    single, size = k <= tile.block_k, operand.x.element_size()
-    maps = 1 if operand.form in (PLAIN, NORMALIZED) else 2
-    ends = (
-        0 if end.form == PLAIN else sum(m is not None for m in (end.x, end.y, end.add, end.other))
-    )
-    ahead = tile.stages - 1
-    weights = tile.block_n * tile.block_k * (1 if single else tile.stages)
-    inputs = tile.block_m * tile.block_k * (maps * ahead + (operand.form != PLAIN))
-    outputs = tile.block_m * tile.block_n * (1 + ends * ahead)
-    used = size * (weights + inputs + outputs) + _OTHER_SHARED_BYTES
-    return max(min(tile.programs, _SHARED_BYTES // used), 1)
-
-
 def _launch(
     operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
     centre: Tensor | None = None, end: Epilogue | None = None,
@@ -268,8 +157,11 @@ def _launch(
     n = weight.shape[0] if forward else weight.shape[1]
     blocks = -(-n // tile.block_n)
     end = end or Epilogue(PLAIN, x)
-    programs = _programs(tile, operand, k, end) * _processors(x.device)
-    span = _span(rows, max(k, n), tile.block_m, programs // blocks)
+    resident = tile.resident(
+        k, x.element_size(), inputs=operand.maps, computed=operand.form != PLAIN,
+        ends=len(end.maps()),
+    )  # fmt: skip
+    span = _span(rows, max(k, n), tile.block_m, resident * _processors(x.device) // blocks)
     parts = -(-rows // span)
     out = torch.empty(
         (images, n, height, width), dtype=x.dtype, device=x.device,
@@ -338,7 +230,7 @@ def forward_product(
     forms: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
         tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
         for tile in TILES
-        if _fits(tile, into, out, MOMENTS)
+        if fits(tile, into, out, reads=False, sums=True)
     }
     forms[SEPARATE] = partial(_separate_forward, operand, weight)
     name = choose(_key("forward", operand, weight, "kept" if keep else ""), forms, operand.x.device)
@@ -392,7 +284,7 @@ def backward_product(
     }
     if wants_weight:
         for tile in BOTH_TILES:
-            if _both_fits(tile, weight.shape[1], weight.shape[0]):
+            if both_fits(tile, weight.shape[1], weight.shape[0]):
                 forms[f"both {tile.name}"] = partial(
                     _both_gradients, gradient, weight, inputs, end, tile
                 )
@@ -417,7 +309,7 @@ def input_gradient(
             _launch, gradient, weight, tile, forward=False, epilogue=end.form, side=False, end=end
         )
         for tile in TILES
-        if _fits(tile, out, into, end.form)
+        if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
     }
     key = _key("input", gradient, weight, end.describe())
     dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
@@ -430,7 +322,7 @@ def weight_gradient(gradient: Operand, weight: Tensor, inputs: Operand) -> Tenso
     forms: dict[str, Callable[[], Tensor]] = {
         tile.name: partial(_fused_weight, gradient, weight, inputs, tile)
         for tile in WEIGHT_TILES
-        if _weight_fits(tile, into, out)
+        if weight_fits(tile, into, out)
     }
     key = _key("weight", gradient, weight, _FORMS[inputs.form])
     return forms[choose(key, forms, gradient.x.device)]()
