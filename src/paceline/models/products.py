@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from paceline.models.fused import (
     join_sums,
     moments,
 )
-from paceline.models.product_choice import SEPARATE, choose
+from paceline.models.product_choice import SEPARATE, choices, choose
 from paceline.models.product_tiles import (
     BOTH_TILES,
     TILES,
@@ -147,6 +148,13 @@ def _span(rows: int, widest: int, block: int, programs: int) -> int:
     return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
 
 
+def _run(kernel: Any, programs: int, *given: object, **options: object) -> None:
+    if choices.building:
+        kernel.warmup(*given, grid=(programs,), **options)
+    else:
+        kernel[(programs,)](*given, **options)
+
+
 def _launch(
     operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
     centre: Tensor | None = None, end: Epilogue | None = None,
@@ -174,7 +182,8 @@ def _launch(
     single = k <= tile.block_k
     maps, described = _maps(tile, tile.block_n, out, end)
     groups, lines = tile.rows(tile.block_n)
-    kernels.product_kernel[(parts * blocks,)](
+    _run(
+        kernels.product_kernel, parts * blocks,
         x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
         *maps, _or(end.saved, x), _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span,
         k, n,
@@ -336,7 +345,8 @@ def _fused_weight(gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile
     parts = -(-rows // span)
     x, source = gradient.x, inputs.x
     partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
-    kernels.weight_gradient_kernel[(parts * tiles,)](
+    _run(
+        kernels.weight_gradient_kernel, parts * tiles,
         x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x),
         source, _or(inputs.saved, source), partial_products, rows, span, out, into,
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form,
@@ -349,7 +359,8 @@ def _fused_weight(gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile
 
 def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
     found = torch.empty_like(weight)
-    kernels.join_products_kernel[(-(-weight.numel() // _JOIN_ELEMENTS),)](
+    _run(
+        kernels.join_products_kernel, -(-weight.numel() // _JOIN_ELEMENTS),
         partial_products, found, weight.numel(), len(partial_products),
         BLOCK_P=_JOIN_PARTS, BLOCK_E=_JOIN_ELEMENTS,
     )  # fmt: skip
@@ -371,7 +382,8 @@ def _both_gradients(
     partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
     maps, described = _maps(tile, tile.block_k, dx, end)
     groups, lines = tile.rows(tile.block_k)
-    kernels.both_gradients_kernel[(parts,)](
+    _run(
+        kernels.both_gradients_kernel, parts,
         x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
         source, _or(inputs.saved, source), *maps, _or(end.saved, x), _or(end.other_saved, x),
         _or(sums, x), partial_products, rows, span, out, into,
