@@ -9,9 +9,12 @@ its tile in registers (`EPILOGUE`): `MOMENTS` sums the statistics of the next no
 gradient through the ReLU of the norm before, and `MERGED` through the sum and ReLU of a block, and sum
 the gradients of γ and β.
 
-A program computes one block of columns of `span` rows, tile by tile, so that its sums stay in the
-cache and make few parts; parts are joined in a fixed order, so repetitions are bit-identical.
-Values are rounded to the map's type where the separate operators store them.
+A program computes one block of columns of `span` rows, tile by tile, and keeps its sums in registers.
+Threads add theirs together after the last tile only: for each tile, that took more instructions than
+all else. Most tiles are computed as their transpose (`TURNED`): tensor cores leave a thread two rows of
+many columns, and so many rows of two columns of a transposed tile. Parts are joined in a fixed order, so
+repetitions are bit-identical. Values are rounded to the map's type where the separate operators store
+them.
 """
 
 from __future__ import annotations
