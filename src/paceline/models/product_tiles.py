@@ -52,18 +52,18 @@ class Tile:
             return self.block_m // 16, 8
         return 1, max(min(self.warps * 32 * 8 // columns, self.block_m), 1)
 
-    def resident(self, k: int, size: int, *, inputs: int, computed: bool, ends: int) -> int:
-        """Programs per multiprocessor whose shared memory fits: more would wait for others to end.
-        Elements have `size` bytes; the operand is made of `inputs` maps, `computed` or as they are, and
-        the epilogue reads `ends` maps."""
+    def resident(self, k: int, *, inputs: int, computed: bool, ends: int) -> int:
+        """Programs per multiprocessor whose shared memory fits, 0 if none; more would wait for others to
+        end. The operand is made of `inputs` maps, `computed` or as they are, and the epilogue reads `ends`
+        maps, all in half precision."""
         if not self.turned:
             return self.programs
         ahead = self.stages - 1
         weights = self.block_n * self.block_k * (1 if k <= self.block_k else self.stages)
         operand = self.block_m * self.block_k * (inputs * ahead + computed)
         outputs = self.block_m * self.block_n * (1 + ends * ahead)
-        used = size * (weights + operand + outputs) + _OTHER_SHARED_BYTES
-        return max(min(self.programs, _SHARED_BYTES // used), 1)
+        used = 2 * (weights + operand + outputs) + _OTHER_SHARED_BYTES
+        return min(self.programs, _SHARED_BYTES // used)
 
 
 # Rows × output channels × input channels: of a dozen that were timed on an H200, those that were fastest
@@ -76,6 +76,7 @@ TILES = (
     Tile(64, 128, 64, 4, 3, 4, sums="turned"),
     Tile(64, 256, 64, 8, 3, 2, sums="turned"),
     Tile(128, 128, 64, 8, 3, 2, sums="turned"),
+    Tile(128, 256, 64, 8, 2, 1, sums="turned"),
     Tile(64, 64, 64, 4, 4, 4, sums="turned"),
     Tile(128, 64, 64, 8, 3, 4, sums="turned"),
     Tile(64, 128, 128, 4, 3, 2, sums="turned"),

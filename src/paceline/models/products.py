@@ -90,10 +90,6 @@ class Operand:
     def rows(self) -> int:
         return self.x.numel() // self.x.shape[1]
 
-    @property
-    def maps(self) -> int:
-        return 1 if self.other is None else 2
-
     def stored(self) -> Tensor:
         if self.form == PLAIN:
             return self.x
@@ -148,6 +144,11 @@ def _span(rows: int, widest: int, block: int, programs: int) -> int:
     return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
 
 
+def _resident(tile: Tile, operand: Operand, end: Epilogue) -> int:
+    k, maps = operand.x.shape[1], 1 if operand.other is None else 2
+    return tile.resident(k, inputs=maps, computed=operand.form != PLAIN, ends=len(end.maps()))
+
+
 def _run(kernel: Any, programs: int, *given: object, **options: object) -> None:
     if choices.building:
         kernel.warmup(*given, grid=(programs,), **options)
@@ -165,11 +166,8 @@ def _launch(
     n = weight.shape[0] if forward else weight.shape[1]
     blocks = -(-n // tile.block_n)
     end = end or Epilogue(PLAIN, x)
-    resident = tile.resident(
-        k, x.element_size(), inputs=operand.maps, computed=operand.form != PLAIN,
-        ends=len(end.maps()),
-    )  # fmt: skip
-    span = _span(rows, max(k, n), tile.block_m, resident * _processors(x.device) // blocks)
+    programs = max(_resident(tile, operand, end), 1) * _processors(x.device)
+    span = _span(rows, max(k, n), tile.block_m, programs // blocks)
     parts = -(-rows // span)
     out = torch.empty(
         (images, n, height, width), dtype=x.dtype, device=x.device,
@@ -240,6 +238,7 @@ def forward_product(
         tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
         for tile in TILES
         if fits(tile, into, out, reads=False, sums=True)
+        and _resident(tile, operand, Epilogue(PLAIN, operand.x))
     }
     forms[SEPARATE] = partial(_separate_forward, operand, weight)
     name = choose(_key("forward", operand, weight, "kept" if keep else ""), forms, operand.x.device)
@@ -319,6 +318,7 @@ def input_gradient(
         )
         for tile in TILES
         if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
+        and _resident(tile, gradient, end)
     }
     key = _key("input", gradient, weight, end.describe())
     dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
