@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.models.fused import power_of_two
 
 # Shared memory of a multiprocessor of Hopper, and what a program takes besides its tiles.
-_SHARED_BYTES, _OTHER_SHARED_BYTES = 228 * 1024, 3 * 1024
+_SHARED_BYTES, _OTHER_SHARED_BYTES = 228 * 1024, 5 * 1024
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Tile:
 
     def resident(self, k: int, *, inputs: int, computed: bool, ends: int) -> int:
         """Programs per multiprocessor whose shared memory fits, 0 if none; more would wait for others to
-        end. The operand is made of `inputs` maps, `computed` or as they are, and the epilogue reads `ends`
-        maps, all in half precision."""
+        end. The operand is made of `inputs` maps, `computed` or as they are, and the epilogue reads
+        `ends` maps, all in half precision."""
         if not self.turned:
             return self.programs
         ahead = self.stages - 1
