@@ -1,15 +1,18 @@
 """Trains the comparison of docs/why-not.md: optimizers, schedules and batch growth on equal terms.
 
     python tools/field_series.py OUTPUT --data-dir CIFAR10 [--seconds 1500] [--only 'sgd*'] [--list]
+    python tools/field_series.py OUTPUT --data-dir CIFAR10 --speed
 
 CIFAR-10, a ResNet of 4.9 million parameters, 16 epochs, batches of 256, 2,500 and 10,000 (schedules: 256
 and 10,000). Every option has the same tuning budget: three values of its main knob with seed 0. The best
 one is trained with seeds 1 and 2 too. All trainings run in one process, one after the other. A run whose
 folder has a summary is done, and so is one that diverged (`failed.txt`): the same command continues a
 series that was broken off. A run that fails for another reason is left out, and tried again by the next
-command. No run begins that would outlast `--seconds`. Writes, after each row, `tuning.md` (every try) and
-`compare.sh` (the comparison). Exit code 0: complete; 1: a run failed, or the data cannot be read; 3: the
-time was over, or a signal ended the series.
+command. Several processes share the rows with `--claims DIR`, a new folder for each series of processes;
+their times are then no comparison, and `--speed` times two epochs of each optimizer with nothing beside
+it (`speed.jsonl`). No run begins that would outlast `--seconds`. Writes, after each row, `tuning.md`
+(every try) and `compare.sh` (the comparison). Exit code 0: complete; 1: a run failed, or the data cannot
+be read; 3: the time was over, or a signal ended the series.
 """
 
 from __future__ import annotations
@@ -39,29 +42,33 @@ from paceline.core.errors import (
 )
 from paceline.core.events import Event
 from paceline.core.imports import object_name
+from paceline.data import Source, open_source
 from paceline.models.resnet import BasicBlock, ResNet
-from paceline.train import run_training
+from paceline.train import RunOutcome, run_training
 from paceline.train.components import Components
 
 BATCHES = (256, 2500, 10_000)
 ENDS = (256, 10_000)
 MICRO = {256: 256, 2500: 500, 10_000: 1000}
 SEEDS = (0, 1, 2)
-FACTORS = (0.5, 1.0, 2.0)
+FACTORS = (1 / 3, 1.0, 3.0)
+# A rise over ten steps lets SGD explode at any useful rate: it takes steps, not images.
+WARM_UP = {256: 2.0, 2500: 5.0, 10_000: 5.0}
 EPOCHS = 16
 # The same shares of the run as 30, 60 and 80 of 90 epochs.
 STEPS = [EPOCHS * share for share in (1 / 3, 2 / 3, 8 / 9)]
 COMMON: dict[str, Any] = {
     "run.epochs": EPOCHS, "run.cutmix": 0.0, "run.smoothing": 0.1, "run.eval_interval_epochs": 4,
     "run.compile": "off", "optim.nesterov": False, "optim.weight_decay": 5e-4,
-    "optim.warmup_epochs": 2.0, "checkpoint.interval_epochs": 0, "checkpoint.keep": 1,
-    "checkpoint.keep_best": False,
+    "checkpoint.interval_epochs": 0, "checkpoint.keep": 1, "checkpoint.keep_best": False,
 }  # fmt: skip
 NO_CYCLE: dict[str, Any] = {"optim.warmup_epochs": 0.0}
 FIXED_SAMPLES: dict[str, Any] = {
     "data.augment": "none", "data.flip": False, "data.cutout": 0, "optim.momentum": 0.0,
     "optim.warmup_epochs": 0.0, "precision.amp_dtype": "fp32",
 }  # fmt: skip
+# An epoch with a centering costs three passes over the data: about the passes of 16 plain epochs.
+THREE_PASSES: dict[str, Any] = {**FIXED_SAMPLES, "run.epochs": 5}
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,11 @@ class Option:
         """The settings at a batch, without the knob."""
         return {
             "run.global_batch_size": batch, "run.batch_size": MICRO.get(batch),
-            **self.settings, **self.sizes.get(batch, {}),
+            "optim.warmup_epochs": WARM_UP.get(batch), **self.settings, **self.sizes.get(batch, {}),
         }  # fmt: skip
 
 
-SGD = {256: 0.2, 2500: 1.0, 10_000: 2.0}
+SGD = {256: 0.2, 2500: 0.5, 10_000: 0.5}
 SGD_ENDS = {batch: SGD[batch] for batch in ENDS}
 STEP = {"optim.schedule": "step", "optim.decay_epochs": STEPS}
 # From 256 to 4,096, and from 2,500 to 10,000: where the rate would decay by a quarter, or a half.
@@ -135,17 +142,12 @@ OPTIONS = (
             "model.norm_statistics": "last",
         },
     ),
-    # Variance reduction, on fixed images: three passes an epoch, and no augmentation.
-    Option("sgd-fixed", {256: 0.2}, FIXED_SAMPLES),
-    Option("svrg", {256: 0.2}, {**FIXED_SAMPLES, "optim.name": "svrg"}),
-    Option(
-        "halp-8",
-        {256: 0.2},
-        {**FIXED_SAMPLES, "optim.name": "halp", "optim.bits": 8, "optim.halp_mu": 1.0},
-    ),
-    Option("halp-16", {256: 0.2}, {**FIXED_SAMPLES, "optim.name": "halp", "optim.bits": 16}),
     # Schedules of momentum SGD.
-    Option("goyal", SGD_ENDS, {**STEP, "optim.nesterov": True, "optim.warmup_epochs": 1.0}),
+    Option(
+        "goyal",
+        {256: 0.2, 10_000: 1.0},
+        {**STEP, "optim.nesterov": True, "optim.warmup_epochs": 5.0},
+    ),
     Option("step", SGD_ENDS, STEP),
     Option("one-cycle", SGD_ENDS, {**NO_CYCLE, "optim.schedule": "one_cycle"}),
     Option("one-cycle-10", SGD_ENDS, {**NO_CYCLE, "optim.schedule": "one_cycle", "run.epochs": 10}),
@@ -155,9 +157,22 @@ OPTIONS = (
         {**NO_CYCLE, "optim.schedule": "triangular", "optim.cycle_epochs": 8.0},
     ),
     # The batch grows in place of the decays of a step schedule.
-    Option("growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=GROWS),
-    Option("no-growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=STAYS),
+    Option("growth", SGD_ENDS, STEP, sizes=GROWS),
+    Option("no-growth", SGD_ENDS, STEP, sizes=STAYS),
+    # Variance reduction, on fixed images and without augmentation.
+    Option("sgd-fixed", {256: 0.2}, FIXED_SAMPLES),
+    Option("svrg", {256: 0.2}, {**THREE_PASSES, "optim.name": "svrg"}),
+    Option(
+        "halp-8",
+        {256: 0.2},
+        {**THREE_PASSES, "optim.name": "halp", "optim.bits": 8, "optim.halp_mu": 1.0},
+    ),
+    Option("halp-16", {256: 0.2}, {**THREE_PASSES, "optim.name": "halp", "optim.bits": 16}),
 )
+# Their steps differ; a schedule costs nothing.
+TIMED = (
+    "sgd", "nesterov", "lars", "muon", "lamb", "adamw", "akiba", "sgd-fixed", "svrg", "halp-8", "halp-16",
+)  # fmt: skip
 
 
 def resnet10(num_classes: int, in_channels: int) -> nn.Module:
@@ -203,14 +218,17 @@ class Series:
     divergence."""
 
     def __init__(
-        self, output: Path, overrides: Mapping[str, Any], seconds: float, model: str = ""
-    ) -> None:
+        self, output: Path, overrides: Mapping[str, Any], seconds: float, model: str = "",
+        claims: Path | None = None,
+    ) -> None:  # fmt: skip
         self.output = output
+        self._claims = claims
         self.failed: list[str] = []
         self._overrides = overrides
         self._model = model
         self._ends = time.monotonic() + seconds
         self._last_s = 0.0
+        self._data: tuple[Source, Source] | None = None
 
     def run(self, options: Sequence[Option], batches: Sequence[int]) -> bool:
         """False where the time did not suffice."""
@@ -218,7 +236,7 @@ class Series:
         try:
             for option in options:
                 for batch in batches:
-                    if batch in option.middles:
+                    if batch in option.middles and self._is_ours(option, batch):
                         self._row(option, batch)
                         self._report(options, batches)
         except SeriesStoppedError as end:
@@ -226,6 +244,48 @@ class Series:
             self._report(options, batches)
             return False
         return True
+
+    def _is_ours(self, option: Option, batch: int) -> bool:
+        """Whether no other process has the row. A row stays with the process that began it."""
+        if self._claims is None:
+            return True
+        self._claims.mkdir(parents=True, exist_ok=True)
+        try:
+            (self._claims / f"{option.name}-b{batch}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def time_steps(self, options: Sequence[Option], batches: Sequence[int]) -> None:
+        """Two epochs of each optimizer at the middle of its knob; the first one compiles kernels."""
+        lines = self.output / "speed.jsonl"
+        done = (
+            [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+        )
+        timed = {(line["option"], line["batch"]) for line in done}
+        for option in options:
+            for batch in batches:
+                if option.name not in TIMED or batch not in option.middles:
+                    continue
+                if (option.name, batch) in timed:
+                    continue
+                if time.monotonic() + self._last_s > self._ends:
+                    return
+                begun = time.monotonic()
+                gc.collect()
+                planned = Planned(option, batch, option.middles[batch], SEEDS[0])
+                summary = self._outcome(
+                    planned, self.output / "speed" / planned.name, {"run.epochs": 2}
+                ).summary
+                found = {
+                    "option": option.name, "batch": batch,
+                    "images_per_s": round(float(summary["images_per_s"]), 1),
+                    "state_bytes_per_parameter": summary["state_bytes_per_parameter"],
+                }  # fmt: skip
+                with lines.open("a") as log:
+                    log.write(json.dumps(found) + "\n")
+                print(json.dumps(found), flush=True)
+                self._last_s = time.monotonic() - begun
 
     def _row(self, option: Option, batch: int) -> None:
         tries = self.tries(option, batch)
@@ -240,7 +300,8 @@ class Series:
     def tries(self, option: Option, batch: int) -> list[Planned]:
         """The tuning budget: three values, one seed."""
         return [
-            Planned(option, batch, option.middles[batch] * factor, SEEDS[0]) for factor in FACTORS
+            Planned(option, batch, float(f"{option.middles[batch] * factor:.2g}"), SEEDS[0])
+            for factor in FACTORS
         ]
 
     def _train(self, planned: Planned) -> None:
@@ -268,27 +329,42 @@ class Series:
 
     def _top1_line(self, planned: Planned) -> str:
         folder = self.output / planned.name
+        outcome = self._outcome(planned, folder, {})
+        if outcome.result.stop_signal is not None:
+            raise SeriesStoppedError(f"{planned.name}: ended by a signal")
+        summary = outcome.summary
+        return f"top-1 {summary['top1']:.2f}, {summary['images_per_s']:,.0f} images/s"
+
+    def _outcome(self, planned: Planned, folder: Path, more: Mapping[str, Any]) -> RunOutcome:
+        resumes = any((folder / "checkpoints").glob("step-*.pt"))
+        if not resumes:  # of a run that was killed before its first checkpoint
+            shutil.rmtree(folder, ignore_errors=True)
         values = {
             **planned.settings(),
+            **more,
             **self._overrides,
             "run.output": str(folder),
-            "run.resume": "auto" if any((folder / "checkpoints").glob("step-*.pt")) else "",
+            "run.resume": "auto" if resumes else "",
             "run.name": f"{planned.option.name}-b{planned.batch}",
         }
-        components = Components() if self._model else Components(model=resnet10)
         if self._model:
             values["model.name"] = self._model
         else:
             values |= {"model.name": object_name(resnet10), "model.stem": "auto"}
         config = load_config("cifar10-resnet18", values)
+        if config.data.dir and self._data is None:  # decoded once, for all runs
+            train = open_source(config.data, "train")
+            self._data = train, open_source(config.data, "val", train.classes)
+        train_data, val_data = self._data or (None, None)
+        components = Components(
+            model=None if self._model else resnet10, train_data=train_data, val_data=val_data
+        )
         outcome = run_training(config, Quiet, None, components)
-        if outcome.result.stop_signal is not None:
-            raise SeriesStoppedError(f"{planned.name}: ended by a signal")
-        # 80 MB a run; nothing here reads them.
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        (folder / "weights.safetensors").unlink(missing_ok=True)
-        summary = outcome.summary
-        return f"top-1 {summary['top1']:.2f}, {summary['images_per_s']:,.0f} images/s"
+        if outcome.result.stop_signal is None:
+            # 80 MB a run; nothing here reads them.
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            (folder / "weights.safetensors").unlink(missing_ok=True)
+        return outcome
 
     def result(self, planned: Planned) -> float | None:
         """Top-1 of a run that is done, −1 where it diverged; None where it is not done."""
@@ -345,6 +421,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", default="", help="Numbers, with commas; all of the options.")
     parser.add_argument("--model", default="", help="A model instead of the ResNet of this tool.")
     parser.add_argument("--set", action="append", default=[], help="section.key=value, over all.")
+    parser.add_argument("--claims", type=Path, help="of processes that share the rows")
+    parser.add_argument("--speed", action="store_true", help="Time the optimizers' steps, and end.")
     parser.add_argument("--list", action="store_true", help="Show the runs of the tuning, and end.")
     given = parser.parse_args(arguments)
     options = [option for option in OPTIONS if fnmatch.fnmatch(option.name, given.only)]
@@ -352,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = dict(parse_assignment(text) for text in given.set)
     if given.data_dir:
         overrides |= {"data.dir": given.data_dir, "data.source": "auto"}
-    series = Series(given.output, overrides, given.seconds, given.model)
+    series = Series(given.output, overrides, given.seconds, given.model, given.claims)
     if given.list:
         for option in options:
             for batch in batches:
@@ -360,6 +438,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(planned.name)
         return 0
     try:
+        if given.speed:
+            given.output.mkdir(parents=True, exist_ok=True)
+            series.time_steps(options, batches)
+            return 0
         complete = series.run(options, batches)
     except PacelineError as error:
         print(error, file=sys.stderr)

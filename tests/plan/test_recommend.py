@@ -36,13 +36,15 @@ PLACE = gpu_cluster(H100, 4, 8, 3200, links=8)
 JOB = Job(90, 1_281_167, H100.watts, 2.0)
 
 # Model, batch, half precision, CUDA graphs, GiB: torch.cuda.max_memory_allocated of our step on one H200
-# (records/2026-11-15_training-step_h200).
+# (records/2026-11-15_training-step_h200; fp32: TF32, after the trials, records/2026-11-17_planner_h200).
 PEAKS = [
     ("resnet50", 256, True, True, 10.55),
     ("resnet50", 256, True, False, 10.45),
     ("resnet50", 512, True, True, 20.66),
     ("alexnet_bn", 512, True, True, 2.17),
-    ("resnet50", 256, False, True, 26.47),
+    ("resnet50", 8, False, True, 1.09),
+    ("resnet50", 128, False, True, 10.44),
+    ("resnet50", 512, False, True, 40.42),
 ]
 
 
