@@ -31,7 +31,7 @@ FORMS = ("fused", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
 SMALL = (
     Tile(16, 16, 16, 4, 2, 2),
-    Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False, sums="fragments"),
+    Tile(32, 16, 64, 4, 2, 1, sums="fragments"),
     Tile(16, 32, 16, 4, 2, 2, sums="turned"),
     Tile(32, 16, 64, 8, 2, 1, sums="turned"),
 )

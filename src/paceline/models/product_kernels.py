@@ -217,14 +217,14 @@ def product_kernel(
     out_saved, out_other_saved, centre, parts, rows, span, k, n,
     FORM: tl.constexpr, RELU: tl.constexpr, SIDE: tl.constexpr, FORWARD: tl.constexpr,
     EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, SINGLE: tl.constexpr,
-    FLAT: tl.constexpr, OUTER_STAGES: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
+    STAGES: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
     GROUPS: tl.constexpr, LINES: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
 
-    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once. `FLAT`:
+    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once; else
     the compiler makes one loop of two. `parts` [2, parts, n] gets two sums a part: Σ (y − centre) and
     Σ (y − centre)² for `MOMENTS`, else Σ dz and Σ dz · (x − mean) with the norm of `out_x` and
     `out_saved`. `PROJECT`: [4, parts, n], and the same with the norm of `out_other`. `TURNED`: a tile
@@ -265,7 +265,7 @@ def product_kernel(
     )
     total = _no_sums(TURNED, GROUPS, LINES, BLOCK_N)
     second_total, third_total = total, total
-    for start in tl.range(0, count, BLOCK_M, num_stages=OUTER_STAGES, flatten=FLAT):
+    for start in tl.range(0, count, BLOCK_M, num_stages=STAGES, flatten=not SINGLE):
         row = start + lines
         row_ok = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else row < count
         if TURNED:

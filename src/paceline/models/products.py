@@ -187,11 +187,10 @@ def _launch(
         k, n,
         FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
         ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
-        EVEN_N=n % tile.block_n == 0, OUTER_STAGES=tile.stages if single or tile.flat else 1,
-        FLAT=tile.flat and not single, TURNED=tile.turned, DESCRIBED=described,
+        EVEN_N=n % tile.block_n == 0, STAGES=tile.stages, TURNED=tile.turned, DESCRIBED=described,
         GROUPS=groups, LINES=lines, EVEN_M=rows % tile.block_m == 0,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, sums, kept
 
@@ -390,7 +389,8 @@ def _both_gradients(
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
         ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
         TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
-        EVEN_M=rows % tile.block_m == 0,
+        # Without masks, the compiler does not load the gradient of other tiles ahead.
+        EVEN_M=tile.turned and rows % tile.block_m == 0,
         EVEN=out == tile.block_n and into == tile.block_k,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
