@@ -122,6 +122,11 @@ class Epilogue:
             return cls(MERGED, branch.x, branch, y, add, None, shortcut)
         return cls(MERGED, branch.x, branch, y, add, shortcut)
 
+    def maps(self) -> list[Tensor]:
+        """What a product of `product_kernels` reads behind it."""
+        given = (self.like, self.y, self.add, None if self.shortcut is None else self.shortcut.x)
+        return [] if self.form == PLAIN else [each for each in given if each is not None]
+
     def describe(self) -> str:
         return FORMS[self.form] + ("" if self.shortcut is None else " projected")
 
