@@ -161,7 +161,10 @@ def fact_rows(answer: Answer) -> list[Row]:
 def _limit_words(answer: Answer) -> str:
     limits, here = answer.limits, answer.now.batch * answer.now.ranks
     over = "; this batch is larger" if here > limits.global_batch else ""
-    return f"{limits.global_batch:,} in all: {limits.why} (--max-global-batch){over}"
+    flag = limits.set_by[0] if limits.set_by else ""
+    if flag not in ("--max-global-batch", "--noise-scale"):
+        flag = "--max-global-batch sets another"
+    return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
 
 
 def _profile_rows(answer: Answer) -> list[Row]:
