@@ -58,7 +58,6 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     processes, virtual = ranks, config.rehearse.ranks
     if virtual:
         ranks, processes = virtual, 1
-    resolve_batch_sizes(*requested_batch(config, ranks))
     device = choose_device(config, Topology())
     check_settings(config, ranks, device.type, Components())
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
