@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Accelerator
 from paceline.plan.layers import Network
+from paceline.plan.workload import LARGEST_BATCH
 
 _CHANNELS = 3
 # Of normalized images for fused residual nets: a channel of zeros, because GPUs convolve four faster.
@@ -30,7 +31,6 @@ _LIBRARY_BYTES = 2.0 * 2**25
 # cannot fill the rest to the last byte.
 _USABLE = 0.95
 _CONTEXT_BYTES = 2e9
-LARGEST_BATCH = 1 << 20
 
 
 @dataclass(frozen=True)
