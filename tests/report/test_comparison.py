@@ -281,6 +281,22 @@ def test_the_table_has_what_differs_and_the_caption_what_does_not(
     assert "batch" in compare_table(Comparison.of(read_runs(batches), ["250=small"])).columns
 
 
+def test_state_of_the_exchange_has_a_column_where_a_row_keeps_some(tmp_path: Path) -> None:
+    kept = {"plain": 0, "int8": 3 * 2**20}
+    for name, size in kept.items():
+        summary = write_run(tmp_path / name, 90.0, comm__wire=name) / "summary.json"
+        found = json.loads(summary.read_text("utf-8")) | {"exchange_state_bytes": size}
+        summary.write_text(json.dumps(found), "utf-8")
+    both = Comparison.of(read_runs([tmp_path / name for name in kept]))
+    table = compare_table(both)
+    column = table.columns.index("exchange state")
+    assert [row[column] for row in table.rows] == ["", "3 MiB"]
+    assert [row["exchange_state_bytes"] for row in compare_json(both)["rows"]] == [*kept.values()]
+    write_run(tmp_path / "second", 90.0, run__seed=1, comm__wire="plain")
+    none = Comparison.of(read_runs([tmp_path / "plain", tmp_path / "second"]))
+    assert "exchange state" not in compare_table(none).columns
+
+
 def test_epochs_of_runs_that_reached_their_target(tmp_path: Path) -> None:
     early = [{"done": n, "stopped_by": "target", "run__seed": n} for n in (2, 3)]
     assert "2–3 of 4 epochs" in compare_caption(compare(tmp_path, *early))

@@ -67,6 +67,7 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("updates", _updates),
         _Column("exposed", lambda row: _shown(row.exposed_s, format_duration)),
         _Column("state B/param", _state, lambda row: f"{_state(row)} state bytes a parameter"),
+        _Column("exchange state", _exchange_state),
         _Column("sent/step", _sent, lambda row: f"{_sent(row)} sent in a step"),
         _Column("cluster time", lambda row: _shown(row.predicted_s, format_duration)),
         _Column("cost", lambda row: _shown(row.cost, number)),
@@ -100,6 +101,11 @@ def _updates(row: CompareRow) -> str:
 
 def _state(row: CompareRow) -> str:
     return _shown(row.state_bytes_per_parameter, number)
+
+
+def _exchange_state(row: CompareRow) -> str:
+    """Empty for an exchange that keeps nothing from step to step, as an all-reduce."""
+    return _shown(row.exchange_state_bytes or None, format_bytes)
 
 
 def _sent(row: CompareRow) -> str:
@@ -253,6 +259,7 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "exposed_s_median": row.exposed_s,
         "state_bytes_per_parameter": row.state_bytes_per_parameter,
         "exchange_bytes_per_step": row.exchange_bytes_per_step,
+        "exchange_state_bytes": row.exchange_state_bytes,
         "predicted_s_median": row.predicted_s,
         "cost_median": row.cost,
         "energy_kwh_median": row.energy_kwh,

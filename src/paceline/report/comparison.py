@@ -117,6 +117,11 @@ class CompareRow:
         return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
 
     @property
+    def exchange_state_bytes(self) -> float | None:
+        """Of a rank, beside the optimizer's state: residuals, factors, a server's copy of the model."""
+        return _median(run.outcome.exchange_state_bytes for run in self.runs)
+
+    @property
     def predicted_s(self) -> float | None:
         """Of rehearsals: the time on the cluster."""
         return _median(found.predicted_s for found in self._rehearsed)

@@ -109,6 +109,8 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.append(("optimizer state", f"{outcome.state_bytes_per_parameter:.3g} bytes/parameter"))
     if outcome.exchange_bytes_per_step is not None:
         rows.append(("exchanged in a step", format_bytes(outcome.exchange_bytes_per_step)))
+    if outcome.exchange_state_bytes:
+        rows.append(("state of the exchange", format_bytes(outcome.exchange_state_bytes)))
     if waits.exposed_s is not None:
         rows.append(("exposed communication", waits.describe()))
     if straggler := waits.straggler():
