@@ -16,6 +16,7 @@ from paceline.config import RunConfig, load_config, parse_assignment, read_recip
 from paceline.core.errors import ConfigError
 from paceline.optim.schedule import LrSchedule
 
+ROOT = Path(__file__).parents[1]
 TORCH_FREE = """
 import sys
 import paceline.comm, paceline.comm.settings, paceline.models, paceline.optim
@@ -34,7 +35,11 @@ def test_settings_load_without_torch() -> None:
 def test_the_promised_recipes_are_shipped_and_valid() -> None:
     promised = {"quickstart", "cifar10-resnet18", "imagenet-resnet50", "imagenet-alexnet"}
     assert promised <= set(recipe_names())
+    described = (ROOT / "docs" / "training.md").read_text().partition("## Recipes")[2]
     for name in recipe_names():
+        # A row may shorten a name to what follows the one before it, as in `quickstart-int8`, `-fp8`.
+        short = any(f"`{name[at:]}`" in described for at, sign in enumerate(name) if sign == "-")
+        assert f"`{name}`" in described or short, name
         config = load_config(name, {})
         assert config.run.name == name
         assert config.run.global_batch_size is not None

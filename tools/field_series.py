@@ -51,15 +51,16 @@ BATCHES = (256, 2500, 10_000)
 ENDS = (256, 10_000)
 MICRO = {256: 256, 2500: 500, 10_000: 1000}
 SEEDS = (0, 1, 2)
-FACTORS = (0.5, 1.0, 2.0)
+FACTORS = (1 / 3, 1.0, 3.0)
+# A rise over ten steps lets SGD explode at any useful rate: it takes steps, not images.
+WARM_UP = {256: 2.0, 2500: 5.0, 10_000: 5.0}
 EPOCHS = 16
 # The same shares of the run as 30, 60 and 80 of 90 epochs.
 STEPS = [EPOCHS * share for share in (1 / 3, 2 / 3, 8 / 9)]
 COMMON: dict[str, Any] = {
     "run.epochs": EPOCHS, "run.cutmix": 0.0, "run.smoothing": 0.1, "run.eval_interval_epochs": 4,
     "run.compile": "off", "optim.nesterov": False, "optim.weight_decay": 5e-4,
-    "optim.warmup_epochs": 2.0, "checkpoint.interval_epochs": 0, "checkpoint.keep": 1,
-    "checkpoint.keep_best": False,
+    "checkpoint.interval_epochs": 0, "checkpoint.keep": 1, "checkpoint.keep_best": False,
 }  # fmt: skip
 NO_CYCLE: dict[str, Any] = {"optim.warmup_epochs": 0.0}
 FIXED_SAMPLES: dict[str, Any] = {
@@ -85,11 +86,11 @@ class Option:
         """The settings at a batch, without the knob."""
         return {
             "run.global_batch_size": batch, "run.batch_size": MICRO.get(batch),
-            **self.settings, **self.sizes.get(batch, {}),
+            "optim.warmup_epochs": WARM_UP.get(batch), **self.settings, **self.sizes.get(batch, {}),
         }  # fmt: skip
 
 
-SGD = {256: 0.2, 2500: 1.0, 10_000: 2.0}
+SGD = {256: 0.2, 2500: 0.5, 10_000: 0.5}
 SGD_ENDS = {batch: SGD[batch] for batch in ENDS}
 STEP = {"optim.schedule": "step", "optim.decay_epochs": STEPS}
 # From 256 to 4,096, and from 2,500 to 10,000: where the rate would decay by a quarter, or a half.
@@ -142,7 +143,11 @@ OPTIONS = (
         },
     ),
     # Schedules of momentum SGD.
-    Option("goyal", SGD_ENDS, {**STEP, "optim.nesterov": True, "optim.warmup_epochs": 1.0}),
+    Option(
+        "goyal",
+        {256: 0.2, 10_000: 1.0},
+        {**STEP, "optim.nesterov": True, "optim.warmup_epochs": 5.0},
+    ),
     Option("step", SGD_ENDS, STEP),
     Option("one-cycle", SGD_ENDS, {**NO_CYCLE, "optim.schedule": "one_cycle"}),
     Option("one-cycle-10", SGD_ENDS, {**NO_CYCLE, "optim.schedule": "one_cycle", "run.epochs": 10}),
@@ -152,8 +157,8 @@ OPTIONS = (
         {**NO_CYCLE, "optim.schedule": "triangular", "optim.cycle_epochs": 8.0},
     ),
     # The batch grows in place of the decays of a step schedule.
-    Option("growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=GROWS),
-    Option("no-growth", {256: 0.2, 10_000: 1.0}, STEP, sizes=STAYS),
+    Option("growth", SGD_ENDS, STEP, sizes=GROWS),
+    Option("no-growth", SGD_ENDS, STEP, sizes=STAYS),
     # Variance reduction, on fixed images and without augmentation.
     Option("sgd-fixed", {256: 0.2}, FIXED_SAMPLES),
     Option("svrg", {256: 0.2}, {**THREE_PASSES, "optim.name": "svrg"}),
@@ -295,7 +300,8 @@ class Series:
     def tries(self, option: Option, batch: int) -> list[Planned]:
         """The tuning budget: three values, one seed."""
         return [
-            Planned(option, batch, option.middles[batch] * factor, SEEDS[0]) for factor in FACTORS
+            Planned(option, batch, float(f"{option.middles[batch] * factor:.2g}"), SEEDS[0])
+            for factor in FACTORS
         ]
 
     def _train(self, planned: Planned) -> None:

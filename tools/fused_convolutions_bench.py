@@ -1,13 +1,15 @@
 """Fused 1 × 1 convolutions of ResNet-50 against separate ones, on one GPU.
 
-    python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--only shapes|steps] [--fresh]
+    python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--fresh]
+        [--only shapes|large|steps] [--modes off auto recompute]
 
 Prints one JSON object a line. First every kind of 1 × 1 convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
-copy bandwidth of an H200), and how far the results are from those of the separate form. Then whole
-training steps, `run.fused_convolutions` off and auto, and auto with `run.recompute_norms`, in turn,
-through the rows of `paceline bench step`. A configuration that fails prints its error. Kernels are
-built first, by several processes.
+copy bandwidth of an H200), and how far the results are from those of the separate form; `large`: only
+those of maps of 14 × 14 and more. Then whole training steps, `run.fused_convolutions` off and auto, and
+auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`. A form or a layer
+that fails, or does not end, prints its error, and the next one follows. Kernels are built first, by
+several processes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +44,10 @@ from paceline.models.products import (
 )
 
 COPY_BYTES_PER_S = 4.26e12
-BUILDERS = 12
+BUILDERS = 16
+# Longer than any layer takes, kernels built.
+LAYER_TIMEOUT_S = 60
+SMALLEST_LARGE_SIDE = 14
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ LAYERS = (
     Layer("expand", 7, 512, 2048, 3),
 )
 JOINING = ("reduce", "projected")
+MODES = ("off", "auto", "recompute")
 
 
 def emit(**values: object) -> None:
@@ -235,11 +242,12 @@ def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]])
         emit(**line)
 
 
-def measure_shapes(batch: int, dtype: torch.dtype, first: int) -> int:
-    """Returns the number of the layer at which the device was lost, or how many there are."""
-    saved_ms = 0.0
-    for number, layer in enumerate(LAYERS[first:], first):
+def measure_shapes(batch: int, dtype: torch.dtype, layers: list[Layer]) -> None:
+    """Ends at a layer that loses the device."""
+    for layer in layers:
         earlier = seen = set(choices.times)
+        problems = set(choices.problems)
+        emit(layer=layer.name)
         try:
             case = Case(layer, batch, dtype)
             case.forward()
@@ -253,19 +261,54 @@ def measure_shapes(batch: int, dtype: torch.dtype, first: int) -> int:
         except Exception as error:  # noqa: BLE001  (the next layer may work)
             emit(layer=layer.name, error=f"{type(error).__name__}: {str(error)[:500]}")
             if isinstance(error, torch.AcceleratorError):
-                return number
+                return
+        saved_ms = 0.0
         for key, times in choices.times.items():
             new = key.startswith(("forward", "backward")) and key not in earlier
             if new and SEPARATE in times:
                 saved_ms += layer.count * (times[SEPARATE] - min(times.values()))
+        emit(layer=layer.name, saves_ms=round(saved_ms, 4))
+        for key in choices.problems.keys() - problems:
+            emit(form=key, problem=choices.problems[key])
+        # Kept layer by layer, for the steps that follow: `settle` ends the trial.
+        product_choice.settle(choices.own())
+        choices.open = True
         torch.cuda.empty_cache()
-    emit(predicted_ms_less_than_separate=round(saved_ms, 3), batch=batch)
-    for key, problem in choices.problems.items():
-        emit(form=key, problem=problem)
-    return len(LAYERS)
 
 
-def build(part: int, of: int, dtype: torch.dtype) -> None:
+def watch_shapes(given: argparse.Namespace, layers: list[Layer]) -> None:
+    """Measures layers in a process of their own. A layer that loses the device, or hangs, is left out."""
+    left, saved_ms = list(layers), 0.0
+    while left:
+        command = [
+            sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype, "--layers",
+            *(str(LAYERS.index(layer)) for layer in left),
+        ]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        reached = -1
+        watch = threading.Timer(2 * LAYER_TIMEOUT_S, process.kill)
+        watch.start()
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            found = json.loads(line) if line.startswith("{") else {}
+            saved_ms += found.get("saves_ms", 0.0)
+            if set(found) == {"layer"}:
+                reached += 1
+                watch.cancel()
+                watch = threading.Timer(LAYER_TIMEOUT_S, process.kill)
+                watch.start()
+        code = process.wait()
+        watch.cancel()
+        if not code and reached + 1 == len(left):
+            break
+        lost = left[max(reached, 0)]
+        emit(layer=lost.name, error=f"the process ended with {code}")
+        left = left[max(reached, 0) + 1 :]
+    emit(predicted_ms_less_than_separate=round(saved_ms, 3), batch=given.batch)
+
+
+def build(part: int, of: int, dtype: torch.dtype, layers: list[Layer]) -> None:
     """Builds the kernels of every `of`th form on small maps; later processes find them on disk."""
     number = -1
 
@@ -288,35 +331,38 @@ def build(part: int, of: int, dtype: torch.dtype) -> None:
         return SEPARATE
 
     products.choose = build_some  # type: ignore[assignment]
-    for layer in LAYERS:
+    for layer in layers:
         case = Case(Layer(layer.kind, 16, layer.into, layer.out, 1), 2, dtype)
         case.prepare_backward()
         case.backward()
     torch.cuda.synchronize()
 
 
-def build_first(dtype: str) -> None:
+def build_first(given: argparse.Namespace) -> None:
     started = time.perf_counter()
     workers = min(BUILDERS, os.cpu_count() or 1)
-    own = [sys.executable, __file__, "--dtype", dtype, "--build"]
+    own = [sys.executable, __file__, "--dtype", given.dtype]
+    own += ["--only", given.only, "--build"] if given.only else ["--build"]
     made = [subprocess.Popen([*own, str(part), str(workers)]) for part in range(workers)]
     codes = [process.wait() for process in made]
     emit(built_s=round(time.perf_counter() - started, 1), processes=workers, exit_codes=codes)
 
 
-def measure_steps(batch: int, steps: int, rounds: int, dtype: str) -> None:
+def measure_steps(batch: int, steps: int, rounds: int, dtype: str, modes: list[str]) -> None:
     """Rows in turn, each in its own process."""
     common = {
         "kind": "ours", "model": "resnet50", "batch_size": batch, "image_size": 224, "classes": 1000,
         "device": "cuda", "steps": steps, "warm_up": 8,
     }  # fmt: skip
     for _ in range(rounds):
-        for mode in ("off", "auto", "auto recompute"):
+        for mode in modes:
+            recompute = mode == "recompute"
             switches = {
-                "run.fused_convolutions": mode.split()[0], "precision.amp_dtype": dtype,
-                "run.recompute_norms": "recompute" in mode,
+                "run.fused_convolutions": "auto" if recompute else mode,
+                "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
             }  # fmt: skip
-            row = StepRow(name=f"fused convolutions {mode}", switches=switches, **common)  # type: ignore[arg-type]
+            name = f"fused convolutions {'auto recompute' if recompute else mode}"
+            row = StepRow(name=name, switches=switches, **common)  # type: ignore[arg-type]
             process = RowProcess(row, 120)
             process.await_ready()
             emit(batch=batch, **process.measure())
@@ -328,32 +374,35 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
-    parser.add_argument("--only", choices=("shapes", "steps"))
+    parser.add_argument("--only", choices=("shapes", "large", "steps"))
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of the steps")
     parser.add_argument("--fresh", action="store_true", help="forget earlier choices")
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--build", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     dtype = torch.float16 if given.dtype == "fp16" else torch.bfloat16
     torch.backends.cudnn.benchmark = True
+    large = [layer for layer in LAYERS if layer.side >= SMALLEST_LARGE_SIDE]
+    layers = large if given.only == "large" else list(LAYERS)
     if given.build:
-        build(*given.build, dtype)
+        build(*given.build, dtype, layers)
         return
-    if not given.first:
-        emit(device=torch.cuda.get_device_name(), torch=torch.__version__, batch=given.batch)
-    if given.only != "steps":
-        if not given.first:
-            build_first(given.dtype)
-        product_choice.begin("auto", torch.device("cuda", torch.cuda.current_device()))
-        if given.fresh and choices.path is not None:
-            choices.path.unlink(missing_ok=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    if given.layers:
+        product_choice.begin("auto", device)
         choices.chosen.clear()  # all forms are timed, whatever was chosen before
-        reached = measure_shapes(given.batch, dtype, given.first)
-        product_choice.settle(choices.own())
-        if reached + 1 < len(LAYERS):  # a lost device is lost to this process only
-            own = [sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype]
-            subprocess.run([*own, "--only", "shapes", "--first", str(reached + 1)], check=False)
-    if given.only != "shapes":
-        measure_steps(given.batch, given.steps, given.rounds, given.dtype)
+        measure_shapes(given.batch, dtype, [LAYERS[number] for number in given.layers])
+        return
+    emit(device=torch.cuda.get_device_name(), torch=torch.__version__, batch=given.batch)
+    if given.fresh:
+        product_choice.begin("auto", device)
+        if choices.path is not None:
+            choices.path.unlink(missing_ok=True)
+    if given.only != "steps":
+        build_first(given)
+        watch_shapes(given, layers)
+    if given.only in (None, "steps"):
+        measure_steps(given.batch, given.steps, given.rounds, given.dtype, given.modes)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.size_table import SizeTable
 
 HYBRID = (
     "--set", "comm.algorithm=hybrid", "--set", "comm.eta_kib=64", "--set", "comm.fusion_mib=0.25",
@@ -61,6 +62,39 @@ def test_mistakes_in_flags(call: Call, arguments: str, words: str) -> None:
     assert words in done.error_line()
     assert done.code == (1 if "nowhere.p" in arguments else 2)
     assert not list(Path("runs").glob("*/config.toml"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--set run.shares=1:2:3",
+        "--set model.norm_group=3",
+        "quickstart-halp --set data.flip=true",
+        "quickstart-halp --amp-dtype bf16",
+        "--set optim.schedule=one_cycle --warmup-epochs 3",
+    ],
+)
+def test_a_dry_run_refuses_what_training_refuses(call: Call, arguments: str) -> None:
+    refused = call("train", *arguments.split())
+    dry = call("train", *arguments.split(), "--dry-run")
+    assert dry.error_line() == refused.error_line()
+    assert (dry.code, refused.code) == (2, 2)
+    assert dry.out == ""
+
+
+def test_a_dry_run_counts_the_ranks_that_it_is_given(call: Call, tmp_path: Path) -> None:
+    table = tmp_path / "sizes.toml"
+    PlanFile(sizes=SizeTable.two_way(65536), cluster=ClusterFacts(2, 1)).write(table)
+    sizes = ["--set", "comm.algorithm=hybrid", "--set", f"comm.sizes={table}"]
+    done = call(*small(*sizes, "--set", "run.shares=1:3", "--dry-run", "--nproc-per-node", "2"))
+    assert (done.code, done.err) == (0, "")
+    assert "exchange: between 2 ranks: algorithm hybrid" in done.out
+    assert "no effect" not in done.out
+    other = ("--global-batch-size", "24", "--dry-run", "--nproc-per-node", "3")
+    assert "comm.sizes" in call(*small(*sizes, *other)).error_line()
+    assert "run.shares" in call(*small("--set", "run.shares=1:3", *other)).error_line()
+    alone = call(*small("--set", "comm.mode=asynchronous", "--dry-run")).out
+    assert "no effect: comm.mode = 'asynchronous'" in alone
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,38 @@ def test_the_suggestion_is_the_steepest_descent_before_the_lowest_loss() -> None
     # Falls around 10⁻², is lowest near 10⁻¹, explodes past it.
     losses = 2 - 1 / (1 + np.exp(-4 * (powers + 2))) + np.exp(3 * (powers - 0.2))
     result = RangeResult.of(rates.tolist(), losses.tolist(), exploded=True)
+    assert result.suggested is not None
     assert -2.2 < math.log10(result.suggested) < -1.2, "the smoothed loss lags behind"
     assert result.suggested < result.largest < 1
+    assert math.isfinite(result.fall)
     with pytest.raises(RunError):
         RangeResult.of([0.1] * 3, [1.0] * 3, exploded=True)
+
+
+@pytest.mark.parametrize("steps", [20, 100, 1000])
+def test_noise_is_no_descent(steps: int) -> None:
+    rates = np.geomspace(1e-4, 10, steps).tolist()
+    draws = [2 + np.random.default_rng(seed).normal(size=steps) for seed in range(50)]
+    found = [RangeResult.of(rates, losses.tolist(), exploded=False) for losses in draws]
+    assert sum(result.suggested is not None for result in found) <= 1
+    # The same noise on a loss that falls by four of its standard deviations.
+    falls = 4 / (1 + np.exp(-2 * np.linspace(-6, 6, steps)))
+    falling = [losses - falls for losses in draws]
+    found = [RangeResult.of(rates, losses.tolist(), exploded=False) for losses in falling]
+    assert sum(result.suggested is None for result in found) <= 1
+    flat = RangeResult.of(rates, [2.0] * steps, exploded=False)
+    assert flat.suggested is None
+    assert flat.fall < 1e-3
+    assert "no clear descent" in flat.chart().note
+
+
+def test_a_test_without_descent_suggests_nothing(tmp_path: Path) -> None:
+    """Rates so small that the weights hardly change."""
+    range_ = ["--steps", "20", "--from", "1e-9", "--to", "1e-8", "--output", "r"]
+    done = run([*LR_FIND, *range_], tmp_path)
+    assert done.code == 0, done.err
+    assert "suggested --lr: none: no clear descent" in done.out
+    assert json.loads((tmp_path / "r/lr_find.json").read_text())["suggested_lr"] is None
 
 
 def test_a_range_test_of_a_run(tmp_path: Path) -> None:
@@ -42,6 +70,8 @@ def test_a_range_test_of_a_run(tmp_path: Path) -> None:
         *LR_FIND,
         "--steps",
         "40",
+        "--global-batch-size",
+        "50",
         "--from",
         "1e-4",
         "--to",

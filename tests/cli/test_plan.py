@@ -1,19 +1,26 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
+from paceline.models import MODEL_NAMES
 from paceline.plan.cluster import accelerator
-from paceline.plan.layers import network
+from paceline.plan.layers import TRACED, is_network, network
+from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import PlanFile
+from paceline.plan.rehearsal import RehearseSettings, cluster_clock
+from paceline.plan.scaling import predict_scaling
 from paceline.plan.workload import analytic_workload
 
 KEYS = {
@@ -40,10 +47,14 @@ def test_json_table_page_and_plan(tmp_path: Path) -> None:
     assert "bound by" in told
     assert "<svg" in page.read_text()
     assert "batch 64 each" in page.read_text()
+    for where in (told, page.read_text()):
+        assert "ms from the start of backward" in where
+    assert "ms from the start of the step" in page.read_text()
     scored = json.loads(ask(*flags, "--json", "--with-plan", str(plan)))
     assert scored["step_s"] == pytest.approx(found["step_s"])
-    with pytest.raises(ConfigError, match="is for a cluster with ranks = 32"):
+    with pytest.raises(ConfigError, match="is for a cluster with ranks = 32") as caught:
         ask("--gpu", "V100", "--nodes", "8", "--with-plan", str(plan))
+    assert caught.value.field == "--with-plan"
 
 
 def test_without_a_batch_one_is_recommended() -> None:
@@ -75,6 +86,28 @@ def test_recomputed_norms_need_less_memory_and_take_longer(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="a profile has") as caught:
         ask(*flags, "--profile", str(profile), "--recompute-norms")
     assert caught.value.field == "--recompute-norms"
+
+
+@pytest.mark.parametrize("wires", [("int8",), ("e4m3",), ("auto", "int8")])
+def test_8_bit_wires_have_a_plan(tmp_path: Path, wires: tuple[str, ...]) -> None:
+    path = tmp_path / "plan.toml"
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64", "--gpus-per-node", "1", "--node-gbps", "10",
+             "--json")  # fmt: skip
+    allowed = [part for wire in wires for part in ("--wire", wire)]
+    found = json.loads(ask(*flags, *allowed, "--plan-out", str(path)))
+    assert {"int8", "float8_e4m3"} & {bucket["wire"] for bucket in found["buffers"]}
+    assert "all_to_all" in {bucket["algorithm"] for bucket in found["buffers"]}
+    names = {group["name"] for group in found["start_up"]["groups"]}
+    assert names == {"all ranks"}
+    scored = json.loads(ask(*flags, "--with-plan", str(path)))
+    assert scored["step_s"] == pytest.approx(found["step_s"])
+    assert scored["start_up"] == found["start_up"]
+
+
+def test_the_formats_of_the_wire_are_in_the_help() -> None:
+    told = ask("--help")
+    for name in ("fp32", "fp16", "bf16", "int8", "e4m3", "e5m2"):
+        assert name in told
 
 
 def test_a_target_and_a_price() -> None:
@@ -143,6 +176,162 @@ def test_a_profile_has_memory_for_its_own_images(tmp_path: Path) -> None:
     assert json.loads(ask(*flags, "--json"))["memory"] is None
 
 
+def profiled(path: Path, model: str = "resnet50", pixels: int = 224, device: str = "cuda") -> str:
+    """A file as `paceline profile -b 4 -b 8` writes it."""
+    net = network("resnet18" if model == "resnet_tiny" else model, pixels)
+    work = analytic_workload(net, accelerator("CPU" if device == "cpu" else "H100"))
+    work = replace(work, model=model, source="profiled", batches=(4, 8), device=device, spread=0.02)
+    PlanFile(workload=work).write(path)
+    return str(path)
+
+
+def test_a_price_and_a_time_need_no_gpu_of_the_catalogue(tmp_path: Path) -> None:
+    path = profiled(tmp_path / "p.toml")
+    flags = ("--profile", path, "--gpus-per-node", "1", "--nodes", "4", "-b", "64",
+             "--price-per-gpu-hour", "3")  # fmt: skip
+    found = json.loads(ask(*flags, "--target-minutes", "200", "--json"))
+    assert found["chosen"]["total_s"] <= 12_000
+    assert found["this"]["cost"] == pytest.approx(3 * found["this"]["gpu_hours"])
+    assert found["this"]["energy_kwh"] == 0
+    told = ask(*flags, "--budget", "500")
+    assert "within a budget of 500" in told
+    assert "energy is not known without --gpu" in told
+    assert "kWh" not in told
+
+
+def test_beyond_the_profiled_batches_the_answer_is_less_certain(tmp_path: Path) -> None:
+    flags = ("--profile", profiled(tmp_path / "p.toml"), "--gpus-per-node", "1")
+    near, far = (json.loads(ask(*flags, "--json", "-b", batch)) for batch in ("8", "384"))
+    assert (near["extrapolated"], far["extrapolated"]) == (False, True)
+    assert far["uncertainty"] > 2 * near["uncertainty"]
+    told = " ".join(ask(*flags, "-b", "384").split())
+    assert "timed at batch 4 to 8, so that 384 is extrapolated" in told
+    assert "extrapolated" not in ask(*flags, "-b", "8")
+    # Its layers are known by name, without a GPU to fit into.
+    assert far["memory"]["activations"] > 40 * near["memory"]["activations"]
+    assert "--gpu says whether it fits" in told
+
+
+def test_a_profile_of_a_cpu_starts_without_nccl(tmp_path: Path) -> None:
+    path = profiled(tmp_path / "p.toml", "resnet_tiny", 32, "cpu")
+    found = json.loads(
+        ask("--profile", path, "--gpus-per-node", "1", "--nodes", "2", "-b", "8", "--json")
+    )
+    assert found["start_up"]["backend_s"] == 0
+    # Counted from a trace: the planner has no layers of this model.
+    assert found["memory"]["activations"] > 0
+    assert found["memory"]["libraries"] == found["memory"]["graph"] == 0
+
+
+@pytest.mark.parametrize(("model", "pixels"), [("resnet_tiny", "32"), ("alexnet2012", "224")])
+def test_built_in_models_without_layers_are_counted(model: str, pixels: str) -> None:
+    flags = ("--gpu", "H100", "--model", model, "--image-size", pixels, "-b", "64", "--json")
+    found = json.loads(ask(*flags))
+    assert "counted from a trace" in found["source"]
+    assert found["memory"]["total"] > 0
+    with pytest.raises(ConfigError, match=f"paceline plan --model {model}"):
+        predict_scaling(model)
+    assert {name for name in MODEL_NAMES if not is_network(name)} == set(TRACED)
+
+
+def test_start_up_as_given_or_as_in_a_rehearsal() -> None:
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64")
+    found = json.loads(ask(*flags, "--json"))
+    settings = RehearseSettings(nodes=4, gpu="H100")
+    work = analytic_workload(network("resnet50"), accelerator("H100"))
+    plan = best_plan(work, settings.place(), 64)
+    clock = cluster_clock(
+        settings, plan, work, batch=64, accumulation=1, validation=1000, eval_batch=64
+    )
+    assert found["this"]["startup_s"] == pytest.approx(clock.startup_s)
+    assert not found["start_up"]["given"]
+    given = json.loads(ask(*flags, "--json", "--startup-s", "60"))
+    assert given["start_up"]["total_s"] == given["this"]["startup_s"] == 60
+    assert {option["startup_s"] for option in given["options"]} == {60}
+    assert "60 s as given" in ask(*flags, "--startup-s", "60")
+
+
+def test_the_accuracy_of_the_batch_has_a_stated_limit() -> None:
+    small = ("--gpu", "H100", "--nodes", "8", "--model", "resnet18", "--image-size", "32",
+             "--dataset-size", "50000", "--epochs", "30")  # fmt: skip
+    found = json.loads(ask(*small, "--json"))
+    assert found["global_batch_size"] <= found["largest_global_batch"]["images"] == 16_666
+    assert found["steps"] >= 90
+    assert "large-batch rule" in found["largest_global_batch"]["why"]
+    assert "16,666 in all: the large-batch rule" in " ".join(ask(*small).split())
+    assert "65,536 in all" in ask("--gpu", "H100")
+    assert "this batch is larger" in ask("--gpu", "H100", "-b", "64", "--max-global-batch", "100")
+
+
+def test_slow_input_leaves_the_recommended_batch() -> None:
+    flags = ("--gpu", "H100", "--nodes", "4", "--json")
+    enough, slow = (json.loads(ask(*flags, *more)) for more in ((), ("--cores-per-node", "8")))
+    assert slow["batch_size"] == enough["batch_size"] > 8
+    assert slow["bound_by"] == "input"
+    gain = slow["advice"][0]
+    assert gain["change"] == "an input that keeps up"
+    assert gain["gain"] == pytest.approx(enough["images_per_s"] / slow["images_per_s"] - 1)
+
+
+def test_another_choice_than_the_headline_is_explained() -> None:
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--node-gbps", "3200", "--links", "8")
+    told = " ".join(ask(*flags, "--target-minutes", "30").split())
+    assert "the fewest GPU-hours within it" in told
+    assert "is for 4 nodes and batch 128" in told
+    same = json.loads(ask(*flags, "--json", "--target-minutes", "30"))["chosen"]
+    assert (same["nodes"], same["batch"]) != (4, 128)
+
+
+@pytest.mark.parametrize(
+    ("columns", "terminal"), [(80, False), (100, False), (80, True), (40, True)]
+)
+def test_no_number_is_cut(columns: int, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--gpu", "H100", "--nodes", "256", "-b", "32", "--price-per-gpu-hour", "3")
+    found = json.loads(ask(*flags, "--json"))
+    console = partial(Console, width=columns, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr("paceline.cli.plan.Console", console)
+    lines = ask(*flags).splitlines()
+    assert not any("…" in line for line in lines)
+    for option in found["options"]:
+        cells = f"{option['images_per_s']:,.0f}", f"{option['batch'] * option['ranks']:,}"
+        if columns >= 80:
+            assert any(all(cell in line for cell in cells) for line in lines)
+    if terminal:
+        assert max(map(len, lines)) <= columns
+
+
+EXTREMES = ("0", "-1", "nan", "inf", "1e308", "1e-300")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--node-gbps", "--latency-us", "--oversubscription", "--epochs", "--noise-scale", "--target-minutes",
+     "--price-per-gpu-hour", "--budget", "--startup-s", "--input-images-per-s"],
+)  # fmt: skip
+def test_an_absurd_number_is_a_line_or_an_answer(flag: str) -> None:
+    price = () if flag == "--price-per-gpu-hour" else ("--price-per-gpu-hour", "1")
+    for value in EXTREMES:
+        field, told = flag, ""
+        try:
+            told = ask("--gpu", "H100", "-b", "8", "--json", *price, flag, value)
+        except ConfigError as error:
+            field = error.field
+        assert field == flag
+        assert not {"Infinity", "NaN"} & set(re.findall(r"\w+", told))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--nodes", "--gpus-per-node", "--batch-size", "--links", "--dataset-size", "--image-size",
+     "--max-global-batch", "--cores-per-node"],
+)  # fmt: skip
+def test_an_absurd_count_is_a_line(flag: str) -> None:
+    for value in ("-1", "1" + 400 * "0"):
+        with pytest.raises(ConfigError) as caught:
+            ask("--gpu", "H100", flag, value)
+        assert caught.value.field == flag
+
+
 def test_slow_input_is_the_verdict() -> None:
     found = json.loads(ask("--gpu", "H100", "-b", "256", "--json", "--input-images-per-s", "1000"))
     assert found["bound_by"] == "input"
@@ -160,7 +349,13 @@ def test_slow_input_is_the_verdict() -> None:
         (("--gpu", "H100", "--node-gbps", "-1"), "--node-gbps"),
         (("--gpu", "H100", "-b", "0"), "--batch-size"),
         (("--gpu", "H100", "-b", "1000000"), "at most 1,759 fit"),
-        (("--gpu", "H100", "--nodes", "1000000"), "ranks"),
+        (("--gpu", "H100", "--nodes", "1000000"), "^--nodes = 1000000: 8,000,000 ranks"),
+        (("--gpu", "H100", "--gpus-per-node", "1000000", "--nodes", "2"), "^--gpus-per-node"),
+        (("--gpu", "H100", "--node-gbps", "inf"), "^--node-gbps = inf: .*Gb/s"),
+        (("--gpu", "H100", "--latency-us", "-1"), "^--latency-us = -1.0: .*10 us"),
+        (("--gpu", "H100", "--latency-us", "1e12"), "^--latency-us"),
+        (("--gpu", "H100", "--noise-scale", "1e-4"), "^--noise-scale"),
+        (("--gpu", "H100", "--with-plan", "nowhere.toml"), "^--with-plan"),
         (("--gpu", "H100", "--nodes", "100000", "-b", "64"), "more than the 1,281,167 images"),
         (("--gpu", "H100", "--nodes", "100000"), "--max-global-batch"),
         (("--gpu", "H100", "--node-gbps", "0"), "--node-gbps"),

@@ -183,6 +183,8 @@ def _sum(group: dist.ProcessGroup | None, rank: int) -> float:
 def _sums(rank: int, nodes: tuple[int, ...]) -> tuple[float, float, dict[int, float], float]:
     with made_groups(rank, nodes) as groups:
         assert not groups.layout.nested, "over Gloo one group does"
+        # A rank that left now would break connections that others still make.
+        _sum(groups.world, rank)
     with made_groups(rank, nodes, subgroups=True) as groups:
         assert groups.layout.nested
         assert groups.world is not dist.group.WORLD
@@ -204,6 +206,18 @@ def test_rows_columns_and_masters_of_a_ragged_cluster() -> None:
         (15.0, 7.0, {1: 10.0}, -1.0),
         (15.0, 5.0, {0: 8.0, 1: 10.0, 2: 10.0}, 8.0),
     ]
+
+
+def _eight_bit_groups(rank: int, nodes: tuple[int, ...]) -> tuple[float, bool]:
+    names = {"all_to_all", "native"}
+    with made_groups(rank, nodes, subgroups=True, algorithms=names) as groups:
+        parts = groups.row, groups.masters, *groups.columns.values()
+        return _sum(groups.world, rank), any(part is not None for part in parts)
+
+
+def test_the_exchange_of_8_bits_needs_all_ranks_and_no_part_of_them() -> None:
+    """Sub-groups are made over NCCL only, so nothing else had made them for such a plan."""
+    assert run_cluster((1, 1), _eight_bit_groups) == [(1.0, False), (1.0, False)]
 
 
 def _at_odds(rank: int, nodes: tuple[int, ...]) -> list[str]:

@@ -30,7 +30,7 @@ from paceline.plan.plan_file import (
     ProbedCluster,
 )
 from paceline.plan.prediction import predict
-from paceline.plan.recommend import Limits, input_supply
+from paceline.plan.recommend import Job, Limits, input_supply
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 from paceline.report import (
@@ -154,9 +154,9 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         question = Question(work, 16, algorithms)
         plan = best_plan(work, place, 16, algorithms)
         limits = Limits(price=2.0, minutes=5.0)
-        answer = Answer.of(
-            question, place, plan, epochs=90.0, samples=1000, limits=limits, gpu=accelerator("A100")
-        )
+        job = Job(90.0, 1000, 400.0, limits.price)
+        gpu = accelerator("A100")
+        answer = Answer.of(question, place, plan, job=job, limits=limits, gpu=gpu)
         _strict_json(answer.to_json())
         for rows in (fact_rows, bucket_rows, curve_rows, advice_rows, option_rows):
             assert all(isinstance(cell, str) for row in rows(answer) for cell in row)

@@ -16,11 +16,11 @@ from paceline.models import products
 from paceline.models.fused import apply, norm_act, statistics
 from paceline.models.fused_blocks import Pending, _Reduce
 from paceline.models.product_choice import SEPARATE
+from paceline.models.product_tiles import Tile
 from paceline.models.products import (
     MASKED,
     Epilogue,
     Operand,
-    Tile,
     backward_product,
     forward_product,
 )
@@ -29,7 +29,12 @@ from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_
 
 FORMS = ("fused", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
-SMALL = (Tile(16, 16, 16, 4, 2, 2), Tile(32, 16, 64, 4, 2, 1, registers=128, flat=False))
+SMALL = (
+    Tile(16, 16, 16, 4, 2, 2),
+    Tile(32, 16, 64, 4, 2, 1, sums="fragments"),
+    Tile(16, 32, 16, 4, 2, 2, sums="turned"),
+    Tile(32, 16, 64, 8, 2, 1, sums="turned"),
+)
 
 
 class Blocks(nn.Module):
@@ -86,9 +91,9 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
         names = list(forms)
         fused = [name for name in names if name != SEPARATE]
-        for name in names:  # "both" has tiles of its own
-            if name.split()[0] == form:
-                return name
+        both = [name for name in names if name.split()[0] == form]
+        if both:  # has tiles of its own
+            return both[tile % len(both)]
         if form == SEPARATE or not fused:
             return SEPARATE
         return fused[tile % len(fused)]
@@ -100,10 +105,11 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "TILES", SMALL)
     monkeypatch.setattr(products, "WEIGHT_TILES", SMALL)
-    monkeypatch.setattr(products, "BOTH_TILES", (Tile(16, 64, 32, 4, 2, 1),))
-    monkeypatch.setattr(products, "_both_fits", lambda *_: True)
-    monkeypatch.setattr(products, "_fits", lambda *_: True)
-    monkeypatch.setattr(products, "_weight_fits", lambda *_: True)
+    both = [Tile(16, 64, 32, 4, 2, 1, sums=sums) for sums in ("lines", "fragments", "turned")]
+    monkeypatch.setattr(products, "BOTH_TILES", both)
+    monkeypatch.setattr(products, "both_fits", lambda *_, **__: True)
+    monkeypatch.setattr(products, "fits", lambda *_, **__: True)
+    monkeypatch.setattr(products, "weight_fits", lambda *_, **__: True)
 
 
 def images(kind: torch.dtype) -> Tensor:
@@ -111,7 +117,11 @@ def images(kind: torch.dtype) -> Tensor:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("form", "tile"), [*((f, 0) for f in FORMS), ("fused", 1)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "tile"),
+    [(SEPARATE, 0), *(("fused", n) for n in range(4)), *(("both", n) for n in range(3))],
+    ids=str,
+)
 def test_fused_blocks_compute_what_separate_operators_do(
     form: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +196,11 @@ def test_half_precision_is_as_near_as_that_of_separate_operators(
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_repetitions_are_bit_identical_and_gradients_accumulate() -> None:
+@pytest.mark.parametrize(("form", "tile"), [("fused", 0), ("fused", 2), ("both", 2)])
+def test_repetitions_are_bit_identical_and_gradients_accumulate(
+    form: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(form, tile, monkeypatch)
     net = made(True)
     x = images(torch.float32)
     once, again = run(made(True), x), run(net, x)
@@ -262,10 +276,14 @@ def test_a_single_value_raises_the_error_of_torch() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf − inf
 @pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("tile", range(len(SMALL)))
 @pytest.mark.parametrize("running", [1000.0, float("nan"), float("inf")])
-def test_statistics_about_a_running_mean(running: float) -> None:
+def test_statistics_about_a_running_mean(
+    running: float, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Near the mean it keeps the variance precise; one that is not finite is ignored, or no batch
     after an overflow would have statistics."""
+    prefer("fused", tile, monkeypatch)
     mean = 1000.0 if running == 1000.0 else 0.0
     x = as_map(torch.randn(2, 16, 5, 5) + mean)
     weight = torch.eye(16).view(16, 16, 1, 1)
@@ -277,6 +295,28 @@ def test_statistics_about_a_running_mean(running: float) -> None:
     exact = x.double().transpose(0, 1).flatten(1)
     assert_near(saved[0], exact.mean(1), 1e-6)
     assert_near(saved[1], (exact.var(1, correction=0) + norm.eps).rsqrt(), 1e-4)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("sums", ["lines", "fragments", "turned"])
+@pytest.mark.parametrize("channels", [24, 21], ids=["descriptors", "pointers"])
+def test_sums_are_those_of_the_stored_map(channels: int, sums: str) -> None:
+    """Of the rounded values, not of the product before: within the rounding of a sum in float32."""
+    tile = Tile(32, 16, 32, 8, 2, 2, sums=sums)
+    x = as_map(random_map((3, 40, 7, 5), torch.float16, 0.3, 1))
+    weight = torch.randn(channels, 40, 1, 1).half()
+    norm = norm_for(channels)
+    out, moments, _ = products._fused_forward(Operand(x), weight, norm, tile, False)
+    assert norm.running_mean is not None
+    parts = moments.parts
+    assert parts.shape[1] > 1, "several programs"
+    value = out.double().transpose(0, 1).flatten(1) - norm.running_mean.double()[:, None]
+    scale = value.square().sum(1)
+    assert ((parts[1].double().sum(0) - scale).abs() < 1e-6 * scale).all()
+    error = (parts[0].double().sum(0) - value.sum(1)).abs()
+    assert (error < 1e-6 * value.abs().sum(1)).all()
+    again = products._fused_forward(Operand(x), weight, norm, tile, False)[1].parts
+    assert torch.equal(again, parts)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

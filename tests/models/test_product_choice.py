@@ -42,6 +42,7 @@ class Forms:
 def _on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(product_choice, "_file", lambda device, mode: tmp_path / f"{mode}.json")
     monkeypatch.setattr(product_choice, "_milliseconds", lambda call: call())
+    monkeypatch.setattr(product_choice, "_build", lambda calls: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     begin("auto", GPU)
     yield
@@ -55,6 +56,34 @@ def test_the_fastest_form_is_taken_and_timed_once() -> None:
     assert forms.calls == 3
     assert choices.times["forward x"] == {"a": 3.0, "b": 1.0, SEPARATE: 2.0}
     assert choices.describe() == "1 of 1 kinds of products fused (1 timed)"
+
+
+def test_all_forms_but_the_separate_one_are_built_before_one_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.undo()
+    seen: list[tuple[str, bool]] = []
+
+    def form(name: str) -> Callable[[], object]:
+        def call() -> str:
+            seen.append((name, choices.building))
+            if name == "b" and choices.building:
+                raise RuntimeError("does not build")
+            if name == "c":  # a product of two
+                return choose("input x", {"d": form("d"), SEPARATE: form(SEPARATE)}, GPU)
+            return name
+
+        return call
+
+    monkeypatch.setattr(product_choice, "_milliseconds", lambda call: len(str(call())))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    choices.path = None
+    assert choose("backward x", {n: form(n) for n in ("a", "b", "c", SEPARATE)}, GPU) == "a"
+    built = [("a", True), ("b", True), ("c", True)]
+    timed = [("a", False), ("b", False), ("c", False), ("d", True), ("d", False)]
+    assert seen == [*built, *timed, (SEPARATE, False), (SEPARATE, False)]
+    assert not choices.building
 
 
 def test_a_slower_fused_form_is_not_taken_unless_it_must() -> None:

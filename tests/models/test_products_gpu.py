@@ -74,12 +74,10 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.models import products
 
     def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
-        for name in forms:
-            if name.split()[0] == form:
-                return name
-        if "fused" in forms:  # no "both" for so many channels
+        both = [name for name in forms if name.split()[0] == "both"]
+        if "fused" in forms and not (form == "both" and both):  # or none for so many channels
             return "fused"
-        fused = [name for name in forms if name != SEPARATE]
+        fused = both or [name for name in forms if name != SEPARATE]
         for step in range(len(fused)):
             name = fused[(tile + step) % len(fused)]
             try:
@@ -97,7 +95,9 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [*((w, "fp16") for w in WIDTHS), *((w, "bf16") for w in WIDTHS[1:4])],
     ids=str,
 )
-@pytest.mark.parametrize(("form", "tile"), [*(("fused", n) for n in range(3)), ("both", 0)])
+@pytest.mark.parametrize(
+    ("form", "tile"), [*(("fused", n) for n in range(4)), *(("both", n) for n in range(4))]
+)
 def test_blocks_have_the_gradients_of_separate_operators(
     width: tuple[int, int], kind: str, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +122,11 @@ def test_blocks_have_the_gradients_of_separate_operators(
         assert away(ours[name], value) < limit, name
 
 
-def test_repetitions_are_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums of a program are added in memory, but by one thread in order."""
-    prefer("fused", 0, monkeypatch)
+@pytest.mark.parametrize(("form", "tile"), [("fused", 0), ("fused", 1), ("both", 0), ("both", 1)])
+def test_repetitions_are_bit_identical(
+    form: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(form, tile, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(64, 256)
     x = torch.randn(32, 256, 28, 28, device="cuda").half()

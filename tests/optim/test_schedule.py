@@ -30,6 +30,12 @@ def test_one_cycle_is_a_triangle_and_a_tail() -> None:
     assert found == pytest.approx(momenta.tolist(), rel=1e-12)
 
 
+def test_a_cycle_says_that_it_has_no_warm_up() -> None:
+    for name in ("one_cycle", "triangular"):
+        assert f"none: {name} rises by itself" in made(name, warmup_epochs=3.0).describe_cut()
+        assert made(name, warmup_epochs=0.0).describe_cut() == ""
+
+
 def test_one_cycle_without_a_tail_is_torchs_cyclic_rate() -> None:
     """One period of torch's CyclicLR, an implementation of Smith's triangle, with its momentum."""
     schedule = made("one_cycle", cycle_floor=0.25, cycle_tail=0.0, cycle_momentum=(0.8, 0.9))

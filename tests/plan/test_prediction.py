@@ -108,8 +108,20 @@ def test_no_advice_beyond_memory_and_accuracy() -> None:
     now = ask.answer(place)
     for limits in (Limits(memory_batch=32), Limits(global_batch=32 * 128)):
         assert not any("--batch-size" in one.change for one in advise(ask, place, now, limits))
-    assert not any("nodes" in one.change and "payload" not in one.change
-                   for one in advise(ask, place, now, Limits(global_batch=32 * 128)))  # fmt: skip
+
+
+def test_more_nodes_at_the_largest_batch_have_less_of_it_each() -> None:
+    ask, place = question("resnet50", 256), gpu_cluster(P40, 16, 8, 100)
+    now, most = ask.answer(place), 256 * place.ranks
+    found = {one.change: one for one in advise(ask, place, now, Limits(global_batch=most))}
+    more = found["32 nodes, batch 128 a GPU"]
+    there = replace(ask, batch=128).answer(place.with_nodes(32))
+    assert more.gain == pytest.approx(there.images_per_s / now.images_per_s - 1)
+    assert more.gain > 0.5
+    assert more.price == "twice the GPUs, a global batch of 32,768"
+    assert "32 nodes" in {one.change for one in advise(ask, place, now)}
+    alone = Limits(global_batch=place.ranks)
+    assert not any("nodes" in one.change for one in advise(ask, place, now, alone))
 
 
 def test_each_technique_of_the_paper_gains() -> None:

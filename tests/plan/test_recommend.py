@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.optim.scaling import Recipe, Target, scale_recipe
+from paceline.optim.settings import OptimSettings
 from paceline.plan.answer import Question
 from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
 from paceline.plan.layers import network
@@ -24,9 +26,11 @@ from paceline.plan.recommend import (
     choose,
     fed_by,
     input_supply,
+    limits_of,
     options,
     recommended_batch,
 )
+from paceline.plan.start_up import PROCESS_S
 from paceline.plan.workload import analytic_workload
 
 H100 = accelerator("H100")
@@ -36,13 +40,15 @@ PLACE = gpu_cluster(H100, 4, 8, 3200, links=8)
 JOB = Job(90, 1_281_167, H100.watts, 2.0)
 
 # Model, batch, half precision, CUDA graphs, GiB: torch.cuda.max_memory_allocated of our step on one H200
-# (records/2026-11-15_training-step_h200).
+# (records/2026-11-15_training-step_h200; fp32: TF32, after the trials, records/2026-11-17_planner_h200).
 PEAKS = [
     ("resnet50", 256, True, True, 10.55),
     ("resnet50", 256, True, False, 10.45),
     ("resnet50", 512, True, True, 20.66),
     ("alexnet_bn", 512, True, True, 2.17),
-    ("resnet50", 256, False, True, 26.47),
+    ("resnet50", 8, False, True, 1.09),
+    ("resnet50", 128, False, True, 10.44),
+    ("resnet50", 512, False, True, 40.42),
 ]
 
 
@@ -149,12 +155,61 @@ def test_limits_hold() -> None:
 
 
 def test_a_noise_scale_sets_the_largest_batch() -> None:
-    assert accurate_batch(None, 0.0) == 65_536
-    assert accurate_batch(3200, 0.0) == 3200
-    assert accurate_batch(None, 1000.0) == int(useful_batch(1000.0)) < 65_536
+    found = accurate_batch(None, 1000.0, *IMAGENET)
+    assert found.images == int(useful_batch(1000.0)) < 65_536
+    assert "noise scale of 1000" in found.why
     for most, noise in ((3200, 1000.0), (None, -1.0), (None, float("nan"))):
         with pytest.raises(ConfigError, match="--noise-scale"):
-            accurate_batch(most, noise)
+            accurate_batch(most, noise, *IMAGENET)
+    tiny = accurate_batch(None, 1e-4, *IMAGENET)
+    with pytest.raises(ConfigError, match="--noise-scale = 0.0001"):
+        recommended_batch(ASK, PLACE, limits_of(None, None, tiny))
+
+
+IMAGENET = (1_281_167, 90.0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs", "most", "set_by"),
+    [
+        (*IMAGENET, 65_536, None),
+        (50_000, 30.0, 16_666, "--epochs"),
+        (50_000, 90.0, 25_000, "--dataset-size"),
+        (1_281_167, 1.0, 14_235, "--epochs"),
+        (1, 1e-300, 1, "--epochs"),
+    ],
+)
+def test_the_largest_batch_is_in_the_range_of_the_large_batch_rule(
+    samples: int, epochs: float, most: int, set_by: str | None
+) -> None:
+    found = accurate_batch(None, 0.0, samples, epochs)
+    assert found.images == most
+    assert (found.set_by and found.set_by[0]) == set_by
+    assert ("large-batch rule" in found.why) == (most != 65_536)
+    if epochs >= 1:  # what the rule itself refuses is not recommended
+        target = Target(batch=most, samples=samples, epochs=int(epochs))
+        recipe = Recipe(OptimSettings(name="sgd", lr=0.1), 256, "sgd", norm_group=1)
+        assert scale_recipe(recipe, target).values
+        if set_by:
+            wider = replace(target, batch=most + most // 50)
+            with pytest.raises(ConfigError, match=f"at most {most}"):
+                scale_recipe(recipe, wider)
+
+
+def test_a_limit_as_given_holds_unless_an_epoch_is_smaller() -> None:
+    assert accurate_batch(3200, 0.0, *IMAGENET).images == 3200
+    assert accurate_batch(3200, 0.0, 50_000, 1.0).images == 3200
+    small = accurate_batch(3200, 0.0, 1000, 1.0)
+    assert (small.images, small.why) == (1000, "the images of an epoch")
+    with pytest.raises(ConfigError, match="--max-global-batch"):
+        accurate_batch(0, 0.0, *IMAGENET)
+
+
+def test_a_slow_input_does_not_change_the_recommended_batch() -> None:
+    """With it all batches are equally slow: the smallest would be chosen, which a faster input makes
+    wrong."""
+    slow = replace(ASK, workload=ASK.workload.fed_at(100.0))
+    assert recommended_batch(slow, PLACE, Limits()) == recommended_batch(ASK, PLACE, Limits()) > 8
 
 
 def test_the_table_keeps_the_limits_and_counts_hours() -> None:
@@ -174,9 +229,12 @@ def test_start_up_counts_and_is_short_without_nccl() -> None:
     found = ASK.answer(PLACE)
     nccl, gloo = (replace(JOB, nccl=is_nccl).option(found, 4) for is_nccl in (True, False))
     assert nccl.train_s == gloo.train_s
-    assert nccl.startup_s > 1 > gloo.startup_s > 0
+    assert nccl.startup_s > 1 + gloo.startup_s > gloo.startup_s > PROCESS_S
+    given = replace(JOB, startup_s=7.0).option(found, 4)
+    assert given.startup_s == 7
+    assert given.total_s == 7 + given.train_s
     assert nccl.cost > gloo.cost
-    minutes = (nccl.train_s + nccl.startup_s / 2) / 60
+    minutes = (nccl.train_s + (nccl.startup_s + gloo.startup_s) / 2) / 60
     assert not nccl.within(Limits(minutes=minutes))
     assert gloo.within(Limits(minutes=minutes))
 
@@ -203,6 +261,7 @@ def test_a_time_takes_the_cheapest_and_a_budget_the_fastest() -> None:
         ({"minutes": -1.0}, "--target-minutes"),
         ({"budget": 5.0}, "--budget"),
         ({"price": float("nan")}, "--price-per-gpu-hour"),
+        ({"price": 1e308}, "--price-per-gpu-hour"),
         ({"global_batch": 0}, "--max-global-batch"),
     ],
 )

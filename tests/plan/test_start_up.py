@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.prediction import GroupCount, StartUp, parts_used
+from paceline.plan.start_up import (
+    MOST_NCCL_S,
+    PROCESS_S,
+    GroupCount,
+    StartUp,
+    communicator_s,
+    parts_used,
+)
 from paceline.plan.steps import Groups
 
 NODES = Groups.of_nodes([4, 4], nested=True)
@@ -21,6 +28,8 @@ NODES = Groups.of_nodes([4, 4], nested=True)
         ({"ring", "tree", "halving_doubling", "native"}, set()),
         ({"native", "hierarchical"}, {"rows", "masters"}),
         ({"torus2d"}, {"rows", "masters", "columns"}),
+        ({"all_to_all", "native"}, set()),
+        ({"all_to_all", "hierarchical"}, {"rows", "masters"}),
     ],
 )
 def test_only_what_a_schedule_sums_in_is_made(algorithms: set[str], parts: set[str]) -> None:
@@ -44,9 +53,21 @@ def test_more_ranks_and_more_groups_take_longer() -> None:
     assert few.meet_s < many.meet_s
     assert few.agree_s < many.agree_s
     assert few.backend_s < many.backend_s < StartUp.of(256, 8, {"torus2d"}).backend_s
-    assert many.total_s == pytest.approx(many.meet_s + many.agree_s + many.backend_s)
-    assert "assumed" in many.describe()
-    assert "assumed" not in StartUp.of(256, 8, {"ring"}, nccl=False).describe()
+    parts = PROCESS_S + many.meet_s + many.agree_s + many.backend_s
+    assert many.total_s == pytest.approx(parts)
+    assert "NCCL" in many.describe()
+    assert "NCCL" not in StartUp.of(256, 8, {"ring"}, nccl=False).describe()
+
+
+def test_the_line_of_nccl_ends_at_what_was_reported() -> None:
+    """From 8 and 32 ranks 8,192 would be 12 minutes for one communicator."""
+    times = [communicator_s(ranks) for ranks in (8, 32, 1024, 8192, 1 << 20)]
+    assert times == sorted(times)
+    assert times[:2] == pytest.approx([16.3 / 8, 130 / 32], rel=0.05)
+    assert times[-1] == MOST_NCCL_S
+    assert StartUp.of(1024, 8, {"ring"}).backend_s == 2 * MOST_NCCL_S
+    assert "thousands of GPUs" in StartUp.of(1024, 8, {"ring"}).describe()
+    assert "thousands of GPUs" not in StartUp.of(4, 8, {"ring"}).describe()
 
 
 def test_a_plan_file_keeps_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster, Link, accelerator, catalogue, gpu_cluster, slowest_of
 from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan
+from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict
 from paceline.plan.workload import Affine, StepAnatomy, Workload, analytic_workload, fit_workload
 from plan.made import made_workload
@@ -117,6 +119,27 @@ def test_one_batch_goes_through_the_origin() -> None:
 def test_larger_batches_must_be_slower() -> None:
     with pytest.raises(ConfigError, match="quiet machine"):
         fit_workload("made", [(10, 0.2), (20, 0.1)], ANATOMY, "here")
+
+
+def test_outside_of_the_profiled_batches_less_is_known(tmp_path: Path) -> None:
+    """Two steps that are each off by 2 % leave the slope between them open."""
+    work = fit_workload("made", [(4, 0.10), (8, 0.12)], ANATOMY, "here", 32, "cpu")
+    assert (work.batches, work.device) == ((4, 8), "cpu")
+    for batch in (4, 6, 8):
+        assert work.spread_at(batch) == work.spread == 0.02
+        assert not work.is_extrapolated(batch)
+    spreads = [work.spread_at(batch) for batch in (8, 16, 64, 384)]
+    assert spreads == sorted(spreads)
+    # 0.005 s an image, of which 2 % of 0.10 and of 0.12 s over 4 images are 16 %.
+    assert spreads[-1] == pytest.approx(0.02 * math.hypot(0.10, 0.12) / 4 / 0.005, rel=0.1)
+    assert work.spread_at(1) > 0.02
+    one = fit_workload("made", [(8, 0.12)], ANATOMY, "here")
+    assert one.spread_at(8) < one.spread_at(16) < one.spread_at(64) < 0.3
+    PlanFile(workload=work).write(tmp_path / "p.toml")
+    assert PlanFile.read(tmp_path / "p.toml").workload == work
+    # A file of an earlier version says nothing about it.
+    old = replace(work, batches=())
+    assert old.spread_at(384) == 0.02
 
 
 @pytest.mark.parametrize("name", [n for n, gpu in catalogue().items() if gpu.measured])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from paceline.plan.answer import Answer, Question
 from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.layers import network
+from paceline.plan.recommend import Job
 from paceline.plan.workload import Affine, analytic_workload
 from paceline.report import RunFiles
 from paceline.report.chart import (
@@ -236,6 +237,16 @@ def test_a_gantt_chart_has_a_row_for_each_name() -> None:
     assert "&lt;second&gt;" in drawn
 
 
+def test_the_last_tick_of_an_axis_ends_within_the_chart() -> None:
+    """In a phone's letters half of "1,000" is wider than the margin."""
+    lines = [Line("ranks", [(8.0, 1.0), (256.0, 2.0)])]
+    drawn = line_chart(Chart("Speed", "ranks", lines, log_x=True))
+    assert re.search(r'<text x="519.0" y="\d+" text-anchor="end">1,000</text>', drawn)
+    assert re.search(r'text-anchor="middle">100</text>', drawn)
+    bars = gantt_chart("a step", "ms", [Bar("forward", 0.0, 250.0, "forward", 1)])
+    assert re.search(r'text-anchor="end">250</text>', bars)
+
+
 def test_both_axes_may_be_logarithmic() -> None:
     """Equal factors are equal distances."""
     points = [(1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)]
@@ -263,8 +274,7 @@ def test_the_bars_of_a_step_end_with_it(input_rate: float) -> None:
             curve=(),
             most_ranks=None,
             advice=(),
-            epochs=1.0,
-            samples=1000,
+            job=Job(1.0, 1000, gpu.watts),
         )
     )
     assert max(bar.end for bar in bars) == pytest.approx(1e3 * now.step_s)

@@ -253,6 +253,77 @@ def test_settings_that_differ_and_that_name_rows() -> None:
     }  # fmt: skip
 
 
+FIELD: list[dict[str, Any]] = [
+    {"comm__wire": "int8"}, {"comm__mode": "asynchronous"},
+    {"run__shares": "probe", "run__rebalance": True},
+]  # fmt: skip
+OFF = {
+    "comm__wire": "auto", "comm__mode": "synchronous", "run__shares": "equal", "run__rebalance": False,
+}  # fmt: skip
+
+
+def test_a_row_is_named_by_what_it_switches_on(tmp_path: Path) -> None:
+    """Without the plain row fewer settings would distinguish the others, but say nothing of int8."""
+    several = [{"ranks": 2, **OFF, **values} for values in FIELD]
+    on = ["wire=int8", "mode=asynchronous", "shares=probe"]
+    assert labels(compare(tmp_path / "three", *several)) == on
+    plain = compare(tmp_path / "four", *several, {"ranks": 2, **OFF})
+    assert labels(plain) == [*on, "mode=synchronous wire=auto shares=equal"]
+    rates = [{"optim__lr_base": rate, "ranks": 2, **OFF} for rate in (0.1, 0.2)]
+    mixed = compare(tmp_path / "mixed", *rates, {**rates[1], "comm__wire": "int8"})
+    assert labels(mixed) == ["lr_base=0.1", "lr_base=0.2", "wire=int8 lr_base=0.2"]
+    tuned = [
+        {**values, "optim__lr_base": rate} for values, rate in zip(several, (1, 2, 3), strict=True)
+    ]
+    assert labels(compare(tmp_path / "tuned", *tuned)) == on, (
+        "not by the rates that each was tuned to"
+    )
+
+
+def test_what_has_no_effect_on_one_rank_names_a_row_only_where_nothing_else_does(
+    tmp_path: Path,
+) -> None:
+    without_effect = {**OFF, "comm__wire": "int8"}
+    other = compare(tmp_path / "other", OFF, {**without_effect, "optim__nesterov": True})
+    assert labels(other) == ["nesterov=unset", "nesterov=true"]
+    alone = compare(tmp_path / "alone", OFF, without_effect)
+    assert labels(alone) == ["wire=auto", "wire=int8"]
+
+
+def test_a_rehearsal_and_a_real_run_are_named_as_such(tmp_path: Path) -> None:
+    cluster = {"rehearse__nodes": 1, "rehearse__gpus_per_node": 2, "rehearse__gpu": "H100"}
+    real = {"rehearse__nodes": 0, "rehearse__gpus_per_node": 8, "rehearse__gpu": ""}
+    found = compare(tmp_path, {"ranks": 2, **real}, {"ranks": 2, **cluster})
+    assert labels(found) == ["rehearsed=false", "rehearsed=true"]
+
+
+def test_state_of_the_exchange_is_shown_beside_that_of_the_optimizer(tmp_path: Path) -> None:
+    state = {"int8": 12.0, "old": None, "plain": 0.0}
+    for name, each in state.items():
+        folder = write_run(tmp_path / name, 90.0, run__name=name, optim__name=name, ranks=2)
+        path = folder / "summary.json"
+        more = {"state_bytes_per_parameter": 4.0, "exchange_state_bytes": 2**20 * (each != 0)}
+        if each is not None:
+            more["exchange_state_bytes_per_parameter"] = each
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    found = Comparison.of(read_runs([tmp_path]))
+    table = compare_table(found)
+    column = table.columns.index("exchange B/param")
+    assert [row[column] for row in table.rows] == ["12", "1 MiB", "0"]
+    assert "4 bytes of optimizer state a parameter" in compare_caption(found)
+    rows = compare_json(found)["rows"]
+    assert [row["exchange_state_bytes_per_parameter"] for row in rows] == [12.0, None, 0.0]
+    assert [row["exchange_state_bytes"] for row in rows] == [2**20, 2**20, 0]
+    (tmp_path / "old").rename(tmp_path.parent / "old")
+    int8, plain = (tmp_path / name for name in ("int8", "plain"))
+    settings = (plain / "config.toml").read_text()
+    (int8 / "config.toml").write_text(settings)
+    (plain / "summary.json").write_text((int8 / "summary.json").read_text())
+    assert "12 bytes of exchange state a parameter" in compare_caption(
+        Comparison.of(read_runs([tmp_path]))
+    )
+
+
 def test_values_without_spaces() -> None:
     values = {"a": True, "b": [2.0, 3.0], "c": "", "d": 5e-05, "e": 0.1234567, "f": "a\x1b"}
     assert [value_text(values, name) for name in "abcdefg"] == [
@@ -279,22 +350,6 @@ def test_the_table_has_what_differs_and_the_caption_what_does_not(
     batches = [write_run(tmp_path / str(b), 90.0, run__global_batch_size=b) for b in (250, 500)]
     assert "batch" not in compare_table(Comparison.of(read_runs(batches))).columns, "in the label"
     assert "batch" in compare_table(Comparison.of(read_runs(batches), ["250=small"])).columns
-
-
-def test_state_of_the_exchange_has_a_column_where_a_row_keeps_some(tmp_path: Path) -> None:
-    kept = {"plain": 0, "int8": 3 * 2**20}
-    for name, size in kept.items():
-        summary = write_run(tmp_path / name, 90.0, comm__wire=name) / "summary.json"
-        found = json.loads(summary.read_text("utf-8")) | {"exchange_state_bytes": size}
-        summary.write_text(json.dumps(found), "utf-8")
-    both = Comparison.of(read_runs([tmp_path / name for name in kept]))
-    table = compare_table(both)
-    column = table.columns.index("exchange state")
-    assert [row[column] for row in table.rows] == ["", "3 MiB"]
-    assert [row["exchange_state_bytes"] for row in compare_json(both)["rows"]] == [*kept.values()]
-    write_run(tmp_path / "second", 90.0, run__seed=1, comm__wire="plain")
-    none = Comparison.of(read_runs([tmp_path / "plain", tmp_path / "second"]))
-    assert "exchange state" not in compare_table(none).columns
 
 
 def test_epochs_of_runs_that_reached_their_target(tmp_path: Path) -> None:

@@ -55,12 +55,12 @@ def test_a_series_tunes_trains_and_continues(
 ) -> None:
     command = [str(tmp_path / "out"), *TINY, "--only", "sgd"]
     assert tool.main([*command, "--seconds", "0"]) == 3, "no time at all"
-    assert not (tmp_path / "out/sgd-b256-0.1-s0").exists()
+    assert not (tmp_path / "out/sgd-b256-0.067-s0").exists()
     assert tool.main(command) == 0
     folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert len(folders) == 5, "three values with seed 0, the best with seeds 1 and 2"
     log = (tmp_path / "out/tuning.md").read_text().splitlines()
-    assert log[2].startswith("| sgd | 256 | `optim.lr` | 0.1 → ")
+    assert log[2].startswith("| sgd | 256 | `optim.lr` | 0.067 → ")
     compare = (tmp_path / "out/compare.sh").read_text()
     assert compare.count("-s0") == compare.count("-s1") == compare.count("-s2") == 1
     capsys.readouterr()
@@ -113,19 +113,19 @@ def test_a_run_that_diverged_is_done_and_one_that_failed_is_tried_again(
     tmp_path: Path, fake: FakeTraining, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.raises = {
-        "sgd-b256-0.1-s0": DivergedError("diverged at step 3"),
+        "sgd-b256-0.067-s0": DivergedError("diverged at step 3"),
         "nesterov-b256-0.2-s0": ConfigError("optim.nesterov", True, "cannot be used"),
-        "lars-b256-0.4-s0": RuntimeError("a bug"),
+        "lars-b256-0.27-s0": RuntimeError("a bug"),
     }
     command = [str(tmp_path), *TINY, "--only"]
     assert [tool.main([*command, name]) for name in ("sgd", "nesterov", "lars")] == [0, 1, 1]
     # The best of the two values of sgd has all seeds. No value is the best where a try failed.
     assert fake.count() == {"sgd": 5, "nesterov": 3, "lars": 3}
     assert "Traceback" in capsys.readouterr().err, "of the bug"
-    assert (tmp_path / "sgd-b256-0.1-s0/failed.txt").read_text() == "diverged at step 3\n"
-    assert "0.1 → diverged" in _tuning(tmp_path, "sgd")
+    assert (tmp_path / "sgd-b256-0.067-s0/failed.txt").read_text() == "diverged at step 3\n"
+    assert "0.067 → diverged" in _tuning(tmp_path, "sgd")
     fake.raises = {}
-    (tmp_path / "lars-b256-0.4-s0").rmdir()  # the folder that the fake would make again
+    (tmp_path / "lars-b256-0.27-s0").rmdir()  # the folder that the fake would make again
     fake.count()
     assert [tool.main([*command, name]) for name in ("sgd", "nesterov", "lars")] == [0, 0, 0]
     assert fake.count() == {"nesterov": 3, "lars": 3}, "the failed tries, and two more seeds each"
@@ -206,7 +206,7 @@ def test_steps_are_timed_once(
 ) -> None:
     command = [str(tmp_path), *TINY, "--only", "*s*g*", "--speed"]
     assert tool.main(command) == 0
-    # Not `svrg`'s schedule rows: growth and its baseline are no optimizers.
+    # Of the names that match, growth and its baseline are no optimizers.
     assert fake.tried == ["sgd-b256-0.2-s0", "sgd-fixed-b256-0.2-s0", "svrg-b256-0.2-s0"]
     lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
     assert [line["option"] for line in lines] == ["sgd", "sgd-fixed", "svrg"]

@@ -16,7 +16,7 @@ from paceline.plan.plan_file import ClusterFacts, PlanFile
 from paceline.train import exchange_plan
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
-from small_runs import run_small
+from small_runs import run_small, small_config
 
 HYBRID: dict[str, Any] = {
     "comm__algorithm": "hybrid", "comm__eta_kib": 64, "comm__fusion_mib": 0.02,
@@ -128,7 +128,31 @@ def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(tmp_path / "ours")[key], value, rtol=1e-4, atol=1e-5)
 
 
-def test_a_wire_format_without_a_wire_is_said(tmp_path: Path) -> None:
-    alone = run_small(tmp_path / "a", comm__wire="float16").summary
-    assert "comm.wire = 'float16' has no effect on one rank" in alone["chosen"]["exchange"]
-    assert "no effect" not in run_small(tmp_path / "b").summary["chosen"]["exchange"]
+@pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"comm__wire": "float16"}, "comm.wire = 'float16'"),
+        (
+            {"comm__hook": "powersgd", "run__shares": "probe", "run__rebalance": True},
+            "comm.hook = 'powersgd', run.shares = 'probe', run.rebalance = True",
+        ),
+        # Buckets with an algorithm are rounded to their wire format on one rank, too.
+        ({"comm__algorithm": "ring", "comm__wire": "float16"}, "comm.algorithm = 'ring'"),
+        ({"comm__mode": "asynchronous", "comm__overlap": "off"}, "comm.mode = 'asynchronous'"),
+        ({"comm__overlap": "on"}, "comm.overlap = 'on'"),
+        ({}, None),
+    ],
+)
+def test_settings_for_several_ranks_are_named_on_one(
+    tmp_path: Path, values: dict[str, Any], idle: str | None
+) -> None:
+    config = small_config(tmp_path, **values)
+    found = exchange_plan.describe_idle(config, 1)
+    assert found.partition(": for several ranks")[0] == (idle or "")
+    assert exchange_plan.describe_idle(config, 2) == ""
+
+
+def test_a_run_on_one_rank_says_what_has_no_effect(tmp_path: Path) -> None:
+    chosen = run_small(tmp_path / "a", comm__mode="asynchronous", run__epochs=1).summary["chosen"]
+    assert "comm.mode = 'asynchronous'" in chosen["no effect"]
+    assert chosen["exchange"].endswith("native, after backward")

@@ -22,7 +22,7 @@ from paceline.core.events import EvalEvent, NoteEvent, StepEvent, TrustEvent, re
 from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
-from paceline.plan.prediction import PHASES
+from paceline.plan.start_up import PHASES
 from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import (

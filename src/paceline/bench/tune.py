@@ -306,7 +306,7 @@ def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     anatomy = take_apart(replace(row, batch_size=max(batches)))
     words = f"profiled on {where}, batch {', '.join(str(batch) for batch, _ in steps)}"
-    return fit_workload(row.model, steps, anatomy, words, row.image_size)
+    return fit_workload(row.model, steps, anatomy, words, row.image_size, device.type)
 
 
 def take_apart(row: StepRow) -> StepAnatomy:

@@ -50,13 +50,17 @@ def dry_run(config: RunConfig, ranks: int) -> int:
         requested_batch,
         resolve_batch_sizes,
     )
-    from paceline.train.inputs import check_num_classes
+    from paceline.train.components import Components
+    from paceline.train.exchange_plan import describe_idle
+    from paceline.train.inputs import check_num_classes, check_settings
     from paceline.train.machine import choose_device, choose_threads
 
     processes, virtual = ranks, config.rehearse.ranks
     if virtual:
         ranks, processes = virtual, 1
     resolve_batch_sizes(*requested_batch(config, ranks))
+    device = choose_device(config, Topology())
+    check_settings(config, ranks, device.type, Components())
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
     typer.echo(tomli_w.dumps(_changed(config)).strip())
     samples, classes, about = _data(config)
@@ -67,22 +71,21 @@ def dry_run(config: RunConfig, ranks: int) -> int:
         _show("scaling", scaling)
     asked = requested_batch(config, ranks)
     sizes = resolve_batch_sizes(*asked, samples=samples)
-    device = choose_device(config, Topology())
+    stages = batch_stages(config.optim, sizes, ranks)
     import torch
 
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // processes))
     with Group(Topology(), config.comm, device) as group:
-        # The step of one rank: what a rank computes is the same in a rehearsal.
-        alone = replace(config, rehearse=RehearseSettings())
-        step_s = _measure(alone, group, sizes, classes, samples / sizes.global_batch)
+        step_s = _measure(config, group, sizes, classes, samples / sizes.global_batch, ranks)
     step_s *= max(1, virtual)
-    stages = batch_stages(config.optim, sizes, ranks)
     plan = BatchPlan(
         samples, config.run.epochs, sizes.global_batch, sizes.micro_batch, ranks, stages
     )
     # A step costs as much as its samples.
     train_s = plan.total_samples / sizes.global_batch * step_s
     _show("batch", sizes.describe(ranks))
+    if idle := describe_idle(config, ranks):
+        _show("no effect", idle)
     if virtual:
         _show("rehearsal", f"of {virtual:,} ranks, in one process, one after the other")
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
@@ -151,10 +154,28 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
         typer.echo(f"note: this host has {format_bytes(host)}; try --batch-size {fits}")
 
 
+def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]:
+    """How several ranks would exchange gradients. Raises ConfigError for a plan or a table of sizes that
+    cannot be used for this model and so many ranks."""
+    from paceline.plan.plan_file import ClusterFacts
+    from paceline.train.exchange_plan import ChosenPlan, describe_option
+
+    if ranks == 1:
+        return {}
+    comm = config.comm
+    chosen = ChosenPlan.of(comm, model, ClusterFacts(ranks, config.rehearse.nodes or 1))
+    wire = "" if comm.wire == "auto" else f", {comm.wire} wire"
+    text = f"plan {comm.plan}" if comm.plan else f"algorithm {comm.algorithm}{wire}"
+    if chosen.plan is not None:
+        text += f", {len(chosen.plan.buckets)} bucket(s)"
+    return {"exchange": f"between {ranks:,} ranks: {describe_option(comm, ranks) or text}"}
+
+
 def _measure(
-    config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float
-) -> float:
-    """Seconds of one step of one rank; prints what was chosen and the memory."""
+    config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float,
+    ranks: int,
+) -> float:  # fmt: skip
+    """Seconds of one step of one rank, without an exchange; prints what was chosen and the memory."""
     import torch
 
     from paceline.bench.step import SyntheticBatches
@@ -167,6 +188,12 @@ def _measure(
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())
     _show_memory(config, model, sizes)
+    exchange = _exchange(config, model, ranks)
+    # What a rank computes is the same in a rehearsal, and with any plan for several ranks.
+    config = replace(config, rehearse=RehearseSettings())
+    if ranks > 1:
+        alone = replace(config.comm, plan="", algorithm="auto", sizes="", eta_kib=None)
+        config = replace(config, comm=alone)
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = model.to(device)
@@ -178,7 +205,7 @@ def _measure(
     )  # fmt: skip
     weights = sum(parameter.numel() for parameter in model.parameters())
     _show("model", f"{config.model.name}, {weights:,} parameters")
-    for name, text in parts.describe().items():
+    for name, text in (parts.describe() | exchange).items():
         _show(name, text)
     plan = BatchPlan(micro, _WARM_UP + _STEPS, micro, micro, 1)
     data = config.data

@@ -139,8 +139,15 @@ def _rows(found: RangeResult) -> list[tuple[str, str]]:
         end = f"loss exploded or was not finite after {found.rates[-1]:.3g}"
     else:
         end = f"loss did not explode up to {found.rates[-1]:.3g}: try a higher --to"
+    if found.suggested is not None:
+        suggestion = f"{found.suggested:.3g}, where the loss falls fastest"
+    else:
+        suggestion = (
+            f"none: no clear descent, the loss falls by {found.fall:.1f} times its noise from step to "
+            "step; try more --steps, a larger batch, or another range"
+        )
     return [
-        ("suggested --lr", f"{found.suggested:.3g}, where the loss falls fastest"),
+        ("suggested --lr", suggestion),
         (
             "largest",
             f"{found.largest:.3g}, where the loss is lowest; the peak of a cycle lies below",

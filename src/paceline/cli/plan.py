@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.options import AsJson, check_at_least
+from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import one_line
 from paceline.plan.answer import Answer, Question
@@ -26,11 +27,18 @@ from paceline.plan.cluster import (
     gpu_cluster,
 )
 from paceline.plan.fusion_plan import FusionPlan, wire_names
-from paceline.plan.layers import Network, check_image_size, known_network, network
-from paceline.plan.memory import check_memory
+from paceline.plan.layers import (
+    TRACED,
+    Network,
+    check_image_size,
+    known_network,
+    network,
+)
+from paceline.plan.memory import MemoryEstimate, check_memory, step_memory
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.recommend import (
+    Job,
     accurate_batch,
     fed_by,
     input_supply,
@@ -38,8 +46,14 @@ from paceline.plan.recommend import (
     recommended_batch,
 )
 from paceline.plan.schedules import algorithm_names
-from paceline.plan.workload import Workload, analytic_workload, check_input_rate
+from paceline.plan.workload import (
+    LARGEST_BATCH,
+    Workload,
+    analytic_workload,
+    check_input_rate,
+)
 from paceline.report.plan_page import (
+    FROM_BACKWARD,
     PAGE_NAME,
     advice_rows,
     bucket_rows,
@@ -78,7 +92,9 @@ def plan(
     dataset_size: int = typer.Option(1_281_167, help="Training images."),
     image_size: int | None = typer.Option(None, help="Edge of the images in pixels; 224."),
     max_global_batch: int | None = typer.Option(
-        None, help="Largest batch of all GPUs together that keeps the accuracy; 65536."
+        None,
+        help="Largest batch of all GPUs together that keeps the accuracy; 65536, or less for a small "
+        "data set or few epochs.",
     ),
     noise_scale: float = typer.Option(
         0.0, help="As a run with run.noise_scale measured it; sets the largest batch instead."
@@ -86,6 +102,9 @@ def plan(
     target_minutes: float = typer.Option(0.0, help="Recommend nodes that train in this time."),
     price_per_gpu_hour: float = typer.Option(0.0, help="In any currency; none is built in."),
     budget: float = typer.Option(0.0, help="Recommend the fastest job for this price."),
+    startup_s: float | None = typer.Option(
+        None, help="Seconds until the first step; an estimate by the number of ranks."
+    ),
     recompute_norms: bool = typer.Option(
         False, "--recompute-norms", help="With run.recompute_norms: less memory, a longer step."
     ),
@@ -98,7 +117,9 @@ def plan(
     ),
     algorithm: list[str] = typer.Option([], help="Allowed all-reduces; may be repeated. All."),
     wire: list[str] = typer.Option(
-        [], help="Allowed formats: auto (as held), fp32, fp16, bf16; may be repeated. auto."
+        [],
+        help="Allowed formats: auto (as held), fp32, fp16, bf16, and in 8 bits int8, e4m3, e5m2; may be "
+        "repeated. auto.",
     ),
     with_plan: Path | None = typer.Option(None, help="Score this plan file instead of the best."),
     plan_out: Path | None = typer.Option(None, help="Write the plan, for comm.plan."),
@@ -106,14 +127,17 @@ def plan(
     as_json: AsJson = False,
 ) -> int:
     """Predict a job's speed, recommend its batch and choose its fusion plan."""
-    if not 0 < epochs < math.inf or dataset_size < 1:
-        raise ConfigError("--epochs, --dataset-size", (epochs, dataset_size), "must be above 0")
     given = _cluster_flags(
         cluster, gpus_per_node=gpus_per_node, node_gbps=node_gbps, latency_us=latency_us,
         links=links, oversubscription=oversubscription,
     )  # fmt: skip
     file = _read_files(cluster, profile, gpu)
-    chip, net = accelerator(gpu) if gpu else None, _network(model, file.workload, image_size)
+    chip = accelerator(gpu) if gpu else None
+    is_gpu = _is_gpu(chip, file)
+    job = Job(
+        epochs, dataset_size, chip.watts if chip else 0.0, price_per_gpu_hour, is_gpu, startup_s
+    )
+    net = _network(model, file.workload, image_size)
     if recompute_norms:
         net = _recomputing_norms(net, file.workload)
     work = _workload(model, chip, net, file.workload, image_size, software)
@@ -124,22 +148,20 @@ def plan(
     work = fed_by(work, supply, place.ranks_per_node).fed_at(input_images_per_s)
     known = place.probed.algorithms if place.probed else algorithm_names()
     question = Question(work, 1, tuple(algorithm) or known, wire_names(wire or ("auto",)))
-    # No batch is larger than an epoch.
-    most = min(accurate_batch(max_global_batch, noise_scale), dataset_size)
-    limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour)
+    most = accurate_batch(max_global_batch, noise_scale, dataset_size, epochs)
+    # A profile may be of another format than is usual on the GPU.
+    half = None if file.workload is None else work.in_half
+    limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour, half)
     batch = recommended_batch(question, place, limits) if batch_size is None else batch_size
-    check_at_least(1, {"--batch-size": batch})
-    memory = None if net is None or chip is None else check_memory(net, chip, batch)
+    if not 1 <= batch <= LARGEST_BATCH:
+        raise ConfigError("--batch-size", batch, f"must be from 1 to {LARGEST_BATCH:,}")
+    memory = _memory(net, chip, batch, work, is_gpu=is_gpu, half=half)
     _check_batch(batch, place, dataset_size)
     question = replace(question, batch=batch)
     chosen = _fusion_plan(with_plan, question, place, restricted=bool(algorithm or wire))
-    # Clusters of CPUs meet over Gloo.
-    is_gpu = chip is None or chip.is_gpu
-    if file.probed is not None:
-        is_gpu = file.probed.device == "cuda"
     answer = Answer.of(
-        question, place, chosen, epochs=epochs, samples=dataset_size, limits=limits, net=net,
-        gpu=chip, is_gpu=is_gpu, memory=memory, supply=supply, recommended=batch_size is None,
+        question, place, chosen, job=job, limits=limits, net=net, gpu=chip, memory=memory,
+        supply=supply, recommended=batch_size is None,
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -150,6 +172,28 @@ def plan(
     if html is not None:
         typer.echo(f"page: {write_page(plan_page(answer), html, PAGE_NAME)}", err=as_json)
     return 0
+
+
+def _is_gpu(chip: Accelerator | None, file: PlanFile) -> bool:
+    """Whether the ranks have GPUs and meet over NCCL; clusters of CPUs meet over Gloo."""
+    if file.probed is not None:
+        return file.probed.device == "cuda"
+    if chip is not None:
+        return chip.is_gpu
+    return file.workload is None or file.workload.device != "cpu"
+
+
+def _memory(
+    net: Network | None, chip: Accelerator | None, batch: int, work: Workload, *, is_gpu: bool,
+    half: bool | None,
+) -> MemoryEstimate | None:  # fmt: skip
+    """What a step needs; a batch that the GPU has no memory for is refused. None where the layers are not
+    known."""
+    if net is None:
+        return None
+    if chip is not None:
+        return check_memory(net, chip, batch, half)
+    return step_memory(net, batch, work.in_half, graphs=is_gpu, fused=is_gpu, on_gpu=is_gpu)
 
 
 def _check_batch(batch: int, place: Cluster, samples: int) -> None:
@@ -193,25 +237,37 @@ def _fusion_plan(
             "--with-plan", str(path), "decides algorithms and wire itself",
             "leave out --algorithm and --wire",
         )  # fmt: skip
-    file = PlanFile.read(path)
+    file = PlanFile.read(path, "--with-plan")
     model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
     file.check(model, ClusterFacts(place.ranks, place.nodes), str(path))
     return file.plan
 
 
 def _network(model: str, profiled: Workload | None, image_size: int | None) -> Network | None:
-    """The layers of the model; None where it is profiled and the planner does not know them, or not the
-    size of the images."""
+    """The layers of the model, counted from a trace where the planner has none of them; None where it is
+    profiled and they are not known, or not the size of the images. The code that a profile names is not
+    run: only our own models are counted for it."""
     if profiled is not None:
-        return known_network(profiled.model, profiled.image_size)
+        name, pixels = profiled.model, profiled.image_size
+        known = known_network(name, pixels)
+        if known is not None or name not in TRACED or not pixels or not find_spec("torch"):
+            return known
+        try:
+            return _counted(name, pixels)
+        except ConfigError:  # images that are too small for the model
+            return None
     name = model or "resnet50"
     pixels = 224 if image_size is None else image_size
-    if ":" in name:
-        check_image_size(pixels)
-        from paceline.train.layer_count import count_layers
-
-        return count_layers(name, pixels)
+    if ":" in name or name in TRACED:
+        return _counted(name, pixels)
     return network(name, pixels)
+
+
+def _counted(name: str, pixels: int) -> Network:
+    check_image_size(pixels)
+    from paceline.train.layer_count import count_layers
+
+    return count_layers(name, pixels)
 
 
 def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Network:
@@ -287,18 +343,52 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
 
 
 def _print(answer: Answer) -> None:
+    """No number is cut: a pipe is as wide as the widest table; in a narrow terminal heads wrap, columns
+    move together, and what is left folds."""
     console = Console()
-    tables = [(Table(show_header=False, box=None), fact_rows(answer))]
-    for head, rows in (
-        (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
-         bucket_rows(answer)),
-        (("ranks", "images/s", "efficiency", "exposed ms"), curve_rows(answer)),
-        (option_columns(answer), option_rows(answer)),
-        (("what would help", "images/s", "price"), advice_rows(answer)),
-    ):  # fmt: skip
-        if rows:
-            tables.append((Table(*head), rows))
-    for table, rows in tables:
-        for row in rows:
-            table.add_row(*(Text(one_line(cell)) for cell in row))
-        console.print(table)
+    tables = [
+        (head, rows, caption)
+        for head, rows, caption in (
+            (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
+             bucket_rows(answer), FROM_BACKWARD),
+            (("ranks", "images/s", "efficiency", "exposed ms"), curve_rows(answer), ""),
+            (option_columns(answer), option_rows(answer), ""),
+            (("what would help", "images/s", "price"), advice_rows(answer), ""),
+        )
+        if rows
+    ]  # fmt: skip
+    wide = console.options.update(width=10_000)
+    if not console.is_terminal:
+        widths = (console.measure(_numbers(*table), options=wide).maximum for table in tables)
+        console.width = max(console.width, *widths)
+    facts = Table(show_header=False, box=None)
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
+    for row in fact_rows(answer):
+        facts.add_row(*(Text(one_line(cell)) for cell in row))
+    console.print(facts)
+    for table in tables:
+        forms = (_numbers(*table), _numbers(*table, gap=0), _numbers(*table, gap=0, fold=True))
+        drawn = (
+            form for form in forms if console.measure(form, options=wide).minimum <= console.width
+        )
+        console.print()
+        console.print(next(drawn, forms[-1]))
+
+
+def _numbers(
+    head: tuple[str, ...], rows: list[tuple[str, ...]], caption: str, gap: int = 1,
+    fold: bool = False,
+) -> Table:  # fmt: skip
+    """Cells break at their spaces only, unless they may `fold`."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=caption or None,
+        caption_justify="left", padding=(0, gap),
+    )  # fmt: skip
+    for name, *cells in zip(head, *rows, strict=True):
+        words = [word for text in (name, *cells) for word in text.split()]
+        least = None if fold else max(map(len, words), default=1)
+        table.add_column(name, overflow="fold", min_width=least)
+    for row in rows:
+        table.add_row(*(Text(one_line(cell)) for cell in row))
+    return table

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from paceline.comm.settings import BACKEND_GRACE_S
 from paceline.core.errors import CommError, ConfigError
 from paceline.core.topology import Topology
-from paceline.plan.prediction import parts_used
+from paceline.plan.start_up import parts_used
 from paceline.plan.steps import Groups
 
 

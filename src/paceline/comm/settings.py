@@ -74,8 +74,8 @@ class CommSettings:
     local_group_size: int = 1
     """Post-local SGD: ranks in a row that go on summing their gradients in every step."""
     group_size: int = 0
-    """Ranks of a group in `hierarchical` and `torus2d`, and for each server of `central`; 0 takes the
-    ranks of a node."""
+    """Ranks of a group in `hierarchical`, `torus2d` and `central`, whose groups have a server each; 0
+    takes the ranks of a node."""
     overlap: str = "auto"
     """Send full buckets during backward: `on`, `off`, or `auto` (wherever that does not prevent
     CUDA graphs)."""

@@ -266,7 +266,14 @@ def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
-    return RunConfig.from_tables(merged)
+    config = RunConfig.from_tables(merged)
+    if overrides.get("optim.warmup_epochs") and config.optim.schedule in CYCLES:
+        raise ConfigError(
+            "optim.warmup_epochs", config.optim.warmup_epochs,
+            f"but optim.schedule = {config.optim.schedule!r} rises by itself",
+            "leave it out, or use another schedule",
+        )  # fmt: skip
+    return config
 
 
 def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict[str, Any]) -> None:

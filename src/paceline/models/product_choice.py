@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,9 @@ MODES = ("off", "auto", "on")
 _CALLS, _REPEATS = 4, 3
 # Cycles of a kernel that waits, so that the host launches all calls before the first one starts.
 _WAIT_CYCLES = 3_000_000
-_VERSION = 1
+_VERSION = 2
+# Threads that build kernels; the compiler holds Python's lock for part of the time.
+_BUILDERS = 4
 
 
 @dataclass
@@ -36,7 +39,8 @@ class Choices:
     """`mode` is `off`, where no product is fused, `auto`, which times the separate form too, or `on`,
     which takes it only where no other works. `open`: products are timed. `used`: keys that were asked
     for since `begin`. `times` has the milliseconds of all forms that were timed by this process, and
-    `problems` the reasons of those that failed."""
+    `problems` the reasons of those that failed. `building`: a form builds its kernels, and does not run
+    them."""
 
     mode: str = "off"
     open: bool = False
@@ -46,6 +50,7 @@ class Choices:
     problems: dict[str, str] = field(default_factory=dict)
     timed: int = 0
     path: Path | None = None
+    building: bool = False
 
     def own(self) -> dict[str, str]:
         """Those of the trial, without what the file has for other shapes."""
@@ -91,7 +96,7 @@ def kind() -> str:
 
 def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.device) -> str:
     """The name of the fastest of `forms`, which must have no effect but their result."""
-    timing = choices.open and device.type == "cuda"
+    timing = choices.open and device.type == "cuda" and not choices.building
     timing = timing and not torch.cuda.is_current_stream_capturing()
     if timing:
         choices.used.add(key)
@@ -101,8 +106,11 @@ def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.de
     names = list(forms)
     if choices.mode == "on" and names != [SEPARATE]:
         names = [name for name in names if name != SEPARATE]
+    if choices.building:
+        return names[0]
     if not timing:
         return SEPARATE if device.type == "cuda" and SEPARATE in forms else names[0]
+    _build([forms[name] for name in names if name != SEPARATE])
     times = {}
     for name in names:
         try:
@@ -122,6 +130,22 @@ def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.de
         return names[0]  # raises its error for the product that is made of this one
     choices.chosen[key] = best
     return best
+
+
+def _build(calls: Sequence[Callable[[], object]]) -> None:
+    """Builds the kernels of all forms of a product by several threads; they are timed one by one.
+    Errors are left to the form's own call."""
+    import triton
+
+    workers = min(len(calls), _BUILDERS)
+    choices.building = True
+    try:
+        with ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for call in calls:
+                with suppress(Exception):
+                    call()
+    finally:
+        choices.building = False
 
 
 def _is_fatal(error: Exception) -> bool:

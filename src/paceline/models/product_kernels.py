@@ -9,9 +9,12 @@ its tile in registers (`EPILOGUE`): `MOMENTS` sums the statistics of the next no
 gradient through the ReLU of the norm before, and `MERGED` through the sum and ReLU of a block, and sum
 the gradients of γ and β.
 
-A program computes one block of columns of `span` rows, tile by tile, so that its sums stay in the
-cache and make few parts; parts are joined in a fixed order, so repetitions are bit-identical.
-Values are rounded to the map's type where the separate operators store them.
+A program computes one block of columns of `span` rows, tile by tile, and keeps its sums in registers.
+Threads add theirs together after the last tile only: for each tile, that took more instructions than
+all else. Most tiles are computed as their transpose (`TURNED`): tensor cores leave a thread two rows of
+many columns, and so many rows of two columns of a transposed tile. Parts are joined in a fixed order, so
+repetitions are bit-identical. Values are rounded to the map's type where the separate operators store
+them.
 """
 
 from __future__ import annotations
@@ -69,69 +72,164 @@ def _operand(
 
 
 @triton.jit
-def _finish(
-    result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
-    out_other_saved, centre, sums, later, y_tile,
-    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, LOADED: tl.constexpr,
+def _columns(
+    out_saved, out_other_saved, centre, cols, col_ok, n,
+    EPILOGUE: tl.constexpr, PROJECT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile of a product: stores it, and adds its sums to `sums`. `LOADED`: `y_tile` is
-    the tile of `out_y`.
-
-    What is constant along a column is loaded anew for each tile, and the sums are kept in memory: a
-    thread of a product's tile has a quarter of all columns, too many for its registers.
-    """
+    """What an epilogue takes of each column: the value that it sums about, scale and shift of the norm,
+    and the mean of the residual's norm."""
+    middle = tl.zeros(cols.shape, tl.float32)
+    scale, shift, other_middle = middle, middle, middle
+    if EPILOGUE == MOMENTS:
+        middle = centre_of(centre, cols, col_ok)
     if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109  (Triton has no `in`)
-        before = tl.load(out_x + at, mask=ok, other=0.0).to(tl.float32)
-        middle = tl.load(out_saved + cols, mask=col_ok, other=0.0)[None, :]
+        middle = tl.load(out_saved + cols, mask=col_ok, other=0.0)
+    if EPILOGUE == MASKED:
+        scale = tl.load(out_saved + 2 * n + cols, mask=col_ok, other=0.0)
+        shift = tl.load(out_saved + 3 * n + cols, mask=col_ok, other=0.0)
+    if PROJECT:
+        other_middle = tl.load(out_other_saved + cols, mask=col_ok, other=0.0)
+    return (
+        _along(middle, TURNED), _along(scale, TURNED), _along(shift, TURNED),
+        _along(other_middle, TURNED),
+    )  # fmt: skip
+
+
+@triton.jit
+def _along(vector, FIRST: tl.constexpr):
+    """Along the first axis of a tile, or the second. The first one of a turned tile has columns."""
+    return vector[:, None] if FIRST else vector[None, :]
+
+
+@triton.jit
+def _product(tile, factors, result, TURNED: tl.constexpr):
+    if TURNED:
+        result = tl.dot(factors, tl.trans(tile), result, input_precision="ieee")
+    else:
+        result = tl.dot(tile, factors, result, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def _part_of(maps, elements, DESCRIBED: tl.constexpr):
+    """The map from the part of this program on; a descriptor counts from the first row."""
+    return maps if DESCRIBED else maps + elements
+
+
+@triton.jit
+def _tile_of(maps, at, ok, line, col, TURNED: tl.constexpr, DESCRIBED: tl.constexpr):
+    if DESCRIBED:
+        tile = maps.load([line, col])
+        tile = tl.trans(tile) if TURNED else tile
+    else:
+        tile = tl.load(maps + at, mask=ok, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def _finish(
+    result, at, ok, line, col, out, out_x, out_y, out_add, out_other, y_tile,
+    middle, scale, shift, other_middle, TYPE: tl.constexpr,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, LOADED: tl.constexpr,
+    TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile of a product: stores it in `TYPE`, and returns what is to be summed over
+    rows. `LOADED`: `y_tile` is the tile of `out_y`."""
+    value, second, third = result, result, result
+    if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109
+        before = _tile_of(out_x, at, ok, line, col, TURNED, DESCRIBED)
         if EPILOGUE == MASKED:
-            scale = tl.load(out_saved + 2 * n + cols, mask=col_ok, other=0.0)[None, :]
-            shift = tl.load(out_saved + 3 * n + cols, mask=col_ok, other=0.0)[None, :]
             lit = ok & (before * scale + shift > 0.0)
         else:
             if ADD:
-                result += tl.load(out_add + at, mask=ok, other=0.0).to(tl.float32)
+                result += _tile_of(out_add, at, ok, line, col, TURNED, DESCRIBED)
             if LOADED:
                 lit = ok & (y_tile.to(tl.float32) > 0.0)
             else:
-                lit = ok & (tl.load(out_y + at, mask=ok, other=0.0).to(tl.float32) > 0.0)
-        rounded = tl.where(lit, result, 0.0).to(out.dtype.element_ty)
+                lit = ok & (_tile_of(out_y, at, ok, line, col, TURNED, DESCRIBED) > 0.0)
+        rounded = tl.where(lit, result, 0.0).to(TYPE)
         value = rounded.to(tl.float32)
         second = tl.where(ok, value * (before - middle), 0.0)
+        if PROJECT:
+            before = _tile_of(out_other, at, ok, line, col, TURNED, DESCRIBED)
+            third = tl.where(ok, value * (before - other_middle), 0.0)
     else:
-        rounded = result.to(out.dtype.element_ty)
+        rounded = result.to(TYPE)
         if EPILOGUE == MOMENTS:
-            middle = centre_of(centre, cols, col_ok)[None, :]
             value = tl.where(ok, rounded.to(tl.float32) - middle, 0.0)
             second = value * value
-    if EPILOGUE != PLAIN:
-        # In order: no other program adds to these elements, and always the same thread does.
-        tl.atomic_add(sums, tl.sum(value, 0), mask=col_ok, sem="relaxed")
-        tl.atomic_add(sums + later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
-        if PROJECT:
-            before = tl.load(out_other + at, mask=ok, other=0.0).to(tl.float32)
-            middle = tl.load(out_other_saved + cols, mask=col_ok, other=0.0)[None, :]
-            second = tl.where(ok, value * (before - middle), 0.0)
-            tl.atomic_add(sums + 2 * later, tl.sum(value, 0), mask=col_ok, sem="relaxed")
-            tl.atomic_add(sums + 3 * later, tl.sum(second, 0), mask=col_ok, sem="relaxed")
-    tl.store(out + at, rounded, mask=ok)
+    if DESCRIBED:
+        out.store([line, col], tl.trans(rounded) if TURNED else rounded)
+    else:
+        tl.store(out + at, rounded, mask=ok)
+    return value, second, third
+
+
+@triton.jit
+def _fold(
+    value, TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds up the rows of a tile that a thread has, or for a turned tile a quarter of a warp: threads and
+    warps add theirs to each other's once, after the last tile. Rows are in `GROUPS`; of a group, a thread
+    has those that are `LINES` apart."""
+    if TURNED:
+        folded = tl.sum(tl.reshape(value, (BLOCK_N, GROUPS, BLOCK_M // GROUPS)), 2)
+    else:
+        rows: tl.constexpr = BLOCK_M // GROUPS // LINES
+        folded = tl.sum(tl.reshape(value, (GROUPS, rows, LINES, BLOCK_N)), 1)
+    return folded
+
+
+@triton.jit
+def _no_sums(
+    TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """As `_fold` gives them."""
+    if TURNED:
+        sums = tl.zeros((BLOCK_N, GROUPS), tl.float32)
+    else:
+        sums = tl.zeros((GROUPS, LINES, BLOCK_N), tl.float32)
+    return sums
+
+
+@triton.jit
+def _store_sums(
+    sums, later, col_ok, total, second_total, third_total,
+    PROJECT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    total = _whole(total, TURNED)
+    tl.store(sums, total, mask=col_ok)
+    tl.store(sums + later, _whole(second_total, TURNED), mask=col_ok)
+    if PROJECT:
+        tl.store(sums + 2 * later, total, mask=col_ok)
+        tl.store(sums + 3 * later, _whole(third_total, TURNED), mask=col_ok)
+
+
+@triton.jit
+def _whole(folded, TURNED: tl.constexpr):
+    return tl.sum(folded, 1) if TURNED else tl.sum(tl.sum(folded, 0), 0)
 
 
 @triton.jit
 def product_kernel(
-    x, other, saved, found, side, weight, out,
-    out_x, out_y, out_add, out_saved, out_other, out_other_saved, centre, parts,
-    rows, span, k, n,
+    x, other, saved, found, side, weight, out, out_x, out_y, out_add, out_other,
+    out_saved, out_other_saved, centre, parts, rows, span, k, n,
     FORM: tl.constexpr, RELU: tl.constexpr, SIDE: tl.constexpr, FORWARD: tl.constexpr,
     EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, SINGLE: tl.constexpr,
-    FLAT: tl.constexpr, OUTER_STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    STAGES: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
+    GROUPS: tl.constexpr, LINES: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
 
-    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once. `FLAT`:
-    the compiler makes one loop of two. `parts` [2, parts, n], zeros before, gets two sums a part:
-    Σ (y − centre) and Σ (y − centre)² for `MOMENTS`, else Σ dz and Σ dz · (x − mean) with the norm of
-    `out_x` and `out_saved`. `PROJECT`: [4, parts, n], and the same with the norm of `out_other`.
+    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once; else
+    the compiler makes one loop of two. `parts` [2, parts, n] gets two sums a part: Σ (y − centre) and
+    Σ (y − centre)² for `MOMENTS`, else Σ dz and Σ dz · (x − mean) with the norm of `out_x` and
+    `out_saved`. `PROJECT`: [4, parts, n], and the same with the norm of `out_other`. `TURNED`: a tile
+    is computed as its transpose. `DESCRIBED`: the maps of the epilogue come as descriptors. `GROUPS` and
+    `LINES`: see `_fold`.
     """
     blocks = tl.cdiv(n, BLOCK_N)
     block = tl.program_id(0) % blocks
@@ -147,37 +245,46 @@ def product_kernel(
     x += first * k
     other += first * k
     side += first * k
-    out += first * n
-    out_x += first * n
-    out_y += first * n
-    out_add += first * n
-    out_other += first * n
+    out = _part_of(out, first * n, DESCRIBED)
+    out_x = _part_of(out_x, first * n, DESCRIBED)
+    out_y = _part_of(out_y, first * n, DESCRIBED)
+    out_add = _part_of(out_add, first * n, DESCRIBED)
+    out_other = _part_of(out_other, first * n, DESCRIBED)
     if FORWARD:
-        weight_at = weight + deep[:, None] + cols[None, :] * k
+        weight_at = weight + _along(deep, not TURNED) + _along(cols, TURNED) * k
     else:
-        weight_at = weight + deep[:, None] * n + cols[None, :]
+        weight_at = weight + _along(deep, not TURNED) * n + _along(cols, TURNED)
     if SINGLE:
         if EVEN_K and EVEN_N:
             factors = tl.load(weight_at)
         else:
-            factors = tl.load(weight_at, mask=(deep < k)[:, None] & col_ok[None, :], other=0.0)
-    for start in tl.range(0, count, BLOCK_M, num_stages=OUTER_STAGES, flatten=FLAT):
+            ok = _along(deep < k, not TURNED) & _along(col_ok, TURNED)
+            factors = tl.load(weight_at, mask=ok, other=0.0)
+    middle, scale, shift, other_middle = _columns(
+        out_saved, out_other_saved, centre, cols, col_ok, n, EPILOGUE, PROJECT, TURNED
+    )
+    total = _no_sums(TURNED, GROUPS, LINES, BLOCK_N)
+    second_total, third_total = total, total
+    for start in tl.range(0, count, BLOCK_M, num_stages=STAGES, flatten=not SINGLE):
         row = start + lines
-        row_ok = (row < count)[:, None]
+        row_ok = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else row < count
+        if TURNED:
+            result = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if SINGLE:
             deep_ok = deep < k
-            ok = row_ok if EVEN_K else row_ok & deep_ok[None, :]
+            ok = row_ok[:, None] if EVEN_K else row_ok[:, None] & deep_ok[None, :]
             at = row[:, None] * k + deep[None, :]
             tile = _operand(x, other, saved, found, at, ok, deep, deep_ok, k, FORM, RELU)
             if SIDE:
                 tl.store(side + at, tile, mask=ok & (block == 0))
-            result = tl.dot(tile, factors, input_precision="ieee")
+            result = _product(tile, factors, result, TURNED)
         else:
-            result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for begin in range(0, k, BLOCK_K):
                 inner = begin + deep
                 deep_ok = inner < k
-                ok = row_ok if EVEN_K else row_ok & deep_ok[None, :]
+                ok = row_ok[:, None] if EVEN_K else row_ok[:, None] & deep_ok[None, :]
                 at = row[:, None] * k + inner[None, :]
                 tile = _operand(x, other, saved, found, at, ok, inner, deep_ok, k, FORM, RELU)
                 if SIDE:
@@ -186,14 +293,25 @@ def product_kernel(
                 if EVEN_K and EVEN_N:
                     factors = tl.load(place)
                 else:
-                    factors = tl.load(place, mask=deep_ok[:, None] & col_ok[None, :], other=0.0)
-                result = tl.dot(tile, factors, result, input_precision="ieee")
-        ok = row_ok if EVEN_N else row_ok & col_ok[None, :]
-        at = row[:, None] * n + cols[None, :]
-        _finish(
-            result, at, ok, cols, col_ok, n, out, out_x, out_y, out_add, out_saved, out_other,
-            out_other_saved, centre, sums, later, result, EPILOGUE, ADD, PROJECT, False,
+                    ok = _along(deep_ok, not TURNED) & _along(col_ok, TURNED)
+                    factors = tl.load(place, mask=ok, other=0.0)
+                result = _product(tile, factors, result, TURNED)
+        ok = _along(row_ok, not TURNED)
+        if not EVEN_N:
+            ok = ok & _along(col_ok, TURNED)
+        at = _along(row, not TURNED) * n + _along(cols, TURNED)
+        value, second, third = _finish(
+            result, at, ok, (first + start).to(tl.int32), block * BLOCK_N,
+            out, out_x, out_y, out_add, out_other, result, middle, scale, shift, other_middle,
+            x.dtype.element_ty, EPILOGUE, ADD, PROJECT, False, TURNED, DESCRIBED,
         )  # fmt: skip
+        if EPILOGUE != PLAIN:
+            total += _fold(value, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_N)
+            second_total += _fold(second, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_N)
+        if PROJECT:
+            third_total += _fold(third, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_N)
+    if EPILOGUE != PLAIN:
+        _store_sums(sums, later, col_ok, total, second_total, third_total, PROJECT, TURNED)
 
 
 @triton.jit
@@ -238,11 +356,12 @@ def weight_gradient_kernel(
 
 @triton.jit
 def both_gradients_kernel(
-    dz, x, saved, found, weight, inputs, input_saved, out,
-    out_x, out_y, out_add, out_saved, out_other, out_other_saved, parts, partial,
-    rows, span, n, k,
+    dz, x, saved, found, weight, inputs, input_saved, out, out_x, out_y, out_add, out_other,
+    out_saved, out_other_saved, parts, partial, rows, span, n, k,
     FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EPILOGUE: tl.constexpr,
-    ADD: tl.constexpr, PROJECT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    ADD: tl.constexpr, PROJECT: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
+    DESCRIBED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`product_kernel` for the gradient of the input and `weight_gradient_kernel` in one: both read the
@@ -260,34 +379,56 @@ def both_gradients_kernel(
     dz += first * n
     x += first * n
     inputs += first * k
-    out += first * k
-    out_x += first * k
-    out_y += first * k
-    out_add += first * k
-    out_other += first * k
+    out = _part_of(out, first * k, DESCRIBED)
+    out_x = _part_of(out_x, first * k, DESCRIBED)
+    out_y = _part_of(out_y, first * k, DESCRIBED)
+    out_add = _part_of(out_add, first * k, DESCRIBED)
+    out_other = _part_of(out_other, first * k, DESCRIBED)
     lines = tl.arange(0, BLOCK_M)
     weight_at = weight + outs[:, None] * k + ins[None, :]
     factors = tl.load(weight_at, mask=out_ok[:, None] & in_ok[None, :], other=0.0)
     gathered = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if TURNED:
+        factors = tl.trans(factors)
+    middle, scale, shift, other_middle = _columns(
+        out_saved, out_other_saved, saved, ins, in_ok, k, EPILOGUE, PROJECT, TURNED
+    )
+    total = _no_sums(TURNED, GROUPS, LINES, BLOCK_K)
+    second_total, third_total = total, total
     for start in tl.range(0, count, BLOCK_M, num_stages=STAGES):
         row = start + lines
-        row_ok = (row < count)[:, None]
-        ok = row_ok if EVEN else row_ok & out_ok[None, :]
+        row_ok = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else row < count
+        ok = row_ok[:, None] if EVEN else row_ok[:, None] & out_ok[None, :]
         at = row[:, None] * n + outs[None, :]
         grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
         if FORM == GRADIENT:  # not 0 where dz and x are
-            grad = tl.where(row_ok, grad, 0.0).to(dz.dtype.element_ty)
-        ok = row_ok if EVEN else row_ok & in_ok[None, :]
+            grad = tl.where(row_ok[:, None], grad, 0.0).to(dz.dtype.element_ty)
+        ok = row_ok[:, None] if EVEN else row_ok[:, None] & in_ok[None, :]
         at = row[:, None] * k + ins[None, :]
-        value = _operand(
+        source = _operand(
             inputs, inputs, input_saved, input_saved, at, ok, ins, in_ok, k, INPUT_FORM, False
         )
-        gathered = tl.dot(tl.trans(grad), value, gathered, input_precision="ieee")
-        result = tl.dot(grad, factors, input_precision="ieee")
-        _finish(
-            result, at, ok, ins, in_ok, k, out, out_x, out_y, out_add, out_saved, out_other,
-            out_other_saved, saved, sums, later, value, EPILOGUE, ADD, PROJECT, True,
+        gathered = tl.dot(tl.trans(grad), source, gathered, input_precision="ieee")
+        if TURNED:
+            result = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
+            ok = row_ok[None, :] if EVEN else row_ok[None, :] & in_ok[:, None]
+            at = row[None, :] * k + ins[:, None]
+            source = tl.trans(source)
+        else:
+            result = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        result = _product(grad, factors, result, TURNED)
+        value, second, third = _finish(
+            result, at, ok, (first + start).to(tl.int32), 0,
+            out, out_x, out_y, out_add, out_other, source, middle, scale, shift, other_middle,
+            x.dtype.element_ty, EPILOGUE, ADD, PROJECT, True, TURNED, DESCRIBED,
         )  # fmt: skip
+        if EPILOGUE != PLAIN:
+            total += _fold(value, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_K)
+            second_total += _fold(second, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_K)
+        if PROJECT:
+            third_total += _fold(third, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_K)
+    if EPILOGUE != PLAIN:
+        _store_sums(sums, later, in_ok, total, second_total, third_total, PROJECT, TURNED)
     place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
     tl.store(place, gathered, mask=out_ok[:, None] & in_ok[None, :])
 

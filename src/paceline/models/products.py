@@ -14,10 +14,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models import product_kernels as kernels
 from paceline.models.fused import (
@@ -29,9 +31,17 @@ from paceline.models.fused import (
     join_moments,
     join_sums,
     moments,
-    power_of_two,
 )
-from paceline.models.product_choice import SEPARATE, choose
+from paceline.models.product_choice import SEPARATE, choices, choose
+from paceline.models.product_tiles import (
+    BOTH_TILES,
+    TILES,
+    WEIGHT_TILES,
+    Tile,
+    both_fits,
+    fits,
+    weight_fits,
+)
 
 PLAIN, NORMALIZED, JOINED, GRADIENT, MOMENTS, MASKED, MERGED, PROJECTED = range(8)
 _FORMS = (
@@ -43,53 +53,6 @@ _MOST_ELEMENTS = 2**31 - 1
 _JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
 # Without a GPU, in Triton's interpreter.
 _INTERPRETED_PROCESSORS = 3
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Tile of a program, its warps and pipeline stages, programs per multiprocessor, and the registers
-    of a thread where they are limited, so that so many programs fit. `flat`: the loops over tiles and
-    over input channels are one to the pipeline, which then loads the next tile ahead."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    programs: int
-    registers: int | None = None
-    flat: bool = True
-
-    @property
-    def name(self) -> str:
-        limited = f"r{self.registers}" if self.registers else ""
-        flat = "" if self.flat else "n"
-        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{size}w{self.warps}s{self.stages}{limited}{flat}"
-
-
-# Rows × output channels × input channels: of a dozen that were timed on an H200, those that were fastest
-# for some shape of ResNet-50. More than 64 registers a thread for the result would spill.
-TILES = (
-    Tile(64, 128, 64, 4, 3, 2),
-    Tile(128, 128, 64, 8, 3, 1, flat=False),
-    Tile(128, 64, 64, 8, 3, 2, registers=128),
-    Tile(64, 64, 64, 4, 4, 2),
-)
-# Rows of a step × output channels × input channels.
-WEIGHT_TILES = (
-    Tile(64, 64, 256, 8, 3, 1),
-    Tile(64, 64, 128, 4, 3, 2),
-    Tile(64, 128, 64, 4, 3, 2),
-    Tile(64, 128, 128, 8, 3, 1),
-    Tile(64, 64, 64, 4, 4, 2),
-)
-# Both gradients at once: rows of a step × output channels × input channels, all of them.
-BOTH_TILES = (
-    Tile(64, 256, 64, 8, 2, 1),
-    Tile(32, 64, 256, 8, 3, 1),
-    Tile(64, 64, 64, 4, 3, 2),
-)
 
 
 @dataclass(frozen=True)
@@ -158,27 +121,13 @@ class Epilogue:
     other: Tensor | None = None
     other_saved: Tensor | None = None
 
+    def maps(self) -> list[Tensor]:
+        """What the product reads behind it."""
+        given = (self.x, self.y, self.add, self.other)
+        return [] if self.form == PLAIN else [each for each in given if each is not None]
+
     def describe(self) -> str:
         return _FORMS[self.form] + ("" if self.other is None else " projected")
-
-
-def _fits(tile: Tile, k: int, n: int) -> bool:
-    """No wider than the map; all columns in few tiles, which read the operand once each."""
-    wide, deep = max(power_of_two(n), 16), max(power_of_two(k), 16)
-    if k <= tile.block_k and not tile.flat:  # one loop only
-        return False
-    return min(wide, 128) <= tile.block_n <= max(wide, 64) and tile.block_k <= max(deep, 64)
-
-
-def _weight_fits(tile: Tile, k: int, n: int) -> bool:
-    wide, deep = max(power_of_two(n), 64), max(power_of_two(k), 64)
-    if wide == deep == 64:
-        return tile.block_n == tile.block_k == 64
-    return tile.block_n <= wide and tile.block_k <= deep and tile.block_n * tile.block_k > 64 * 64
-
-
-def _both_fits(tile: Tile, k: int, n: int) -> bool:
-    return power_of_two(max(n, 64)) == tile.block_n and power_of_two(max(k, 64)) == tile.block_k
 
 
 @functools.cache
@@ -195,6 +144,18 @@ def _span(rows: int, widest: int, block: int, programs: int) -> int:
     return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
 
 
+def _resident(tile: Tile, operand: Operand, end: Epilogue) -> int:
+    k, maps = operand.x.shape[1], 1 if operand.other is None else 2
+    return tile.resident(k, inputs=maps, computed=operand.form != PLAIN, ends=len(end.maps()))
+
+
+def _run(kernel: Any, programs: int, *given: object, **options: object) -> None:
+    if choices.building:
+        kernel.warmup(*given, grid=(programs,), **options)
+    else:
+        kernel[(programs,)](*given, **options)
+
+
 def _launch(
     operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
     centre: Tensor | None = None, end: Epilogue | None = None,
@@ -204,30 +165,53 @@ def _launch(
     images, k, height, width = x.shape
     n = weight.shape[0] if forward else weight.shape[1]
     blocks = -(-n // tile.block_n)
-    span = _span(rows, max(k, n), tile.block_m, tile.programs * _processors(x.device) // blocks)
+    end = end or Epilogue(PLAIN, x)
+    programs = max(_resident(tile, operand, end), 1) * _processors(x.device)
+    span = _span(rows, max(k, n), tile.block_m, programs // blocks)
     parts = -(-rows // span)
     out = torch.empty(
         (images, n, height, width), dtype=x.dtype, device=x.device,
         memory_format=torch.channels_last,
     )  # fmt: skip
-    end = end or Epilogue(PLAIN, x)
     sums, project = None, end.other is not None
     if epilogue != PLAIN:
-        sums = torch.zeros((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
+        sums = torch.empty((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
     kept = torch.empty_like(x) if side else None
     single = k <= tile.block_k
-    kernels.product_kernel[(parts * blocks,)](
+    maps, described = _maps(tile, tile.block_n, out, end)
+    groups, lines = tile.rows(tile.block_n)
+    _run(
+        kernels.product_kernel, parts * blocks,
         x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
-        out, end.x, _or(end.y, x), _or(end.add, x), _or(end.saved, x), _or(end.other, x),
-        _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span, k, n,
+        *maps, _or(end.saved, x), _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span,
+        k, n,
         FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
         ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
-        EVEN_N=n % tile.block_n == 0, OUTER_STAGES=tile.stages if single or tile.flat else 1,
-        FLAT=tile.flat and not single,
+        EVEN_N=n % tile.block_n == 0, STAGES=tile.stages, TURNED=tile.turned, DESCRIBED=described,
+        GROUPS=groups, LINES=lines, EVEN_M=rows % tile.block_m == 0,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, sums, kept
+
+
+def _maps(
+    tile: Tile, block: int, out: Tensor, end: Epilogue
+) -> tuple[list[Tensor | TensorDescriptor], bool]:
+    """What an epilogue stores and reads, `block` columns at a time, and whether as descriptors: those of
+    Hopper's copy engine, which need rows of whole 16 bytes."""
+    n = out.shape[1]
+    maps = (out, end.x, end.y, end.add, end.other)
+    described = tile.turned and all(
+        given is None or (given.data_ptr() % 16 == 0 and n * given.element_size() % 16 == 0)
+        for given in maps
+    )
+    if not described:
+        return [_or(given, out) for given in maps], False
+    return [
+        TensorDescriptor(_or(given, out), [out.numel() // n, n], [n, 1], [tile.block_m, block])
+        for given in maps
+    ], True
 
 
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
@@ -252,7 +236,8 @@ def forward_product(
     forms: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
         tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
         for tile in TILES
-        if _fits(tile, into, out)
+        if fits(tile, into, out, reads=False, sums=True)
+        and _resident(tile, operand, Epilogue(PLAIN, operand.x))
     }
     forms[SEPARATE] = partial(_separate_forward, operand, weight)
     name = choose(_key("forward", operand, weight, "kept" if keep else ""), forms, operand.x.device)
@@ -306,7 +291,7 @@ def backward_product(
     }
     if wants_weight:
         for tile in BOTH_TILES:
-            if _both_fits(tile, weight.shape[1], weight.shape[0]):
+            if both_fits(tile, weight.shape[1], weight.shape[0]):
                 forms[f"both {tile.name}"] = partial(
                     _both_gradients, gradient, weight, inputs, end, tile
                 )
@@ -331,7 +316,8 @@ def input_gradient(
             _launch, gradient, weight, tile, forward=False, epilogue=end.form, side=False, end=end
         )
         for tile in TILES
-        if _fits(tile, out, into)
+        if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
+        and _resident(tile, gradient, end)
     }
     key = _key("input", gradient, weight, end.describe())
     dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
@@ -344,7 +330,7 @@ def weight_gradient(gradient: Operand, weight: Tensor, inputs: Operand) -> Tenso
     forms: dict[str, Callable[[], Tensor]] = {
         tile.name: partial(_fused_weight, gradient, weight, inputs, tile)
         for tile in WEIGHT_TILES
-        if _weight_fits(tile, into, out)
+        if weight_fits(tile, into, out)
     }
     key = _key("weight", gradient, weight, _FORMS[inputs.form])
     return forms[choose(key, forms, gradient.x.device)]()
@@ -358,7 +344,8 @@ def _fused_weight(gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile
     parts = -(-rows // span)
     x, source = gradient.x, inputs.x
     partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
-    kernels.weight_gradient_kernel[(parts * tiles,)](
+    _run(
+        kernels.weight_gradient_kernel, parts * tiles,
         x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x),
         source, _or(inputs.saved, source), partial_products, rows, span, out, into,
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form,
@@ -371,7 +358,8 @@ def _fused_weight(gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile
 
 def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
     found = torch.empty_like(weight)
-    kernels.join_products_kernel[(-(-weight.numel() // _JOIN_ELEMENTS),)](
+    _run(
+        kernels.join_products_kernel, -(-weight.numel() // _JOIN_ELEMENTS),
         partial_products, found, weight.numel(), len(partial_products),
         BLOCK_P=_JOIN_PARTS, BLOCK_E=_JOIN_ELEMENTS,
     )  # fmt: skip
@@ -389,15 +377,20 @@ def _both_gradients(
     dx = torch.empty_like(end.x)
     sums = None
     if end.form != PLAIN:
-        sums = torch.zeros((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
+        sums = torch.empty((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
     partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
-    kernels.both_gradients_kernel[(parts,)](
+    maps, described = _maps(tile, tile.block_k, dx, end)
+    groups, lines = tile.rows(tile.block_k)
+    _run(
+        kernels.both_gradients_kernel, parts,
         x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
-        source, _or(inputs.saved, source), dx, end.x, _or(end.y, x), _or(end.add, x),
-        _or(end.saved, x), _or(end.other, x), _or(end.other_saved, x), _or(sums, x),
-        partial_products, rows, span, out, into,
+        source, _or(inputs.saved, source), *maps, _or(end.saved, x), _or(end.other_saved, x),
+        _or(sums, x), partial_products, rows, span, out, into,
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
         ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
+        TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
+        # Without masks, the compiler does not load the gradient of other tiles ahead.
+        EVEN_M=tile.turned and rows % tile.block_m == 0,
         EVEN=out == tile.block_n and into == tile.block_k,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -11,6 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from paceline.core.batch_range import (
+    LEAST_STEPS,
+    LEAST_STEPS_PER_EPOCH,
+    largest_batch_in_range,
+)
 from paceline.core.errors import ConfigError, nearest
 from paceline.optim.settings import OptimSettings
 
@@ -22,8 +27,6 @@ SCALED = (
     "optim.warmup_max_share", "optim.schedule", "optim.poly_power", "optim.batch_schedule",
     "optim.batch_rate", "run.batch_size", "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
-# Fewer steps have not been measured (docs/large-batch.md#range).
-LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
 # A batch this many times smaller than the known-good one, or less, has not been measured.
 LEAST_FACTOR = 1 / 4
 # With fewer steps an epoch SGD with linear scaling loses accuracy (Goyal et al.: 160 at 8K on ImageNet).
@@ -180,12 +183,9 @@ def _check(recipe: Recipe, target: Target) -> None:
             "use a recipe whose rate is known for it",
         )  # fmt: skip
     steps, total = target.steps_per_epoch, target.total_steps
-    most = target.samples * target.epochs // LEAST_STEPS
     if steps < LEAST_STEPS_PER_EPOCH or total < LEAST_STEPS:
         epochs = math.ceil(LEAST_STEPS * target.batch / target.samples)
-        remedy = (
-            f"a batch of at most {max(1, min(most, int(target.samples / LEAST_STEPS_PER_EPOCH)))}"
-        )
+        remedy = f"a batch of at most {largest_batch_in_range(target.samples, target.epochs)}"
         if steps >= LEAST_STEPS_PER_EPOCH:
             remedy += f", or {epochs} epochs"
         raise ConfigError(

@@ -68,9 +68,14 @@ class LrSchedule:
         return wanted >= self._most_warmup_steps + 1
 
     def describe_cut(self) -> str:
-        """Describes a warm-up shorter than `warmup_epochs`; otherwise empty."""
-        unused = self.settings.schedule in (*CYCLES, "range")
-        if unused or not self._cuts_warmup or self.settings.warmup_max_share == 1:
+        """Describes a warm-up shorter than `warmup_epochs`, or none; otherwise empty."""
+        if self.settings.schedule in CYCLES and self.settings.warmup_epochs:
+            return (
+                f"none: {self.settings.schedule} rises by itself, optim.warmup_epochs = "
+                f"{self.settings.warmup_epochs:g} is not used"
+            )
+        whole = self.settings.warmup_max_share == 1 or self.settings.schedule == "range"
+        if whole or not self._cuts_warmup:
             return ""
         epochs = self.warmup_steps / self.steps_per_epoch
         return (

@@ -18,7 +18,7 @@ from paceline.plan.fusion_plan import FusionPlan, keeps_float32
 from paceline.plan.layers import Network
 from paceline.plan.memory import MemoryEstimate, memory_on, usable_bytes
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import Prediction, StartUp, predict
+from paceline.plan.prediction import Prediction, predict
 from paceline.plan.recommend import (
     InputSupply,
     Job,
@@ -28,7 +28,8 @@ from paceline.plan.recommend import (
     options,
     start_up,
 )
-from paceline.plan.workload import Affine, Workload, analytic_workload
+from paceline.plan.start_up import StartUp
+from paceline.plan.workload import Workload, analytic_workload
 
 MOST_RANKS = 65_536
 _HALF_WIRE = "gradients rounded to 16 bits for the wire (--wire fp16)"
@@ -117,9 +118,10 @@ def advise(
     if _is_wide(question):
         found.append((_HALF_WIRE, "gradients are rounded", lambda: _half(question).answer(cluster)))
     if cluster.nodes > 1:
-        links = f"{2 * node_gbps(cluster):,.0f} Gb/s of payload a node instead of"
+        rate = node_gbps(cluster)
         found.append((
-            f"{links} {node_gbps(cluster):,.0f}", "twice the links or faster ones",
+            f"{format_gbps(2 * rate)} of payload a node instead of {format_gbps(rate)}",
+            "twice the links or faster ones",
             lambda: question.answer(_links(cluster, 1.0, 0.5)),
         ))  # fmt: skip
         found.append((
@@ -129,14 +131,18 @@ def advise(
     if now.input_stall_s:
         found.append((
             "an input that keeps up", "more cores, packed shards or nvJPEG (docs/data.md)",
-            lambda: _fed(question).answer(cluster),
+            lambda: replace(question, workload=question.workload.well_fed()).answer(cluster),
         ))  # fmt: skip
-    if 2 * cluster.ranks <= MOST_RANKS and 2 * now.ranks * now.batch <= limits.global_batch:
+    if 2 * cluster.ranks <= MOST_RANKS:
         double = cluster.with_nodes(2 * cluster.nodes)
-        if question.reaches(double):
-            found.append(
-                (f"{double.nodes:,} nodes", "twice the GPUs", lambda: question.answer(double))
-            )
+        # At the limit of the global batch each GPU has less of it.
+        batch = min(question.batch, limits.largest(double.ranks))
+        if batch >= 1 and question.reaches(double):
+            change, price = f"{double.nodes:,} nodes", "twice the GPUs"
+            if batch < question.batch:
+                change += f", batch {batch:,} a GPU"
+                price += f", a global batch of {batch * double.ranks:,}"
+            found.append((change, price, lambda: replace(question, batch=batch).answer(double)))
     for name, work in (faster or {}).items():
         there = replace(question, workload=replace(work, input=question.workload.input))
         found.append((name, "other GPUs", partial(there.answer, cluster)))
@@ -166,6 +172,14 @@ def node_gbps(cluster: Cluster) -> float:
     return cluster.links * 8e-9 / cluster.inter.beta_s if cluster.inter.beta_s else math.inf
 
 
+def format_gbps(rate: float) -> str:
+    """
+    >>> format_gbps(25600), format_gbps(0.016)
+    ('25,600 Gb/s', '0.016 Gb/s')
+    """
+    return f"{rate:,.0f} Gb/s" if rate >= 100 else f"{rate:.3g} Gb/s"
+
+
 def _links(cluster: Cluster, alpha: float, beta: float) -> Cluster:
     inter, intra = cluster.inter, cluster.intra
     return replace(
@@ -186,10 +200,6 @@ def _is_wide(question: Question) -> bool:
     return 2 * full > question.workload.elements and all(map(keeps_float32, question.wires))
 
 
-def _fed(question: Question) -> Question:
-    return replace(question, workload=replace(question.workload, input=Affine(0.0, 0.0)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """Everything that `paceline plan` tells."""
@@ -200,45 +210,37 @@ class Answer:
     curve: tuple[Prediction, ...]
     most_ranks: int | None
     advice: tuple[Advice, ...]
-    epochs: float
-    samples: int
+    job: Job
     limits: Limits = field(default_factory=Limits)
-    job: Job | None = None
     options: tuple[Option, ...] = ()
     recommended: bool = False
     memory: MemoryEstimate | None = None
     memory_bytes: float = 0.0
     supply: InputSupply | None = None
-    # Whether the ranks talk over NCCL.
-    is_gpu: bool = True
 
     @classmethod
     def of(
-        cls, question: Question, cluster: Cluster, plan: FusionPlan, *, epochs: float, samples: int,
-        limits: Limits, net: Network | None = None, gpu: Accelerator | None = None,
-        is_gpu: bool = True, **known: Any,
+        cls, question: Question, cluster: Cluster, plan: FusionPlan, *, job: Job, limits: Limits,
+        net: Network | None = None, gpu: Accelerator | None = None, **known: Any,
     ) -> Answer:  # fmt: skip
         """What `plan` takes, and what else could be chosen. `net` and `gpu` are the layers and the chip
         behind the workload, None where it was profiled; `known` are further fields of the answer."""
         work = question.workload
         now = predict(work, cluster, plan, question.batch)
-        job = None
-        if gpu is not None:
-            job = Job(epochs, samples, gpu.watts, limits.price, nccl=is_gpu)
         faster = faster_accelerators(net, gpu, work, question.batch)
         return cls(
-            workload=work, cluster=cluster, now=now, epochs=epochs, samples=samples, limits=limits,
+            workload=work, cluster=cluster, now=now, job=job, limits=limits,
             curve=tuple(scaling_curve(question, cluster)),
             most_ranks=largest_ranks(question, cluster),
             advice=tuple(advise(question, cluster, now, limits, faster)),
-            job=job, options=tuple(options(question, cluster, limits, job)) if job else (),
-            memory_bytes=gpu.memory_bytes if gpu else 0.0, is_gpu=is_gpu, **known,
+            options=tuple(options(question, cluster, limits, job)),
+            memory_bytes=gpu.memory_bytes if gpu else 0.0, **known,
         )  # fmt: skip
 
     @property
-    def option(self) -> Option | None:
+    def option(self) -> Option:
         """What the answer itself costs."""
-        return None if self.job is None else self.job.option(self.now, self.cluster.nodes)
+        return self.job.option(self.now, self.cluster.nodes)
 
     @property
     def chosen(self) -> Option | None:
@@ -253,12 +255,12 @@ class Answer:
 
     @property
     def train_s(self) -> float:
-        return self.now.epochs_s(self.epochs, self.samples)
+        return self.now.epochs_s(self.job.epochs, self.job.samples)
 
     @property
     def start_up(self) -> StartUp:
-        """Until the first step, without the programs' own start and the model's."""
-        return start_up(self.now, self.cluster.nodes, nccl=self.is_gpu)
+        """Predicted parts of the time until the first step; the job may have another time as given."""
+        return start_up(self.now, self.cluster.nodes, nccl=self.job.nccl)
 
     @property
     def bound_by(self) -> str:
@@ -289,8 +291,9 @@ class Answer:
             "efficiency": now.efficiency,
             "uncertainty": now.uncertainty,
             "bound_by": self.bound_by,
-            "epochs": self.epochs,
-            "dataset_size": self.samples,
+            "epochs": self.job.epochs,
+            "dataset_size": self.job.samples,
+            "steps": now.steps(self.job.epochs, self.job.samples),
             "train_s": self.train_s,
             "largest_ranks_at_90_percent": self.most_ranks,
             "buffers": [
@@ -313,11 +316,17 @@ class Answer:
             if self.memory is None
             else {**asdict(self.memory), "total": self.memory.total},
             "largest_batch": self.limits.memory_batch,
+            "largest_global_batch": {"images": self.limits.global_batch, "why": self.limits.why},
+            "extrapolated": self.workload.is_extrapolated(now.batch),
             "needed_images_per_s_per_node": self.needed_images_per_s,
             "input": None if self.supply is None else asdict(self.supply),
-            "this": None if self.option is None else self.option.to_table(),
+            "this": self.option.to_table(),
             "options": [option.to_table() for option in self.options],
             "chosen": None if self.chosen is None else self.chosen.to_table(),
             "cluster": asdict(replace(self.cluster, probed=None)),
-            "start_up": {**self.start_up.to_table(), "total_s": self.start_up.total_s},
+            "start_up": {
+                **self.start_up.to_table(),
+                "total_s": self.option.startup_s,
+                "given": self.job.startup_s is not None,
+            },
         }

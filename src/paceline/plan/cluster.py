@@ -88,17 +88,22 @@ class Cluster:
             if not 1 <= count <= RANKS_LIMIT:
                 raise ConfigError(flag, count, f"must be from 1 to {RANKS_LIMIT:,}")
         if self.ranks > RANKS_LIMIT:
-            raise ConfigError("ranks", self.ranks, f"must be at most {RANKS_LIMIT:,}")
+            flag, count = max(("--nodes", self.nodes), ("--gpus-per-node", self.ranks_per_node),
+                              key=lambda pair: pair[1])  # fmt: skip
+            raise ConfigError(
+                flag, count, f"{self.ranks:,} ranks are more than {RANKS_LIMIT:,}",
+                "use fewer nodes or fewer GPUs a node",
+            )  # fmt: skip
         for flag, link in (("inside a node", self.intra), ("between nodes", self.inter)):
             for what, value in (("latency", link.alpha_s), ("time a byte", link.beta_s)):
                 if not 0 <= value <= LONGEST_S:
                     raise ConfigError(
                         f"{what} {flag}", value, f"must be 0 or more, at most {LONGEST_S:g} s",
-                        "give a bandwidth above 0",
+                        "measure the links again, or give others",
                     )  # fmt: skip
         if not 1 <= self.oversubscription <= LONGEST_S:
             raise ConfigError(
-                "--oversubscription", self.oversubscription, "must be at least 1, and finite",
+                "--oversubscription", self.oversubscription, f"must be from 1 to {LONGEST_S:g}",
                 "4 means that a quarter of the links' sum reaches the other nodes",
             )  # fmt: skip
         for name, value in (
@@ -266,6 +271,9 @@ INTER_LATENCY_US = 10.0
 # Of a cluster of which nothing else is said.
 GPUS_PER_NODE = 8
 NODE_GBPS = 100.0
+# Slower and faster links than there are; within them no time of a step overflows.
+_NODE_GBPS_RANGE = (1e-6, 1e9)
+_LATENCY_US_RANGE = (1e-6, 1e9)
 # Start of a collective: kernel launch and the ranks' handshake.
 LAUNCH_US = 20.0
 # A cast reads one format and writes the other, there and back: 2 · (4 + 2) bytes an element.
@@ -279,11 +287,14 @@ def gpu_cluster(
 ) -> Cluster:  # fmt: skip
     """`node_gbps` is the sum over a node's links."""
     constants = constants or step_constants()
-    for flag, value in (("--node-gbps", node_gbps), ("--latency-us", latency_us)):
-        if not 0 < value < math.inf:
-            raise ConfigError(flag, value, "must be above 0", "100 Gb/s and 10 us are usual")
-    if links < 1:
-        raise ConfigError("--links", links, "must be at least 1")
+    for flag, value, least, most, usual in (
+        ("--node-gbps", node_gbps, *_NODE_GBPS_RANGE, "100 Gb/s is usual for one link"),
+        ("--latency-us", latency_us, *_LATENCY_US_RANGE, "10 us is usual between nodes"),
+    ):
+        if not least <= value <= most:
+            raise ConfigError(flag, value, f"must be from {least:g} to {most:g}", usual)
+    if not 1 <= links <= RANKS_LIMIT:
+        raise ConfigError("--links", links, f"must be from 1 to {RANKS_LIMIT:,}")
     return Cluster(
         nodes=nodes,
         ranks_per_node=gpus_per_node,

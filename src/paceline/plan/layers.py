@@ -216,6 +216,10 @@ _LEAST_PIXELS = 32
 MOST_PIXELS = 1 << 16
 
 
+# Our other models, whose layers are counted from a trace.
+TRACED = ("resnet_tiny", "alexnet2012")
+
+
 def is_network(name: str) -> bool:
     return name in RESNETS or name in ALEXNETS
 

@@ -4,7 +4,8 @@ In: the layers of a network (`paceline.plan.layers`), a batch, the number format
 at the moment of the backward pass that needs most. The model is a count, not a fit: weights in the
 format of training, fp32 masters and momentum, the exchange's flat gradients and those that backward has
 made so far, the activations that are still kept, the gradients of the maps at hand, the images on the
-device, buffers of the matrix library and what the CUDA graph has of its own. `memory_on` takes from the
+device, buffers of the matrix library and what the CUDA graph has of its own. Workspaces that cuDNN tries
+before the first step are no part of it: they take what is free. `memory_on` takes from the
 catalog which of them a chip has, and whether our fused kernels run there, which keep less. A network says
 itself whether it computes norms again. How far it is from measured peaks is in docs/planner.md, Accuracy.
 """
@@ -16,15 +17,13 @@ from dataclasses import asdict, dataclass
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Accelerator
 from paceline.plan.layers import Network
+from paceline.plan.workload import LARGEST_BATCH
 
 _CHANNELS = 3
 # Of normalized images for fused residual nets: a channel of zeros, because GPUs convolve four faster.
 _PADDED_CHANNELS = 4
 # Batches of uint8 images on the device: the one in use and those that are prefetched.
 _RESIDENT_BATCHES = 4
-# fp32: on an H200, ResNet-50 at batch 256 took 1.32 times the activations that its layers keep, with both
-# strict fp32 and TF32 products; the rest is workspace of convolutions.
-_FULL_WORKSPACE = 1.32
 # torch gives cuBLAS a buffer for each thread and stream (32 MiB on Hopper, 8 MiB before): forward and
 # backward have a thread each, and a CUDA graph is captured on a stream of its own.
 _LIBRARY_BYTES = 2.0 * 2**25
@@ -32,7 +31,6 @@ _LIBRARY_BYTES = 2.0 * 2**25
 # cannot fill the rest to the last byte.
 _USABLE = 0.95
 _CONTEXT_BYTES = 2e9
-LARGEST_BATCH = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -91,13 +89,13 @@ def _backward_peak(net: Network, batch: int, half: bool, fused: bool) -> tuple[f
     a layer has kept and makes its gradients, which are gathered into the flat ones when all are there;
     meanwhile the gradients of the layer's input and output exist, and the input or output itself where it
     is computed again."""
-    width, workspace = (2, 1.0) if half else (4, _FULL_WORKSPACE)
+    width = 2 if half else 4
     kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
     made, most = 0.0, (0.0, 0.0)
     for number, layer in reversed(list(enumerate(net.layers))):
         made += sum(t.elements * (width if t.half else 4) for t in layer.tensors)
         remade = max(layer.remade, net.layers[number - 1].remade if number else 0.0)
-        here = batch * (workspace * kept + width * (layer.moved + remade))
+        here = batch * (kept + width * (layer.moved + remade))
         most = max(most, (here, made), key=sum)
         kept -= layer.kept_bytes(width, fused)
     return most

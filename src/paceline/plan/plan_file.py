@@ -41,9 +41,10 @@ from paceline.core.untrusted import (
 from paceline.plan.cluster import RANKS_LIMIT, Cluster, Link
 from paceline.plan.cost import ProbedTable
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.prediction import Prediction, StartUp
+from paceline.plan.prediction import Prediction
 from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import MeasuredSize, SizeTable
+from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Workload
 
 _SECTIONS = (
@@ -202,7 +203,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The parts of the file; `chosen` has an algorithm for each measured size. `path` is for messages."""
+    """The parts of the file; `chosen` has an algorithm for each measured size. `path`, and `setting` that
+    named it, are for messages."""
 
     fusion: FusionPlan | None = None
     model: ModelFacts | None = None
@@ -216,11 +218,12 @@ class PlanFile:
     why: tuple[str, ...] = ()
     start_up: StartUp | None = None
     path: str = field(default="", compare=False)
+    setting: str = field(default="comm.plan", compare=False)
 
     @property
     def plan(self) -> FusionPlan:
         return self._given(
-            self.fusion, "comm.plan", "has no plan: no [[buffer]]",
+            self.fusion, self.setting, "has no plan: no [[buffer]]",
             "run paceline tune with --model or a recipe",
         )  # fmt: skip
 
@@ -274,9 +277,9 @@ class PlanFile:
         ):
             if there is not None and there != here:
                 raise ConfigError(
-                    "comm.plan", path,
+                    self.setting, path,
                     f"is for a {what} with {there.describe()}, this {what} has {here.describe()}",
-                    f"make a plan for this {what}, or leave comm.plan out",
+                    f"make a plan for this {what}, or leave {self.setting} out",
                 )  # fmt: skip
 
     def to_tables(self) -> dict[str, Any]:
@@ -353,7 +356,7 @@ class PlanFile:
                     nearest(name, _SECTIONS),
                 )  # fmt: skip
         try:
-            return replace(_from_tables(tables), path=str(path))
+            return replace(_from_tables(tables), path=str(path), setting=setting)
         except ConfigError as error:
             remedy = error.remedy or "make it anew"
             raise ConfigError(setting, str(path), error.cause, remedy) from None

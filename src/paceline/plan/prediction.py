@@ -4,21 +4,15 @@ In: a workload, a cluster, a plan and the batch of a rank. Out: step time and it
 efficiency against one rank alone, each bucket, and the relative standard error that the uncertain figures
 behind it amount to. The same plan is what the communication module executes, so that prediction and run
 can be compared, bucket by bucket.
-
-`StartUp` is what a run needs before its first step: rendezvous, agreement, process groups. The store's
-times were measured (`records/2026-11-16_control-plane_2-core-cpu`); NCCL's are an assumption, from
-published figures, because no run of this project has had more than four ranks over NCCL.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
-from paceline.core.settings import from_table
 from paceline.plan.cluster import RANK_SPREAD, Cluster, Link, slowest_of
 from paceline.plan.cost import all_reduce_s
 from paceline.plan.fusion_plan import (
@@ -30,8 +24,6 @@ from paceline.plan.fusion_plan import (
     travelling,
     wide_is_bulk,
 )
-from paceline.plan.schedules import NATIVE, algorithm
-from paceline.plan.steps import Collective, Groups, Segment
 from paceline.plan.workload import Gradient, Workload
 
 # What an input delivers is given by hand, or measured elsewhere.
@@ -40,7 +32,7 @@ _INPUT_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class BucketScore:
-    """`ready_s` is from the start of the backward pass."""
+    """`ready_s` is from the start of the backward pass; `beside` is the algorithm of small messages."""
 
     tensors: int
     bytes: int
@@ -48,6 +40,7 @@ class BucketScore:
     wire: str
     ready_s: float
     cost_s: float
+    beside: str
 
 
 def score_plan(
@@ -88,8 +81,9 @@ def _score(
         cost += cast * cluster.cast_s
     ready = max((g.ready for g in gradients), default=0.0) * backward_s
     return BucketScore(
-        len(gradients), round(narrow + wide), bucket.algorithm, bucket.wire, ready, cost
-    )
+        len(gradients), round(narrow + wide), bucket.algorithm, bucket.wire, ready, cost,
+        bucket.beside_algorithm,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,10 +166,12 @@ class Prediction:
     def images_per_s_per_gpu(self) -> float:
         return self.batch / self.step_s
 
+    def steps(self, epochs: float, samples: int) -> int:
+        return math.ceil(epochs * samples / (self.ranks * self.batch))
+
     def epochs_s(self, epochs: float, samples: int) -> float:
         """Training alone, without start and evaluation."""
-        steps = math.ceil(epochs * samples / (self.ranks * self.batch))
-        return steps * self.step_s
+        return self.steps(epochs, samples) * self.step_s
 
 
 def step_times(
@@ -231,7 +227,7 @@ def _uncertainty(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: 
     ) -> float:
         return step_times(work, there, plan, batch, spread)[0].overlapped()
 
-    base, slower = step(), 1 + workload.spread
+    base, slower = step(), 1 + workload.spread_at(batch)
     work = replace(
         workload, forward=workload.forward.scaled(slower),
         backward=workload.backward.scaled(slower), update_s=workload.update_s * slower,
@@ -253,115 +249,3 @@ def _changed(cluster: Cluster, change: Callable[[Link, float], Link]) -> Cluster
         cluster, intra=change(cluster.intra, factor), inter=change(cluster.inter, factor),
         launch_s=cluster.launch_s * factor,
     )  # fmt: skip
-
-
-# Phases of agreement of a training run, at the most; a test counts them.
-PHASES = 11
-# CPU time of the store's one thread, for each rank.
-MEET_S = 0.3e-3
-PHASE_S = 50e-6
-# To set an NCCL communicator of p ranks up takes `_NCCL_S + p · _NCCL_RANK_S`. By what users of V100 and
-# InfiniBand measured: 8 communicators of 8 ranks in 16.3 s, 32 of 32 ranks in 130 s (NVIDIA/nccl issue
-# 534, 2021). For thousands of ranks it gives minutes, as reported there too (issue 1156, 2024).
-_NCCL_S = 1.35
-_NCCL_RANK_S = 0.086
-_NCCL_SOURCE = "assumed from published figures for 8 and 32 ranks, not measured"
-# Long enough that no algorithm leaves a part of it out.
-_LONG = 1 << 20
-
-
-@dataclass(frozen=True)
-class GroupCount:
-    """`count` process groups of `ranks` each."""
-
-    name: str
-    count: int
-    ranks: int
-
-
-def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
-    """Which sub-groups the schedules of a plan have collectives in: `rows`, `masters`, `columns`."""
-    found: set[str] = set()
-    for name in set(algorithms) - {NATIVE}:
-        for rank in groups.groups[0]:
-            for steps in algorithm(name).rounds(rank, groups, Segment(_LONG)):
-                found |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}
-    return frozenset(found)
-
-
-def _part(step: Collective, rank: int, groups: Groups) -> str:
-    if step.members == groups.row_of(rank):
-        return "rows"
-    return "masters" if step.members == groups.masters else "columns"
-
-
-@dataclass(frozen=True)
-class StartUp:
-    """`backend_s`: until the slowest rank has set its communicators up; 0 for Gloo, which was not
-    modelled."""
-
-    ranks: int
-    phases: int
-    meet_s: float
-    agree_s: float
-    groups: tuple[GroupCount, ...]
-    backend_s: float
-
-    @classmethod
-    def of(
-        cls, nodes: int, ranks_per_node: int, algorithms: Collection[str], *, buckets: int = 2,
-        nccl: bool = True,
-    ) -> StartUp:  # fmt: skip
-        ranks = nodes * ranks_per_node
-        # One for the run itself, and one for the exchange unless it is a single native all-reduce.
-        shared = set(algorithms) <= {NATIVE} and buckets == 1
-        everyone = 1 if shared or ranks == 1 else 2
-        counts = [GroupCount("all ranks", everyone, ranks)]
-        if nccl and ranks > 1:
-            # Two nodes have the parts that many have, and are counted in no time.
-            small = Groups.of_nodes([ranks_per_node] * min(nodes, 2), nested=True)
-            used = parts_used(algorithms, small)
-            if "rows" in used:
-                counts.append(GroupCount("rows", nodes, ranks_per_node))
-            if "masters" in used:
-                counts.append(GroupCount("masters", 1, nodes))
-            if "columns" in used:
-                # The first column is that of the masters.
-                counts.append(GroupCount("columns", ranks_per_node - ("masters" in used), nodes))
-        backend_s = 0.0
-        if nccl and ranks > 1:
-            # A rank is in each group of all ranks, in one row, and in one column or the masters.
-            across = {c.name for c in counts} & {"masters", "columns"}
-            sizes = [*[ranks] * everyone, *(c.ranks for c in counts if c.name == "rows")]
-            sizes += [nodes] if across else []
-            backend_s = sum(_NCCL_S + _NCCL_RANK_S * size for size in sizes)
-        return cls(
-            ranks, PHASES, MEET_S * ranks, PHASES * PHASE_S * ranks, tuple(counts), backend_s
-        )
-
-    @property
-    def total_s(self) -> float:
-        return self.meet_s + self.agree_s + self.backend_s
-
-    def describe(self) -> str:
-        groups = ", ".join(f"{g.count:,} × {g.ranks:,} ranks ({g.name})" for g in self.groups)
-        nccl = f", NCCL {self.backend_s:,.0f} s ({_NCCL_SOURCE})" if self.backend_s else ""
-        return (
-            f"rendezvous {self.meet_s:.2g} s, {self.phases} phases {self.agree_s:.2g} s{nccl}; process "
-            f"groups: {groups}"
-        )
-
-    def to_table(self) -> dict[str, Any]:
-        return {**asdict(self), "groups": [asdict(group) for group in self.groups]}
-
-    @classmethod
-    def from_table(cls, table: Any) -> StartUp | None:
-        """None for another table: nothing that a run depends on."""
-        try:
-            found = from_table(cls, "start_up", table)
-        except ConfigError:
-            return None
-        numbers = (found.phases, found.meet_s, found.agree_s, found.backend_s)
-        counts = (found.ranks, *(group.ranks for group in found.groups))
-        least = min(*numbers, *(group.count for group in found.groups))
-        return found if least >= 0 and min(counts) >= 1 else None

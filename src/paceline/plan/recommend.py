@@ -13,16 +13,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.core.batch_range import (
+    LEAST_STEPS,
+    LEAST_STEPS_PER_EPOCH,
+    largest_batch_in_range,
+)
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import ParseError, parse_json
 from paceline.plan.cluster import RANKS_LIMIT, Accelerator, Cluster
 from paceline.plan.layers import Network
-from paceline.plan.memory import LARGEST_BATCH, largest_batch
+from paceline.plan.memory import largest_batch
 from paceline.plan.noise import useful_batch
-from paceline.plan.prediction import Prediction, StartUp
-from paceline.plan.workload import Workload, check_input_rate
+from paceline.plan.prediction import Prediction
+from paceline.plan.start_up import StartUp
+from paceline.plan.workload import LARGEST_BATCH, Workload, check_input_rate
 
 if TYPE_CHECKING:
     from paceline.plan.answer import Question
@@ -30,6 +36,9 @@ if TYPE_CHECKING:
 # 64K is the largest batch at which ResNet-50 and AlexNet were trained without loss in the paper that
 # Paceline re-creates (LARS, no decay on biases and norms).
 ACCURATE_GLOBAL_BATCH = 65_536
+_ACCURATE_WHY = "the largest at which ResNet-50 and AlexNet are known to keep their accuracy"
+# Larger figures cannot be meant; within it no time and no price overflows.
+_MOST = 1e12
 # Of two batches the smaller is recommended where the larger gains less than this share of the speed.
 _WORTH = 0.03
 # Images/s that one core decodes beside a training (16 threads, records/2026-11-15_input_h200): full-size
@@ -43,13 +52,16 @@ NVJPEG_IMAGES_PER_S = 13_766.0
 class Limits:
     """`memory_batch` is the largest batch of one GPU that fits, None where the model's layers are not
     known; `minutes` and `budget` are what the job may take, 0 for no limit; `price` is that of a GPU for
-    an hour, 0 where it is not known."""
+    an hour, 0 where it is not known. `why` is the reason for `global_batch`, and `set_by` the flag behind
+    it with its value."""
 
     memory_batch: int | None = None
     global_batch: int = ACCURATE_GLOBAL_BATCH
     minutes: float = 0.0
     budget: float = 0.0
     price: float = 0.0
+    why: str = _ACCURATE_WHY
+    set_by: tuple[str, float] | None = None
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -57,8 +69,8 @@ class Limits:
             ("--budget", self.budget),
             ("--price-per-gpu-hour", self.price),
         ):
-            if not 0 <= value < math.inf:
-                raise ConfigError(flag, value, "must be 0 or more, and finite")
+            if not 0 <= value <= _MOST:
+                raise ConfigError(flag, value, f"must be from 0 to {_MOST:g}")
         if self.budget and not self.price:
             raise ConfigError(
                 "--budget", self.budget, "needs a price", "give --price-per-gpu-hour, too"
@@ -107,18 +119,30 @@ class Option:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on which board, and for how long; `nccl`: whether ranks talk over NCCL, whose
-    start takes time."""
+    """What is trained, on which board, and for how long; `watts` is 0 where the board is not known.
+    `nccl`: whether ranks talk over NCCL, whose start takes time. `startup_s`: until the first step, where
+    it is given."""
 
     epochs: float
     samples: int
     watts: float
     price: float = 0.0
     nccl: bool = True
+    startup_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epochs <= _MOST:
+            raise ConfigError("--epochs", self.epochs, f"must be above 0, at most {_MOST:g}")
+        if not 1 <= self.samples <= _MOST:
+            raise ConfigError("--dataset-size", self.samples, f"must be from 1 to {_MOST:g}")
+        if self.startup_s is not None and not 0 <= self.startup_s <= _MOST:
+            raise ConfigError("--startup-s", self.startup_s, f"must be from 0 to {_MOST:g}")
 
     def option(self, found: Prediction, nodes: int) -> Option:
         train_s = found.epochs_s(self.epochs, self.samples)
-        startup_s = start_up(found, nodes, nccl=self.nccl).total_s
+        startup_s = self.startup_s
+        if startup_s is None:
+            startup_s = start_up(found, nodes, nccl=self.nccl).total_s
         hours = found.ranks * (startup_s + train_s) / 3600
         return Option(
             nodes=nodes, ranks=found.ranks, batch=found.batch, images_per_s=found.images_per_s,
@@ -128,8 +152,8 @@ class Job:
 
 
 def start_up(found: Prediction, nodes: int, *, nccl: bool) -> StartUp:
-    """Until the first step, without the programs' own start and the model's."""
-    algorithms = {score.algorithm for score in found.scores}
+    """Until the first step."""
+    algorithms = {name for score in found.scores for name in (score.algorithm, score.beside)}
     return StartUp.of(nodes, found.ranks // nodes, algorithms, buckets=len(found.scores), nccl=nccl)
 
 
@@ -142,7 +166,8 @@ def candidate_batches(most: int) -> list[int]:
 
 
 def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> int:
-    """The smallest batch that is within 3 % of the fastest within memory and accuracy."""
+    """The smallest batch that is within 3 % of the fastest within memory and accuracy. The input is taken
+    to keep up: one that caps the speed of every batch says nothing about which is best."""
     most = limits.largest(cluster.ranks)
     if most < 1:
         if limits.memory_batch == 0:
@@ -150,11 +175,14 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
                 "--model", question.workload.model, "does not fit one GPU with a single image",
                 "choose a GPU with more memory",
             )  # fmt: skip
+        flag, value = limits.set_by or ("--nodes", cluster.nodes)
         raise ConfigError(
-            "--nodes", cluster.nodes,
-            f"{cluster.ranks:,} GPUs with one image each exceed a batch of {limits.global_batch:,}",
-            "use fewer nodes, or raise --max-global-batch, or --dataset-size if that is less",
+            flag, value,
+            f"{cluster.ranks:,} GPUs with one image each exceed the largest global batch, "
+            f"{limits.global_batch:,} ({limits.why})",
+            "use fewer GPUs, or give another limit with --max-global-batch",
         )  # fmt: skip
+    question = replace(question, workload=question.workload.well_fed())
     speeds = {
         batch: replace(question, batch=batch).answer(cluster).images_per_s
         for batch in candidate_batches(most)
@@ -200,28 +228,61 @@ def choose(found: Sequence[Option], limits: Limits) -> Option | None:
     return min(fitting, key=lambda option: (option.total_s, option.gpu_hours))
 
 
-def accurate_batch(most: int | None, noise_scale: float) -> int:
-    """The largest global batch: as given, or up to which a doubling saves a tenth of the time according
-    to a measured noise scale, or the largest that is known to keep the accuracy."""
-    if not noise_scale:
-        return ACCURATE_GLOBAL_BATCH if most is None else most
-    if not 0 < noise_scale < math.inf:
-        raise ConfigError("--noise-scale", noise_scale, "must be above 0, and finite")
+class BatchLimit(NamedTuple):
+    """The largest global batch, the reason, and the flag behind it with its value."""
+
+    images: int
+    why: str = _ACCURATE_WHY
+    set_by: tuple[str, float] | None = None
+
+
+def accurate_batch(most: int | None, noise_scale: float, samples: int, epochs: float) -> BatchLimit:
+    """The largest global batch: as given; or up to which a doubling saves a tenth of the time according
+    to a measured noise scale; or the largest that is known to keep the accuracy and that the large-batch
+    rule covers for so many images and epochs. No batch is larger than an epoch."""
+    if noise_scale:
+        found = _noise_limit(most, noise_scale)
+    elif most is not None:
+        if not 1 <= most <= _MOST:
+            raise ConfigError("--max-global-batch", most, f"must be from 1 to {_MOST:g}")
+        found = BatchLimit(most, "as given", ("--max-global-batch", most))
+    else:
+        found = BatchLimit(ACCURATE_GLOBAL_BATCH)
+        in_range = largest_batch_in_range(samples, epochs)
+        if in_range < found.images:
+            few = epochs * LEAST_STEPS_PER_EPOCH > LEAST_STEPS
+            found = BatchLimit(
+                in_range,
+                f"the large-batch rule has been tried with at least {LEAST_STEPS_PER_EPOCH:g} steps an "
+                f"epoch and {LEAST_STEPS} in all; few steps cost accuracy before that",
+                ("--dataset-size", samples) if few else ("--epochs", epochs),
+            )  # fmt: skip
+    if samples < found.images:
+        return BatchLimit(samples, "the images of an epoch", ("--dataset-size", samples))
+    return found
+
+
+def _noise_limit(most: int | None, noise_scale: float) -> BatchLimit:
+    if not 0 < noise_scale <= _MOST:
+        raise ConfigError("--noise-scale", noise_scale, f"must be above 0, at most {_MOST:g}")
     if most is not None:
         raise ConfigError(
             "--noise-scale", noise_scale, "sets the largest batch, as --max-global-batch does",
             "leave out one of them",
         )  # fmt: skip
-    return max(1, min(LARGEST_BATCH, int(useful_batch(noise_scale))))
+    images = max(1, min(LARGEST_BATCH, int(useful_batch(noise_scale))))
+    why = f"with a noise scale of {noise_scale:g} a larger one saves too little time"
+    return BatchLimit(images, why, ("--noise-scale", noise_scale))
 
 
 def limits_of(
-    net: Network | None, gpu: Accelerator | None, global_batch: int | None = None,
-    minutes: float = 0.0, budget: float = 0.0, price: float = 0.0,
+    net: Network | None, gpu: Accelerator | None, limit: BatchLimit | None = None,
+    minutes: float = 0.0, budget: float = 0.0, price: float = 0.0, half: bool | None = None,
 ) -> Limits:  # fmt: skip
-    memory = None if net is None or gpu is None else largest_batch(net, gpu)
-    most = ACCURATE_GLOBAL_BATCH if global_batch is None else global_batch
-    return Limits(memory, most, minutes, budget, price)
+    """`half`: the number format of the step, where it is not the accelerator's usual one."""
+    memory = None if net is None or gpu is None else largest_batch(net, gpu, half)
+    images, why, set_by = limit or BatchLimit(ACCURATE_GLOBAL_BATCH)
+    return Limits(memory, images, minutes, budget, price, why, set_by)
 
 
 @dataclass(frozen=True)

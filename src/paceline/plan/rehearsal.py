@@ -29,11 +29,10 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.layers import Network, known_network
 from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.prediction import StartUp, predict
+from paceline.plan.prediction import predict
+from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Workload, analytic_workload, check_input_rate
 
-# Interpreter, torch, model and first kernels of a rank, beside the ranks' meeting: an assumption.
-_PROCESS_START_S = 20.0
 # The order of additions is worked out in time and memory in proportion to the square of the ranks: for
 # 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/2026-11-17_rehearse_2-core-cpu).
 MOST_RANKS = 1024
@@ -226,7 +225,7 @@ class RehearseSettings:
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:
-        """Meeting, agreement and process groups of the cluster's ranks."""
+        """Processes, meeting, agreement and process groups of the cluster's ranks."""
         probed = (
             PlanFile.read(Path(self.cluster), "rehearse.cluster").probed if self.cluster else None
         )
@@ -323,7 +322,7 @@ def cluster_clock(
         )
     startup_s = settings.startup_s
     if startup_s is None:
-        startup_s = _PROCESS_START_S + settings.start_up(plan).total_s
+        startup_s = settings.start_up(plan).total_s
     return ClusterClock(
         ranks=place.ranks,
         step_s=step_s,

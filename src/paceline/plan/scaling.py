@@ -14,7 +14,7 @@ from paceline.plan.answer import Question, node_counts
 from paceline.plan.cluster import Cluster, catalogue, gpu_cluster
 from paceline.plan.cluster import accelerator as find_accelerator
 from paceline.plan.fusion_plan import wire_names
-from paceline.plan.layers import known_network, network
+from paceline.plan.layers import TRACED, known_network, network
 from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
@@ -97,8 +97,9 @@ def predict_scaling(
     """Predicts how fast data-parallel training runs on a cluster, with the best plan for each size.
 
     Args:
-        model: a built-in model; with `profile`, the model that was profiled. For `timm:NAME` and
-            `module:factory` without a profile there is `paceline plan --model`, which needs torch.
+        model: a built-in model; with `profile`, the model that was profiled. For `resnet_tiny`,
+            `alexnet2012`, `timm:NAME` and `module:factory` without a profile there is `paceline plan
+            --model`, which needs torch.
         accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`.
         nodes: 1, or as in the cluster file; the rows double from one node to at least twice as many.
         gpus_per_node: ranks of a node; 8.
@@ -112,7 +113,8 @@ def predict_scaling(
         oversubscription: of the network between nodes; 1.
         input_images_per_s: what the input of a rank delivers; 0 means enough.
         algorithms: allowed all-reduce algorithms; empty means all.
-        wires: allowed wire formats: `auto` (as held), `fp32`, `fp16`, `bf16`.
+        wires: allowed wire formats: `auto` (as held), `fp32`, `fp16`, `bf16`, and in 8 bits `int8`,
+            `e4m3`, `e5m2`.
         profile: a file of `paceline profile` or `paceline tune`, instead of the analytic workload.
         cluster: a file of `paceline tune`, instead of `gpus_per_node` and the network's arguments.
 
@@ -137,7 +139,9 @@ def predict_scaling(
         question = Question(work, batch_size or 1, tuple(algorithms) or known, wire_names(wires))
         net = known_network(model, work.image_size)
         if batch_size is None:
-            limits = limits_of(net, find_accelerator(accelerator))
+            # A profile may be of another format than is usual on the accelerator.
+            half = None if profile is None else work.in_half
+            limits = limits_of(net, find_accelerator(accelerator), half=half)
             batch_size = recommended_batch(question, place, limits)
         elif net is not None and profile is None:
             check_memory(net, find_accelerator(accelerator), batch_size)
@@ -184,7 +188,7 @@ def _workload(
     software: str,
 ) -> Workload:  # fmt: skip
     check_input_rate(input_rate)
-    if profile is None and ":" in model:
+    if profile is None and (":" in model or model in TRACED):
         raise ConfigError(
             "model", model, "its layers are counted with torch, which predict_scaling does without",
             f"use paceline plan --model {model}, or measure it with paceline profile and give profile=",

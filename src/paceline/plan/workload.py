@@ -41,6 +41,10 @@ from paceline.plan.layers import MOST_PIXELS, Layer, Network, network
 _MOST_GRADIENTS = 4096
 # So that sums over all gradients and their bytes stay exact in 64-bit integers and in doubles.
 _MOST_ELEMENTS = 2**48
+# Of one rank; far more than there is.
+LARGEST_BATCH = 1 << 20
+# Of a step, what no batch changes, where one batch was timed only.
+_FIXED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class Workload:
     source: str = ""
     # Edge of the images; 0 where it is not known, as in profiles of earlier versions.
     image_size: int = 0
+    # Of a profile: the batches that were timed, and "cpu" or "cuda". Empty in those of earlier versions.
+    batches: tuple[int, ...] = ()
+    device: str = ""
 
     def __post_init__(self) -> None:
         if not self.gradients:
@@ -110,6 +117,8 @@ class Workload:
             raise _error("spread", self.spread, "must be from 0 to 1", "profile it again")
         if not 0 <= self.image_size <= MOST_PIXELS:
             raise _error("image_size", self.image_size, "is no edge of images", "profile it again")
+        if any(not 1 <= batch <= LARGEST_BATCH for batch in self.batches):
+            raise _error("batches", list(self.batches), "are no batches", "profile it again")
         self._check_gradients()
 
     def _check_gradients(self) -> None:
@@ -139,6 +148,27 @@ class Workload:
     def fed_at(self, images_per_s: float) -> Workload:
         """With an input that delivers so many images to a rank; 0: unchanged."""
         return replace(self, input=Affine(0.0, 1 / images_per_s)) if images_per_s else self
+
+    def well_fed(self) -> Workload:
+        """With an input that always keeps up."""
+        return replace(self, input=Affine(0.0, 0.0))
+
+    def is_extrapolated(self, batch: int) -> bool:
+        """Whether the step of `batch` lies outside of those that were timed."""
+        return bool(self.batches) and not min(self.batches) <= batch <= max(self.batches)
+
+    def spread_at(self, batch: int) -> float:
+        """The relative standard error at this batch. Outside of the batches that were timed it is that
+        of a line through the outermost two, each off by `spread`. One batch alone leaves the part of a
+        step open that no batch changes: that it is a quarter is taken for one standard error."""
+        if not self.is_extrapolated(batch):
+            return self.spread
+        low, high = min(self.batches), max(self.batches)
+        if low == high:
+            return math.hypot(self.spread, _FIXED_SHARE * (low / batch - 1))
+        weight = (batch - low) / (high - low)
+        off = math.hypot(weight * self.compute_s(high), (1 - weight) * self.compute_s(low))
+        return self.spread * max(1.0, off / self.compute_s(batch))
 
     def with_tensors(self, tensors: Mapping[str, tuple[int, bool]]) -> Workload:
         """With the elements that are trained, and whether in half precision, by name: what travels is
@@ -171,6 +201,7 @@ class Workload:
     def to_table(self) -> dict[str, Any]:
         table = asdict(self)
         table["gradients"] = [asdict(gradient) for gradient in self.gradients]
+        table["batches"] = list(self.batches)
         for name in ("forward", "backward", "input"):
             if not table[name]["fill_s"]:
                 del table[name]["fill_s"], table[name]["fill_batch"]
@@ -191,9 +222,11 @@ class Workload:
 
 def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") -> None:
     """ConfigError for a rate of a rank with which no step has a time; 0: the input keeps up."""
-    if images_per_s and not 1 / LONGEST_S <= images_per_s < math.inf:
+    # A rate that is off by its uncertainty has a time, too.
+    least = 10 / LONGEST_S
+    if images_per_s and not least <= images_per_s < math.inf:
         raise ConfigError(
-            flag, images_per_s, f"must be 0, or finite and at least {1 / LONGEST_S:g}",
+            flag, images_per_s, f"must be 0, or finite and at least {least:g}",
             "state the images/s that one rank gets, such as 2000",
         )  # fmt: skip
 
@@ -220,9 +253,9 @@ class StepAnatomy:
 
 def fit_workload(
     model: str, steps: Sequence[tuple[int, float]], anatomy: StepAnatomy, source: str,
-    image_size: int = 0,
+    image_size: int = 0, device: str = "",
 ) -> Workload:  # fmt: skip
-    """`steps` are (batch, seconds) with images of `image_size`."""
+    """`steps` are (batch, seconds) with images of `image_size` on `device`."""
     points = sorted(steps)
     for (small, faster), (large, slower) in itertools.pairwise(points):
         if large > small and slower <= faster:
@@ -256,6 +289,8 @@ def fit_workload(
         spread=max(0.02, spread),
         source=source,
         image_size=image_size,
+        batches=tuple(batch for batch, _ in points),
+        device=device,
     )
 
 

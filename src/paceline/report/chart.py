@@ -113,6 +113,13 @@ def _aria_label(chart: Chart) -> str:
     return f"{chart.title} by {chart.x_label}: " + ("; ".join(parts) or "nothing recorded")
 
 
+def _tick_text(x: float, y: float, label: str) -> str:
+    """Below its tick; at the right edge it ends there, because a phone's larger letters would be cut."""
+    at_edge = x > WIDTH - RIGHT - 1 and len(label) > 2
+    anchor, x = ("end", WIDTH - 1.0) if at_edge else ("middle", x)
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{label}</text>'
+
+
 def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
     right = LEFT + PLOT_WIDTH
     parts = []
@@ -123,7 +130,7 @@ def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
     for tick, label in zip(x_axis.ticks, x_axis.labels(), strict=True):
         x = _x(x_axis, tick)
         parts.append(f'<path class="axis" d="M{x:.1f} {FOOT}v4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{FOOT + 17}" text-anchor="middle">{label}</text>')
+        parts.append(_tick_text(x, FOOT + 17, label))
     parts.append(f'<path class="axis" d="M{LEFT} {FOOT}H{right}"/>')
     parts.append(
         f'<text x="{right}" y="{FOOT + 35}" text-anchor="end">{markup(chart.x_label)}</text>'
@@ -369,7 +376,7 @@ def gantt_chart(label: str, unit: str, bars: Sequence[Bar]) -> str:
     parts = []
     for tick, text in zip(axis.ticks, axis.labels(), strict=True):
         parts.append(f'<path class="grid" d="M{x(tick):.1f} 4V{foot}"/>')
-        parts.append(f'<text x="{x(tick):.1f}" y="{foot + 17}" text-anchor="middle">{text}</text>')
+        parts.append(_tick_text(x(tick), foot + 17, text))
     for number_, name in enumerate(rows):
         y = 8 + _ROW * number_
         parts.append(f'<text x="{_NAMES - 8}" y="{y + 15}" text-anchor="end">{markup(name)}</text>')

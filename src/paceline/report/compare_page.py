@@ -66,8 +66,12 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("train time", lambda row: format_duration(row.train_s)),
         _Column("updates", _updates),
         _Column("exposed", lambda row: _shown(row.exposed_s, format_duration)),
-        _Column("state B/param", _state, lambda row: f"{_state(row)} state bytes a parameter"),
-        _Column("exchange state", _exchange_state),
+        _Column(
+            "optimizer B/param",
+            _state,
+            lambda row: f"{_state(row)} bytes of optimizer state a parameter",
+        ),
+        _Column("exchange B/param", _exchange_state, _exchange_state_of_all),
         _Column("sent/step", _sent, lambda row: f"{_sent(row)} sent in a step"),
         _Column("cluster time", lambda row: _shown(row.predicted_s, format_duration)),
         _Column("cost", lambda row: _shown(row.cost, number)),
@@ -104,8 +108,20 @@ def _state(row: CompareRow) -> str:
 
 
 def _exchange_state(row: CompareRow) -> str:
-    """Empty for an exchange that keeps nothing from step to step, as an all-reduce."""
-    return _shown(row.exchange_state_bytes or None, format_bytes)
+    """What the exchange keeps beside the optimizer's state; the sum over parameters, with its unit, where
+    an older run has that alone."""
+    if row.exchange_state_bytes_per_parameter is None:
+        return _shown(row.exchange_state_bytes, format_bytes)
+    return number(row.exchange_state_bytes_per_parameter)
+
+
+def _exchange_state_of_all(row: CompareRow) -> str:
+    """Empty where the exchange keeps nothing, as most do."""
+    if not row.exchange_state_bytes:
+        return ""
+    if row.exchange_state_bytes_per_parameter is None:
+        return f"{_exchange_state(row)} of exchange state"
+    return f"{_exchange_state(row)} bytes of exchange state a parameter"
 
 
 def _sent(row: CompareRow) -> str:
@@ -164,11 +180,12 @@ def compare_caption(comparison: Comparison) -> str:
         if name in first.settings and name not in comparison.differing
     ]
     common += [
-        column.in_caption(first)
+        text
         for column in _columns(comparison)
         if column.in_caption is not None
         and column.is_common(comparison.rows)
         and column.cell(first)
+        and (text := column.in_caption(first))
     ]
     return "all: " + ", ".join(common) if common else ""
 
@@ -258,8 +275,9 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "steps_median": row.steps,
         "exposed_s_median": row.exposed_s,
         "state_bytes_per_parameter": row.state_bytes_per_parameter,
-        "exchange_bytes_per_step": row.exchange_bytes_per_step,
         "exchange_state_bytes": row.exchange_state_bytes,
+        "exchange_state_bytes_per_parameter": row.exchange_state_bytes_per_parameter,
+        "exchange_bytes_per_step": row.exchange_bytes_per_step,
         "predicted_s_median": row.predicted_s,
         "cost_median": row.cost,
         "energy_kwh_median": row.energy_kwh,

@@ -1,7 +1,7 @@
 """`Comparison`: runs grouped into rows by their settings, with names and differences to a baseline.
 
 The runs of a row differ in their seed alone. A row is named by the settings in which rows differ, as
-few as distinguish them.
+few as distinguish them and say what each row switches on.
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ from typing import Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.units import plural, text_of
 from paceline.report.bottleneck import ExposedWaits
-from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
+from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, REHEARSED, ComparedRun
 from paceline.report.outcome import Rehearsed
 
 Settings = Mapping[str, Any]
 _UNSET = "unset"
 # The settings that best describe a row, first to last, and those that follow from others or matter for
 # speed alone. The rest comes between them, by section.
-_DESCRIPTIVE = ("optim.name", "model.name", GLOBAL_BATCH, "run.epochs")
-_SECTIONS = ("optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint", "rehearse")
-_MINOR = ("run.batch_size", "run.threads", "data.workers", "data.prefetch_batches")
+_DESCRIPTIVE = (
+    "optim.name", "model.name", GLOBAL_BATCH, "run.epochs", "optim.schedule", "optim.batch_schedule",
+    "comm.mode", "comm.hook", "comm.wire", "comm.algorithm", "run.shares", "model.norm_group",
+)  # fmt: skip
+_SECTIONS = (
+    "optim", "precision", "model", "data", "run", "comm", REHEARSED, RANKS, "checkpoint", "rehearse",
+)  # fmt: skip
+_MINOR = (
+    "run.batch_size", "run.rebalance", "run.threads", "data.workers", "data.prefetch_batches",
+)  # fmt: skip
+# Values with which a setting switches nothing on, beside what is false, empty or unset.
+_OFF = ("auto", "equal", "none", "off", "synchronous")
+# Settings beside those of `[comm]` that have no effect on one rank.
+_OF_SEVERAL_RANKS = ("run.shares", "run.rebalance")
 
 
 @dataclass(frozen=True)
@@ -113,13 +124,17 @@ class CompareRow:
         return _median(run.outcome.state_bytes_per_parameter for run in self.runs)
 
     @property
-    def exchange_bytes_per_step(self) -> float | None:
-        return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
+    def exchange_state_bytes(self) -> float | None:
+        """What the exchange keeps on rank 0 from step to step, beside the optimizer's state."""
+        return _median(run.outcome.exchange_state_bytes for run in self.runs)
 
     @property
-    def exchange_state_bytes(self) -> float | None:
-        """Of a rank, beside the optimizer's state: residuals, factors, a server's copy of the model."""
-        return _median(run.outcome.exchange_state_bytes for run in self.runs)
+    def exchange_state_bytes_per_parameter(self) -> float | None:
+        return _median(run.outcome.exchange_state_bytes_per_parameter for run in self.runs)
+
+    @property
+    def exchange_bytes_per_step(self) -> float | None:
+        return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
 
     @property
     def predicted_s(self) -> float | None:
@@ -241,10 +256,19 @@ def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareR
     """Incomplete rows of equal settings are distinguished by seed, else by folder."""
     # `run.name` is no setting of a row, but makes a plain `name` ambiguous.
     short = short_names([*(name for row in rows for name in row.settings), "run.name"])
+
+    def label_of(row: CompareRow, shown: Sequence[str]) -> str:
+        text = " ".join(f"{short[name]}={value_text(row.settings, name)}" for name in shown)
+        return text or row.runs[0].outcome.name
+
+    whole = [label_of(row, names) for row in rows]
+    # What a row leaves off is said where the rest does not distinguish it from rows of other settings.
+    brief = [label_of(row, [n for n in names if _acts(row.settings, n)] or names) for row in rows]
+    others: dict[str, set[str]] = {}
+    for text, full in zip(brief, whole, strict=True):
+        others.setdefault(text, set()).add(full)
     plain = [
-        " ".join(f"{short[name]}={value_text(row.settings, name)}" for name in names)
-        or row.runs[0].outcome.name
-        for row in rows
+        text if len(others[text]) == 1 else full for text, full in zip(brief, whole, strict=True)
     ]
     by_seed = [
         text if row.complete else f"{text} seed={row.runs[0].seed}"
@@ -303,13 +327,38 @@ def differing_settings(rows: Sequence[Settings]) -> list[str]:
 
 
 def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[str]:
-    """As few of `different` as distinguish the rows as well as all of them."""
+    """As few of `different` as distinguish the rows as well as all of them, with one that is switched on
+    in every row in which any is."""
     chosen = list(different)
+    described = _count_described(rows, different)
     for name in reversed(different):
         fewer = [other for other in chosen if other != name]
-        if _distinct(rows, fewer) == _distinct(rows, different):
+        distinct = _distinct(rows, fewer) == _distinct(rows, different)
+        if distinct and _count_described(rows, fewer) == described:
             chosen = fewer
     return chosen
+
+
+def _count_described(rows: Sequence[Settings], names: Sequence[str]) -> int:
+    """Rows in which one of the settings is a switch that is on."""
+    return sum(
+        any(_acts(settings, name) and not _is_number(settings[name]) for name in names)
+        for settings in rows
+    )
+
+
+def _acts(settings: Settings, name: str) -> bool:
+    """Whether the setting is a number, or switched on, and has an effect in this run."""
+    section, value = name.partition(".")[0], settings.get(name)
+    if settings.get(RANKS) == 1 and (section == "comm" or name in _OF_SEVERAL_RANKS):
+        return False
+    if section == "rehearse" and not settings.get(REHEARSED):
+        return False
+    return _is_number(value) or (bool(value) and value not in _OFF)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

@@ -107,8 +107,9 @@ class Outcome:
     damaged_cache_entries: int
     noise_scale: float | None = None
     state_bytes_per_parameter: float | None = None
-    exchange_bytes_per_step: float | None = None
     exchange_state_bytes: float | None = None
+    exchange_state_bytes_per_parameter: float | None = None
+    exchange_bytes_per_step: float | None = None
     rehearsed: Rehearsed | None = None
 
     @classmethod
@@ -153,8 +154,11 @@ class Outcome:
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
             noise_scale=first("noise_scale", float(noise[-1]) if len(noise) else None),
             state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
-            exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
             exchange_state_bytes=finite(summary, "exchange_state_bytes"),
+            exchange_state_bytes_per_parameter=finite(
+                summary, "exchange_state_bytes_per_parameter"
+            ),
+            exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
             rehearsed=Rehearsed.of(run),
         )
 

@@ -10,21 +10,23 @@ import math
 from dataclasses import asdict
 
 from paceline.core.units import format_duration, markup
-from paceline.plan.answer import MOST_RANKS, Answer, node_gbps
+from paceline.plan.answer import MOST_RANKS, Answer, format_gbps, node_gbps
 from paceline.plan.prediction import BucketScore, Prediction
-from paceline.plan.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S
+from paceline.plan.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
 from paceline.report.chart import Bar, Chart, Line, gantt_chart
 from paceline.report.html import document, figures, section
 from paceline.report.tables import Table
 
 PAGE_NAME = "plan.html"
+# The table of buckets has other times than the bars, which begin with the forward pass.
+FROM_BACKWARD = "ms from the start of backward"
 
 
 def plan_page(answer: Answer) -> str:
     now = answer.now
     title = (
         f"{answer.workload.model} on {now.ranks:,} ranks, batch {now.batch:,} each: "
-        f"{now.images_per_s:,.0f} images/s, {answer.epochs:g} epochs in "
+        f"{now.images_per_s:,.0f} images/s, {answer.job.epochs:g} epochs in "
         f"{format_duration(answer.train_s)}"
     )
     return document(
@@ -40,7 +42,7 @@ def plan_page(answer: Answer) -> str:
                                                  set())]),
             section("Scaling", [_table("", ("ranks", "images/s", "efficiency", "exposed ms"),
                                        curve_rows(answer), set())]),
-            section("Buckets", [_table(
+            section(f"Buckets, {FROM_BACKWARD}", [_table(
                 "", ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
                 bucket_rows(answer), {3})]),
             "<footer>Paceline plan</footer>",
@@ -77,7 +79,7 @@ def step_bars(answer: Answer) -> list[Bar]:
 
     bars = [
         bar("forward", 0.0, forward, "forward pass", 1),
-        bar("backward", forward, forward + stretched, "backward pass", 2),
+        bar("backward", forward, forward + stretched, "backward pass, as its exchanges slow it", 2),
     ]
     for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1):
         if made.end_s > made.start_s:
@@ -94,7 +96,7 @@ def step_bars(answer: Answer) -> list[Bar]:
 def _gantt(answer: Answer) -> str:
     took = f"{1e3 * answer.now.step_s:,.2f} ms"
     label = f"One step of {took}: forward, backward, buckets on the links"
-    drawn = gantt_chart(label, "ms", step_bars(answer))
+    drawn = gantt_chart(label, "ms from the start of the step", step_bars(answer))
     return (
         f'<section class="charts"><figure><figcaption>One step <span>{took}</span></figcaption>'
         f"{drawn}</figure></section>"
@@ -136,15 +138,18 @@ def fact_rows(answer: Answer) -> list[Row]:
     return [
         ("model", f"{work.model}, {work.elements:,} weights; {work.source}"),
         ("cluster", _cluster_words(answer)),
-        ("batch", f"{now.batch:,} a GPU, {now.batch * now.ranks:,} in all{picked}{_accuracy(answer)}"),
+        ("batch", f"{now.batch:,} a GPU, {now.batch * now.ranks:,} in all{picked}"),
+        ("batch limit", _limit_words(answer)),
         ("step", f"{1e3 * now.step_s:.2f} ms {sure}: compute {1e3 * now.compute_s:.2f}, exposed "
                  f"communication {1e3 * now.exposed_comm_s:.2f}{_slowed(now)}, input "
                  f"{1e3 * now.input_stall_s:.2f}"),
         ("speed", f"{now.images_per_s:,.0f} images/s {sure}, {now.images_per_s_per_gpu:,.0f} a GPU"),
         ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
-        ("time", f"{answer.epochs:g} epochs of {answer.samples:,} images in "
+        ("time", f"{answer.job.epochs:g} epochs of {answer.job.samples:,} images, "
+                 f"{now.steps(answer.job.epochs, answer.job.samples):,} steps, in "
                  f"{format_duration(answer.train_s)} {sure}, training alone"),
-        ("start-up", answer.start_up.describe()),
+        *_profile_rows(answer),
+        ("start-up", _start_up_words(answer)),
         ("ranks at 90 %", most + _or_more(answer)),
         *_memory_rows(answer),
         ("input", _input_words(answer)),
@@ -153,13 +158,35 @@ def fact_rows(answer: Answer) -> list[Row]:
     ]  # fmt: skip
 
 
-def _accuracy(answer: Answer) -> str:
-    most = answer.limits.global_batch
-    if answer.now.batch * answer.now.ranks <= most:
-        return ""
-    return (
-        f"; more than {most:,}, the largest that is known to keep the accuracy (--max-global-batch)"
-    )
+def _limit_words(answer: Answer) -> str:
+    limits, here = answer.limits, answer.now.batch * answer.now.ranks
+    over = "; this batch is larger" if here > limits.global_batch else ""
+    flag = limits.set_by[0] if limits.set_by else ""
+    if flag not in ("--max-global-batch", "--noise-scale"):
+        flag = "--max-global-batch sets another"
+    return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
+
+
+def _profile_rows(answer: Answer) -> list[Row]:
+    """A line where the step is not one of those that were timed."""
+    work, batch = answer.workload, answer.now.batch
+    if not work.is_extrapolated(batch):
+        return []
+    timed = " to ".join(f"{size:,}" for size in sorted({min(work.batches), max(work.batches)}))
+    return [(
+        "profile", f"timed at batch {timed}, so that {batch:,} is extrapolated: ± "
+                   f"{work.spread_at(batch):.0%} for the compute instead of {work.spread:.0%}; profile "
+                   f"with -b {batch}",
+    )]  # fmt: skip
+
+
+def _start_up_words(answer: Answer) -> str:
+    took = format_duration(answer.option.startup_s)
+    if answer.job.startup_s is not None:
+        words = f"{took} as given (--startup-s)"
+    else:
+        words = f"{took} (--startup-s sets it): {answer.start_up.describe()}"
+    return f"{words}; process groups: {answer.start_up.describe_groups()}"
 
 
 def _memory_rows(answer: Answer) -> list[Row]:
@@ -172,7 +199,7 @@ def _memory_rows(answer: Answer) -> list[Row]:
     )  # fmt: skip
     room = f" of {answer.memory_bytes / 1e9:,.0f} GB" if answer.memory_bytes else " GB"
     fits = answer.limits.memory_batch
-    most = f"; up to {fits:,} images fit" if fits else ""
+    most = f"; up to {fits:,} images fit" if fits else "; --gpu says whether it fits"
     return [("memory", f"{memory.total / 1e9:.3g}{room} a GPU ({parts}){most}")]
 
 
@@ -191,14 +218,16 @@ def _packed(need: float) -> int:
 
 
 def _cost_rows(answer: Answer) -> list[Row]:
-    this, limits = answer.option, answer.limits
-    if this is None or answer.job is None:
-        return []
+    this, limits, watts = answer.option, answer.limits, answer.job.watts
     cost = f", {this.cost:,.2f} at {limits.price:g} a GPU-hour" if limits.price else ""
+    energy = (
+        f"; {this.energy_kwh:,.1f} kWh with every GPU at {watts:g} W (an estimate; hosts not counted)"
+        if watts
+        else "; energy is not known without --gpu"
+    )
     rows: list[Row] = [(
         "price", f"{this.gpu_hours:,.1f} GPU-hours, start-up of {format_duration(this.startup_s)} "
-                 f"included{cost}; {this.energy_kwh:,.1f} kWh with every GPU at "
-                 f"{answer.job.watts:g} W (an estimate; hosts not counted)",
+                 f"included{cost}{energy}",
     )]  # fmt: skip
     if limits.minutes or limits.budget:
         wanted = [f"{limits.minutes:g} min"] if limits.minutes else []
@@ -213,7 +242,7 @@ def _chosen_words(answer: Answer) -> str:
         cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
         return (
             f"{chosen.nodes:,} nodes, batch {chosen.batch:,} a GPU: {format_duration(chosen.total_s)} "
-            f"with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}"
+            f"with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}{_why_chosen(answer, chosen)}"
         )
     if not answer.options:
         return "none of the numbers of nodes has a price"
@@ -221,6 +250,17 @@ def _chosen_words(answer: Answer) -> str:
     return (
         f"not possible: the fastest, {fastest.nodes:,} nodes, takes {format_duration(fastest.total_s)} "
         "with start-up" + (f" and {fastest.cost:,.2f}" if answer.limits.price else "")
+    )
+
+
+def _why_chosen(answer: Answer, chosen: Option) -> str:
+    """Why nodes or batch are not those of the rest of the answer."""
+    if (chosen.nodes, chosen.batch) == (answer.cluster.nodes, answer.now.batch):
+        return ""
+    least = "fewest GPU-hours" if answer.limits.minutes else "shortest time"
+    return (
+        f"; the {least} within it of all nodes and batches that were tried, where the rest of this "
+        f"answer is for {answer.cluster.nodes:,} nodes and batch {answer.now.batch:,}"
     )
 
 
@@ -241,7 +281,7 @@ def _or_more(answer: Answer) -> str:
 def _cluster_words(answer: Answer) -> str:
     c = answer.cluster
     return (
-        f"{c.nodes:,} nodes × {c.ranks_per_node}, {node_gbps(c):,.4g} Gb/s of payload a node, "
+        f"{c.nodes:,} nodes × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a node, "
         f"{1e6 * c.inter.alpha_s:.3g} µs a message"
     )
 
@@ -281,8 +321,9 @@ def advice_rows(answer: Answer) -> list[Row]:
 
 def option_columns(answer: Answer) -> tuple[str, ...]:
     cost = ("cost",) if answer.limits.price else ()
+    energy = ("kWh",) if answer.job.watts else ()
     return (
-        "nodes", "batch", "time with start-up", "GPU-hours", *cost, "kWh", "images/s", "efficiency",
+        "nodes", "batch", "time with start-up", "GPU-hours", *cost, *energy, "images/s", "efficiency",
         "global batch",
     )  # fmt: skip
 
@@ -290,7 +331,8 @@ def option_columns(answer: Answer) -> tuple[str, ...]:
 def option_rows(answer: Answer) -> list[Row]:
     return [
         (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), f"{o.gpu_hours:,.1f}",
-         *((f"{o.cost:,.2f}",) if answer.limits.price else ()), f"{o.energy_kwh:,.1f}",
-         f"{o.images_per_s:,.0f}", f"{o.efficiency:.1%}", f"{o.global_batch:,}")
+         *((f"{o.cost:,.2f}",) if answer.limits.price else ()),
+         *((f"{o.energy_kwh:,.1f}",) if answer.job.watts else ()), f"{o.images_per_s:,.0f}",
+         f"{o.efficiency:.1%}", f"{o.global_batch:,}")
         for o in answer.options
     ]  # fmt: skip

@@ -107,10 +107,10 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.append(("gradient noise scale", described))
     if outcome.state_bytes_per_parameter is not None:
         rows.append(("optimizer state", f"{outcome.state_bytes_per_parameter:.3g} bytes/parameter"))
+    if outcome.exchange_state_bytes:
+        rows.append(("exchange state", _exchange_state(outcome)))
     if outcome.exchange_bytes_per_step is not None:
         rows.append(("exchanged in a step", format_bytes(outcome.exchange_bytes_per_step)))
-    if outcome.exchange_state_bytes:
-        rows.append(("state of the exchange", format_bytes(outcome.exchange_state_bytes)))
     if waits.exposed_s is not None:
         rows.append(("exposed communication", waits.describe()))
     if straggler := waits.straggler():
@@ -127,6 +127,12 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         "damaged cache entries": outcome.damaged_cache_entries,
     }
     return rows + [(label, count(amount)) for label, amount in incidents.items() if amount]
+
+
+def _exchange_state(outcome: Outcome) -> str:
+    """On rank 0; older runs did not count it by parameter."""
+    each, total = outcome.exchange_state_bytes_per_parameter, outcome.exchange_state_bytes
+    return format_bytes(total or 0) if each is None else f"{each:.3g} bytes/parameter"
 
 
 def expectation_table(run: RunFiles) -> Table:

@@ -41,9 +41,8 @@ from paceline.train.fast_path import eager_norms, share_norms
 from paceline.train.inputs import (
     RunInputs,
     agree_on_inputs,
+    check_settings,
     read_checkpoint,
-    refuse_on_servers,
-    refuse_with_svrg,
 )
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
@@ -73,8 +72,7 @@ def build(
     _check_rehearsal(config, group)
     ranks = _ranks(config, group)
     resolve_batch_sizes(*requested_batch(config, ranks))
-    refuse_with_svrg(config, components, group.device.type)
-    refuse_on_servers(config, components)
+    check_settings(config, ranks, group.device.type, components)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)

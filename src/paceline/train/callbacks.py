@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -257,22 +259,29 @@ SMOOTHING = 0.9
 EXPLODED = 4.0
 # Before, the smoothed loss is that of few steps.
 _LEAST_STEPS = 10
+# A fall of the smoothed loss by less than this many standard deviations of the losses is noise: that of
+# losses without any trend is as large in one test of a hundred, in 20 steps as in 1,000.
+_CLEAR_FALL = 1.5
+# The median difference of two normal numbers, in their standard deviations.
+_JUMP_OF_NOISE = 0.954
 
 
 @dataclass(frozen=True)
 class RangeResult:
     """`rates` and `losses` of the finite steps, and the smoothed losses.
 
-    `suggested` is the rate at which the smoothed loss falls fastest with the logarithm of the rate;
-    `largest` the one at its lowest point, an upper bound for the peak of a cycle.
+    `suggested` is the rate at which the smoothed loss falls fastest with the logarithm of the rate, None
+    where its fall is lost in noise; `largest` the one at its lowest point, an upper bound for the peak of
+    a cycle. `fall` is in standard deviations of the losses from step to step.
     """
 
     rates: Sequence[float]
     losses: Sequence[float]
     smoothed: Sequence[float]
-    suggested: float
+    suggested: float | None
     largest: float
     exploded: bool
+    fall: float
 
     @classmethod
     def of(cls, rates: Sequence[float], losses: Sequence[float], exploded: bool) -> RangeResult:
@@ -291,12 +300,20 @@ class RangeResult:
             for n in range(reach, min(lowest + 1, len(rates) - reach))
         }
         steepest = min(slopes, key=slopes.__getitem__, default=0)
-        return cls(rates, losses, smoothed, rates[steepest], rates[lowest], exploded)
+        first = _LEAST_STEPS - 1
+        # Differences of neighbours have no trend, and their median none of an explosion.
+        jumps = [abs(b - a) for a, b in pairwise(losses[: max(lowest, first) + 1])]
+        # Equal losses have a smoothed loss that differs by rounding.
+        noise = max(median(jumps) / _JUMP_OF_NOISE, 1e-9 * abs(smoothed[first])) or 1.0
+        fall = max(0.0, smoothed[first] - smoothed[lowest]) / noise if lowest > first else 0.0
+        suggested = rates[steepest] if fall >= _CLEAR_FALL else None
+        return cls(rates, losses, smoothed, suggested, rates[lowest], exploded, fall)
 
     def to_table(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "suggested_lr": self.suggested,
+            "fall": self.fall,
             "largest_lr": self.largest,
             "exploded": self.exploded,
             "lr": list(self.rates),
@@ -313,13 +330,16 @@ class RangeResult:
             Line("loss", [(x, min(y, top)) for x, y in zip(powers, self.losses, strict=True)], 1, True),
             Line("smoothed", [(x, min(y, top)) for x, y in zip(powers, self.smoothed, strict=True)], 1),
         ]  # fmt: skip
-        markers = [
-            Marker(math.log10(self.suggested), f"suggested: {self.suggested:.3g}"),
-            Marker(math.log10(self.largest), f"lowest loss: {self.largest:.3g}"),
-        ]
+        markers = [Marker(math.log10(self.largest), f"lowest loss: {self.largest:.3g}")]
+        suggestion = "no clear descent"
+        if self.suggested is not None:
+            suggestion = f"suggested {self.suggested:.3g}"
+            markers.insert(
+                0, Marker(math.log10(self.suggested), f"suggested: {self.suggested:.3g}")
+            )
         return Chart(
             "Learning-rate range test", "learning rate, as a power of ten", lines, markers=markers,
-            note=f"suggested {self.suggested:.3g}, lowest loss at {self.largest:.3g}",
+            note=f"{suggestion}, lowest loss at {self.largest:.3g}",
         )  # fmt: skip
 
 
@@ -342,8 +362,8 @@ class RangeTest(Callback):
     exploded: bool = False
 
     def on_step(self, run: RunControl, event: StepEvent) -> None:
-        if self.exploded:
-            return  # the step that was already under way
+        if self.exploded or len(self.rates) == self.steps:
+            return  # a step that was already under way: asynchronous ranks have several
         if not math.isfinite(event.loss):
             self.exploded = True
             run.stop("the loss is not finite")

@@ -22,6 +22,7 @@ from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
+from paceline.config import EQUAL_SHARES, RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, RunError
 from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
@@ -199,7 +200,7 @@ def describe_exchange(
     exchange: GradientExchange, parts: ExchangeParts, fast: FastPath, ranks: int
 ) -> str:
     """`7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire, overlapped`."""
-    if option := _describe_option(parts.settings, ranks):
+    if option := describe_option(parts.settings, ranks):
         return option
     sizes = [bucket.bytes for bucket in exchange.bucket_info()]
     span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
@@ -209,12 +210,32 @@ def describe_exchange(
     ways = [f"{n} ({names.count(n)})" if many else n for n in dict.fromkeys(names)]
     wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buckets) if w != "auto"]
     origin = [f"({parts.origin})"] if parts.origin else []
-    if ranks == 1 and parts.settings.wire != "auto" and not wires:
-        origin.append(f"(comm.wire = {parts.settings.wire!r} has no effect on one rank)")
     return " ".join([", ".join([count, *ways, *wires, _when(exchange, fast)]), *origin])
 
 
-def _describe_option(settings: CommSettings, ranks: int) -> str:
+def describe_idle(config: RunConfig, ranks: int) -> str:
+    """The settings that have no effect on one rank, such as `comm.mode = 'asynchronous'`; empty where
+    there are none. A rehearsal has the ranks of its cluster."""
+    if ranks > 1:
+        return ""
+    comm, usual = config.comm, CommSettings()
+    names = ["mode", "hook", "algorithm", "group_size"]
+    if comm.algorithm == "auto":
+        # Others round buckets to the wire format, and send them during backward, on one rank as well.
+        names += ["wire", *(["overlap"] if comm.overlap == "on" else [])]
+    idle = [
+        f"comm.{name} = {getattr(comm, name)!r}"
+        for name in names
+        if getattr(comm, name) != getattr(usual, name)
+    ]
+    if config.run.shares != EQUAL_SHARES:
+        idle.append(f"run.shares = {config.run.shares!r}")
+    if config.run.rebalance:
+        idle.append("run.rebalance = True")
+    return f"{', '.join(idle)}: for several ranks, and this is one" if idle else ""
+
+
+def describe_option(settings: CommSettings, ranks: int) -> str:
     """Of an exchange that is no all-reduce of buckets; empty for others."""
     if ranks == 1:
         return ""

@@ -328,33 +328,35 @@ def share_norms(config: RunConfig, model: nn.Module, group: Group) -> NormGroup 
     size = config.model.norm_group
     if size == 1:
         return None
-    if group.world_size % size:
-        raise ConfigError(
-            "model.norm_group", size, f"does not divide the {group.world_size} rank(s)",
-            "use a divisor of the number of ranks, or 1",
-        )  # fmt: skip
+    check_norm_group(config, group.world_size)
     shared = NormGroup(size, group.create_subgroup(size, config.comm.timeout_s))
     if not synchronize_norms(model, shared):
         raise ConfigError("model.norm_group", size, "this model has no batch norm", "use 1")
     return shared
 
 
+def check_norm_group(config: RunConfig, ranks: int) -> None:
+    """Raises ConfigError for a `model.norm_group` that does not divide the ranks, or that a fast form of
+    a pass cannot hold the collectives of."""
+    size = config.model.norm_group
+    if ranks % size:
+        raise ConfigError(
+            "model.norm_group", size, f"does not divide the {ranks} rank(s)",
+            "use a divisor of the number of ranks, or 1",
+        )  # fmt: skip
+    for name in ("fused_norm", "fused_convolutions", "compile", "cuda_graphs"):
+        value = getattr(config.run, name)
+        if size > 1 and value not in ("auto", "off"):
+            raise ConfigError(
+                f"run.{name}", value, f"cannot be used with model.norm_group = {size}",
+                "use 'auto', or model.norm_group=1",
+            )  # fmt: skip
+
+
 def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
     """Without the fast forms of a pass that cannot hold a collective of their own."""
     if norm_group is None:
         return config
-    run = config.run
-    for name, value, allowed in (
-        ("fused_norm", run.fused_norm, ("auto", "off")),
-        ("fused_convolutions", run.fused_convolutions, ("auto", "off")),
-        ("compile", run.compile, ("auto", "off")),
-        ("cuda_graphs", run.cuda_graphs, ("auto", "off")),
-    ):
-        if value not in allowed:
-            raise ConfigError(
-                f"run.{name}", value, f"cannot be used with model.norm_group = {norm_group.size}",
-                "use 'auto', or model.norm_group=1",
-            )  # fmt: skip
     return config.with_values(
         {"run.fused_norm": "off", "run.fused_convolutions": "off", "run.compile": "off",
          "run.cuda_graphs": "off"}

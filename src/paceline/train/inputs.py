@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.comm.group import Group
-from paceline.config import EQUAL_SHARES, RunConfig
+from paceline.config import EQUAL_SHARES, PROBED_SHARES, RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
 from paceline.data import OpenedFiles, Source, open_data
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
@@ -27,9 +27,21 @@ from paceline.train.checkpoint import (
     read_file,
 )
 from paceline.train.components import Components
+from paceline.train.fast_path import check_norm_group
 from paceline.train.machine import versions
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock, claim_run_folder
 from paceline.train.run_state import check_pinned
+from paceline.train.shares import given_speeds
+
+
+def check_settings(config: RunConfig, ranks: int, device: str, components: Components) -> None:
+    """Raises ConfigError for settings that cannot be used together with so many ranks, this kind of
+    device and the program's objects, whatever data and model are."""
+    refuse_with_svrg(config, components, device)
+    refuse_on_servers(config, components)
+    check_norm_group(config, ranks)
+    if config.run.shares not in (EQUAL_SHARES, PROBED_SHARES):
+        given_speeds(config.run.shares, ranks)
 
 
 def refuse_on_servers(config: RunConfig, components: Components) -> None:

@@ -52,7 +52,7 @@ _JOINS = ("add", "mul", "sub", "div", "cat")
 
 def count_layers(name: str, image_size: int = 224, num_classes: int = 1000) -> Network:
     """ConfigError where the model cannot be made or does not run on the meta device."""
-    model = create_model(ModelSettings(name=name), num_classes=num_classes)
+    model = create_model(ModelSettings(name=name), num_classes=num_classes, image_size=image_size)
     return count_module(model.to("meta").train(), name, image_size)
 
 

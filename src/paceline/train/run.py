@@ -307,6 +307,7 @@ def _summary(
     training: Training, result: RunResult, weights: str, counters: dict[str, int]
 ) -> dict[str, Any]:
     progress, config = training.progress, training.config
+    optimizer_state, exchange_state = training.step.state_bytes_per_parameter()
     return {
         "recipe": config.run.name,
         "model": config.model.name,
@@ -323,7 +324,8 @@ def _summary(
         "global_batch_size": training.sizes.global_batch,
         "batch_size": training.sizes.micro_batch,
         "accumulation": training.sizes.accumulation,
-        "state_bytes_per_parameter": training.step.state_bytes_per_parameter(),
+        "state_bytes_per_parameter": optimizer_state,
+        "exchange_state_bytes_per_parameter": exchange_state,
         "exchange_bytes_per_step": training.step.exchange_bytes(),
         "train_s": progress.train_s,
         "steps_s": progress.step_s,

@@ -416,11 +416,11 @@ class TrainStep:
             staleness=launched.ready.staleness if isinstance(launched.ready, Outcome) else None,
         )
 
-    def state_bytes_per_parameter(self) -> float:
-        """Bytes of optimizer state, masters included, for each trained parameter."""
+    def state_bytes_per_parameter(self) -> tuple[float, float]:
+        """Bytes of optimizer state, masters included, and of exchange state, a trained parameter."""
         optimizer = self.update.optimizer
-        trained = sum(p.numel() for p in optimizer.parameters())
-        return float(optimizer.state_bytes() / max(trained, 1))
+        trained = max(sum(p.numel() for p in optimizer.parameters()), 1)
+        return optimizer.state_bytes() / trained, self.update.state_bytes / trained
 
     def exchange_bytes(self) -> float:
         """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the

@@ -28,6 +28,7 @@ from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
+from paceline.train.exchange_plan import describe_idle
 from paceline.train.fast_path import describe_norms
 from paceline.train.inputs import RunInputs
 from paceline.train.model_checks import given_name
@@ -190,6 +191,7 @@ def describe_run(
         **parts.describe(),
         "batch": training.sizes.describe(plan.world_size),
         "shares": shares,
+        "no effect": describe_idle(config, plan.world_size),
         "peak_lr": f"{training.state.peak_lr:g}",
         "scaling": scaling,
         "full gradient": step.anchors.describe() if step.anchors else "",
