@@ -162,7 +162,9 @@ def _limit_words(answer: Answer) -> str:
     limits, here = answer.limits, answer.now.batch * answer.now.ranks
     over = "; this batch is larger" if here > limits.global_batch else ""
     flag = limits.set_by[0] if limits.set_by else ""
-    if flag not in ("--max-global-batch", "--noise-scale"):
+    if limits.is_an_epoch:
+        flag = "--dataset-size"
+    elif flag not in ("--max-global-batch", "--noise-scale"):
         flag = "--max-global-batch sets another"
     return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
 
@@ -246,10 +248,16 @@ def _chosen_words(answer: Answer) -> str:
         )
     if not answer.options:
         return "none of the numbers of nodes has a price"
-    fastest = min(answer.options, key=lambda option: option.total_s)
-    return (
-        f"not possible: the fastest, {fastest.nodes:,} nodes, takes {format_duration(fastest.total_s)} "
-        "with start-up" + (f" and {fastest.cost:,.2f}" if answer.limits.price else "")
+    nearest = []
+    if answer.limits.minutes:
+        nearest.append(("fastest", min(answer.options, key=lambda option: option.total_s)))
+    if answer.limits.budget:
+        nearest.append(("cheapest", min(answer.options, key=lambda option: option.cost)))
+    return "not possible: " + "; ".join(
+        f"the {what}, {option.nodes:,} nodes with batch {option.batch:,} a GPU, takes "
+        f"{format_duration(option.total_s)} with start-up"
+        + (f" and {option.cost:,.2f}" if answer.limits.price else "")
+        for what, option in nearest
     )
 
 
