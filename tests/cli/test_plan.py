@@ -276,6 +276,29 @@ def test_a_cluster_starts_over_the_backend_it_was_probed_with(
     assert (rehearsed.backend_s > 0) == is_nccl
 
 
+def test_a_cluster_file_of_one_node_is_for_one_node(tmp_path: Path) -> None:
+    """It has no links between nodes, and those inside are no network."""
+    path, page = tmp_path / "c.toml", tmp_path / "plan.html"
+    probed = ProbedCluster((2,), "nccl", "cuda", LinkFacts(1e-5, 1e-9))
+    PlanFile(cluster=probed.facts, probed=probed).write(path)
+    flags = ("--cluster", str(path), "--gpu", "H100")
+    found = json.loads(ask(*flags, "--json", "--target-minutes", "1"))
+    assert {option["nodes"] for option in found["options"]} == {1}
+    assert [point["ranks"] for point in found["scaling"]] == [2]
+    assert found["largest_ranks_at_90_percent"] in (None, 2)
+    assert not any("nodes" in advice["change"] for advice in found["advice"])
+    told = ask(*flags, "--html", str(page))
+    assert "one node × 2; links between nodes were not measured" in told
+    assert "<svg" in page.read_text()
+    words = "the cluster file is of one node: .* run paceline tune on two nodes"
+    with pytest.raises(ConfigError, match=words) as caught:
+        ask(*flags, "--nodes", "2")
+    assert caught.value.field == "--nodes"
+    with pytest.raises(ConfigError, match="^nodes = 2: the cluster file is of one node"):
+        predict_scaling(accelerator="h100", nodes=2, cluster=path)
+    assert [row.nodes for row in predict_scaling(accelerator="h100", cluster=path).rows] == [1]
+
+
 def test_what_cannot_be_met_is_told_with_what_comes_nearest() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--price-per-gpu-hour", "3")
     options = json.loads(ask(*flags, "--target-minutes", "0.01", "--json"))["options"]

@@ -280,7 +280,9 @@ def _slowed(now: Prediction) -> str:
 
 
 def _or_more(answer: Answer) -> str:
-    """More than 65,536 ranks are not looked at."""
+    """More than 65,536 ranks are not looked at, nor more nodes without links between them."""
+    if not answer.cluster.has_network:
+        return ": more nodes are not known"
     step = answer.cluster.ranks_per_node
     capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
     return " or more" if capped else ""
@@ -288,6 +290,8 @@ def _or_more(answer: Answer) -> str:
 
 def _cluster_words(answer: Answer) -> str:
     c = answer.cluster
+    if not c.has_network:
+        return f"one node × {c.ranks_per_node:,}; links between nodes were not measured"
     return (
         f"{c.nodes:,} nodes × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a node, "
         f"{1e6 * c.inter.alpha_s:.3g} µs a message"
