@@ -212,6 +212,22 @@ def test_beyond_the_profiled_batches_the_answer_is_less_certain(tmp_path: Path) 
     assert "--gpu says whether it fits" in told
 
 
+def test_without_a_limit_of_memory_the_profile_bounds_the_batch(tmp_path: Path) -> None:
+    flags = ("--profile", profiled(tmp_path / "p.toml"))
+    alone = (*flags, "--gpus-per-node", "1")
+    found = json.loads(ask(*alone, "--json"))
+    assert found["recommended_batch"]
+    assert found["batch_size"] <= found["largest_batch_of_the_profile"] == 16
+    assert max(option["batch"] for option in found["options"]) <= 16
+    told = " ".join(ask(*alone).split())
+    assert "recommended of at most 16 a GPU: twice the largest that was timed" in told
+    for more in ((*alone, "-b", "384"), (*flags, "--gpu", "H100")):
+        free = json.loads(ask(*more, "--json"))
+        assert free["largest_batch_of_the_profile"] is None
+        assert free["batch_size"] > 16
+        assert any(option["batch"] > 16 for option in free["options"])
+
+
 def test_a_profile_of_a_cpu_starts_without_nccl(tmp_path: Path) -> None:
     path = profiled(tmp_path / "p.toml", "resnet_tiny", 32, "cpu")
     found = json.loads(

@@ -153,6 +153,8 @@ def plan(
     # A profile may be of another format than is usual on the GPU.
     half = None if file.workload is None else work.in_half
     limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour, half)
+    if batch_size is None:
+        limits = limits.near_timed(work)
     batch = recommended_batch(question, place, limits) if batch_size is None else batch_size
     if not 1 <= batch <= LARGEST_BATCH:
         raise ConfigError("--batch-size", batch, f"must be from 1 to {LARGEST_BATCH:,}")

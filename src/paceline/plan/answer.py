@@ -318,6 +318,7 @@ class Answer:
             if self.memory is None
             else {**asdict(self.memory), "total": self.memory.total},
             "largest_batch": self.limits.memory_batch,
+            "largest_batch_of_the_profile": self.limits.timed_batch,
             "largest_global_batch": {"images": self.limits.global_batch, "why": self.limits.why},
             "extrapolated": self.workload.is_extrapolated(now.batch),
             "needed_images_per_s_per_node": self.needed_images_per_s,

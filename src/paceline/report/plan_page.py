@@ -132,8 +132,13 @@ _MOST_BUFFERS = 12
 def fact_rows(answer: Answer) -> list[Row]:
     """What it comes to."""
     now, work = answer.now, answer.workload
-    sure = f"± {now.uncertainty:.0%}"
+    sure = _sure(now.uncertainty)
     picked = ", recommended" if answer.recommended else ""
+    if answer.limits.timed_batch is not None:
+        picked += (
+            f" of at most {answer.limits.timed_batch:,} a GPU: twice the largest that was timed, as "
+            "nothing is known of the memory"
+        )
     most = "none: one node is below" if answer.most_ranks is None else f"{answer.most_ranks:,}"
     return [
         ("model", f"{work.model}, {work.elements:,} weights; {work.source}"),
@@ -174,12 +179,25 @@ def _profile_rows(answer: Answer) -> list[Row]:
     work, batch = answer.workload, answer.now.batch
     if not work.is_extrapolated(batch):
         return []
-    timed = " to ".join(f"{size:,}" for size in sorted({min(work.batches), max(work.batches)}))
+    ends = sorted({min(work.batches), max(work.batches)})
+    timed = " to ".join(f"{size:,}" for size in ends) + (" alone" if len(ends) == 1 else "")
     return [(
-        "profile", f"timed at batch {timed}, so that {batch:,} is extrapolated: ± "
-                   f"{work.spread_at(batch):.0%} for the compute instead of {work.spread:.0%}; profile "
-                   f"with -b {batch}",
+        "profile", f"timed at batch {timed}, so that {batch:,} is extrapolated: "
+                   f"{_sure(work.spread_at(batch))} for the compute instead of {_sure(work.spread)}; "
+                   f"profile with -b {ends[0]} -b {batch}",
     )]  # fmt: skip
+
+
+# From here on the faster end of a ± would be no time any more.
+_WIDE = 0.5
+
+
+def _sure(spread: float) -> str:
+    """
+    >>> _sure(0.08), _sure(1.4)
+    ('± 8%', 'within a factor of 2.4')
+    """
+    return f"± {spread:.0%}" if spread < _WIDE else f"within a factor of {1 + spread:.2g}"
 
 
 def _start_up_words(answer: Answer) -> str:
