@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Paceline re-creates (LARS, no decay on biases and norms).
 ACCURATE_GLOBAL_BATCH = 65_536
 _ACCURATE_WHY = "the largest at which ResNet-50 and AlexNet are known to keep their accuracy"
+_EPOCH_WHY = "the images of an epoch"
 # Larger figures cannot be meant; within it no time and no price overflows.
 _MOST = 1e12
 # Of two batches the smaller is recommended where the larger gains less than this share of the speed.
@@ -77,6 +78,11 @@ class Limits:
             )
         if self.global_batch < 1:
             raise ConfigError("--max-global-batch", self.global_batch, "must be at least 1")
+
+    @property
+    def is_an_epoch(self) -> bool:
+        """Whether no flag but --dataset-size allows a larger batch."""
+        return self.why == _EPOCH_WHY
 
     def largest(self, ranks: int) -> int:
         """Of one GPU; 0 where so many ranks exceed the global batch with one image each."""
@@ -180,7 +186,8 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
             flag, value,
             f"{cluster.ranks:,} GPUs with one image each exceed the largest global batch, "
             f"{limits.global_batch:,} ({limits.why})",
-            "use fewer GPUs, or give another limit with --max-global-batch",
+            "use fewer GPUs, or give another "
+            + ("--dataset-size" if limits.is_an_epoch else "limit with --max-global-batch"),
         )  # fmt: skip
     question = replace(question, workload=question.workload.well_fed())
     speeds = {
@@ -258,7 +265,7 @@ def accurate_batch(most: int | None, noise_scale: float, samples: int, epochs: f
                 ("--dataset-size", samples) if few else ("--epochs", epochs),
             )  # fmt: skip
     if samples < found.images:
-        return BatchLimit(samples, "the images of an epoch", ("--dataset-size", samples))
+        return BatchLimit(samples, _EPOCH_WHY, ("--dataset-size", samples))
     return found
 
 

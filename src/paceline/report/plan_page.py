@@ -162,7 +162,9 @@ def _limit_words(answer: Answer) -> str:
     limits, here = answer.limits, answer.now.batch * answer.now.ranks
     over = "; this batch is larger" if here > limits.global_batch else ""
     flag = limits.set_by[0] if limits.set_by else ""
-    if flag not in ("--max-global-batch", "--noise-scale"):
+    if limits.is_an_epoch:
+        flag = "--dataset-size"
+    elif flag not in ("--max-global-batch", "--noise-scale"):
         flag = "--max-global-batch sets another"
     return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
 
@@ -246,10 +248,16 @@ def _chosen_words(answer: Answer) -> str:
         )
     if not answer.options:
         return "none of the numbers of nodes has a price"
-    fastest = min(answer.options, key=lambda option: option.total_s)
-    return (
-        f"not possible: the fastest, {fastest.nodes:,} nodes, takes {format_duration(fastest.total_s)} "
-        "with start-up" + (f" and {fastest.cost:,.2f}" if answer.limits.price else "")
+    nearest = []
+    if answer.limits.minutes:
+        nearest.append(("fastest", min(answer.options, key=lambda option: option.total_s)))
+    if answer.limits.budget:
+        nearest.append(("cheapest", min(answer.options, key=lambda option: option.cost)))
+    return "not possible: " + "; ".join(
+        f"the {what}, {option.nodes:,} nodes with batch {option.batch:,} a GPU, takes "
+        f"{format_duration(option.total_s)} with start-up"
+        + (f" and {option.cost:,.2f}" if answer.limits.price else "")
+        for what, option in nearest
     )
 
 
@@ -272,7 +280,9 @@ def _slowed(now: Prediction) -> str:
 
 
 def _or_more(answer: Answer) -> str:
-    """More than 65,536 ranks are not looked at."""
+    """More than 65,536 ranks are not looked at, nor more nodes without links between them."""
+    if not answer.cluster.has_network:
+        return ": more nodes are not known"
     step = answer.cluster.ranks_per_node
     capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
     return " or more" if capped else ""
@@ -280,6 +290,8 @@ def _or_more(answer: Answer) -> str:
 
 def _cluster_words(answer: Answer) -> str:
     c = answer.cluster
+    if not c.has_network:
+        return f"one node × {c.ranks_per_node:,}; links between nodes were not measured"
     return (
         f"{c.nodes:,} nodes × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a node, "
         f"{1e6 * c.inter.alpha_s:.3g} µs a message"
