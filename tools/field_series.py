@@ -9,7 +9,7 @@ one is trained with seeds 1 and 2 too. All trainings run in one process, one aft
 folder has a summary is done, and so is one that diverged (`failed.txt`): the same command continues a
 series that was broken off. A run that fails for another reason is left out, and tried again by the next
 command. Several processes share the rows with `--claims DIR`. A process gives up its claim on a row that
-it leaves incomplete; if it is killed, remove the file. Times of processes side by side do not compare, and
+it leaves incomplete; if it is killed, remove the file. Times of processes side by side mislead, and
 `--speed` times two epochs of each optimizer with nothing beside it (`speed.jsonl`). No run begins that
 would outlast `--seconds`. Writes, after each row, `tuning.md` (every try) and `compare.sh` (the
 comparison). Exit code 0: all rows of `--only` and `--batches` have their results; 1: a run failed, or the
