@@ -73,7 +73,7 @@ def build(
     # What is wrong whatever the data is reported before the data is opened.
     ranks = _ranks(config, group)
     with _leaving_together(group):
-        _check_rehearsal(config, group)
+        config.rehearse.check_processes(group.world_size)
         check_ranks(config, ranks)
     check_settings(config, ranks, group.device.type, components)
     inputs = agree_on_inputs(config, group, components)
@@ -237,15 +237,6 @@ def _leaving_together(group: Group) -> Iterator[None]:
     except PacelineError:
         group.all_reduce_sum(torch.zeros((), device=group.device))
         raise
-
-
-def _check_rehearsal(config: RunConfig, group: Group) -> None:
-    if config.rehearse.ranks and group.world_size > 1:
-        raise ConfigError(
-            "rehearse.nodes", config.rehearse.nodes,
-            f"a rehearsal runs in one process, and this job has {group.world_size}",
-            "start it without a launcher",
-        )  # fmt: skip
 
 
 def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:
