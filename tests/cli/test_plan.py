@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
+from paceline.core.units import plural
 from paceline.models import MODEL_NAMES
 from paceline.plan.cluster import accelerator
 from paceline.plan.layers import TRACED, is_network, network
@@ -319,7 +320,7 @@ def test_what_cannot_be_met_is_told_with_what_comes_nearest() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--price-per-gpu-hour", "3")
     options = json.loads(ask(*flags, "--target-minutes", "0.01", "--json"))["options"]
     words = {
-        what: f"the {what}, {best['nodes']:,} nodes with batch {best['batch']:,} a GPU, takes"
+        what: f"the {what}, {plural(best['nodes'], 'node')} with batch {best['batch']:,} a GPU, takes"
         for what, key in (("fastest", "total_s"), ("cheapest", "cost"))
         for best in [min(options, key=lambda option: option[key])]
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from paceline.core.units import format_duration, markup
+from paceline.core.units import format_duration, markup, plural
 from paceline.plan.answer import MOST_RANKS, Answer, format_gbps, node_gbps
 from paceline.plan.prediction import BucketScore, Prediction
 from paceline.plan.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
@@ -261,8 +261,9 @@ def _chosen_words(answer: Answer) -> str:
     if chosen is not None:
         cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
         return (
-            f"{chosen.nodes:,} nodes, batch {chosen.batch:,} a GPU: {format_duration(chosen.total_s)} "
-            f"with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}{_why_chosen(answer, chosen)}"
+            f"{plural(chosen.nodes, 'node')}, batch {chosen.batch:,} a GPU: "
+            f"{format_duration(chosen.total_s)} with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}"
+            f"{_why_chosen(answer, chosen)}"
         )
     if not answer.options:
         return "none of the numbers of nodes has a price"
@@ -272,7 +273,7 @@ def _chosen_words(answer: Answer) -> str:
     if answer.limits.budget:
         nearest.append(("cheapest", min(answer.options, key=lambda option: option.cost)))
     return "not possible: " + "; ".join(
-        f"the {what}, {option.nodes:,} nodes with batch {option.batch:,} a GPU, takes "
+        f"the {what}, {plural(option.nodes, 'node')} with batch {option.batch:,} a GPU, takes "
         f"{format_duration(option.total_s)} with start-up"
         + (f" and {option.cost:,.2f}" if answer.limits.price else "")
         for what, option in nearest
@@ -286,7 +287,7 @@ def _why_chosen(answer: Answer, chosen: Option) -> str:
     least = "fewest GPU-hours" if answer.limits.minutes else "shortest time"
     return (
         f"; the {least} within it of all nodes and batches that were tried, where the rest of this "
-        f"answer is for {answer.cluster.nodes:,} nodes and batch {answer.now.batch:,}"
+        f"answer is for {plural(answer.cluster.nodes, 'node')} and batch {answer.now.batch:,}"
     )
 
 
@@ -311,8 +312,8 @@ def _cluster_words(answer: Answer) -> str:
     if not c.has_network:
         return f"one node × {c.ranks_per_node:,}; links between nodes were not measured"
     return (
-        f"{c.nodes:,} nodes × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a node, "
-        f"{1e6 * c.inter.alpha_s:.3g} µs a message"
+        f"{plural(c.nodes, 'node')} × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a "
+        f"node, {1e6 * c.inter.alpha_s:.3g} µs a message"
     )
 
 
