@@ -54,7 +54,7 @@ ENDS = (256, 10_000)
 MICRO = {256: 256, 2500: 500, 10_000: 1000}
 SEEDS = (0, 1, 2)
 FACTORS = (1 / 3, 1.0, 3.0)
-# A rise over ten steps lets SGD explode at any useful rate: it takes steps, not images.
+# Ten steps of warm-up, two epochs at 10,000, let the loss of SGD explode.
 WARM_UP = {256: 2.0, 2500: 5.0, 10_000: 5.0}
 EPOCHS = 16
 # The same shares of the run as 30, 60 and 80 of 90 epochs.
