@@ -15,6 +15,9 @@ import paceline
 from paceline.config import RunConfig, load_config, parse_assignment, read_recipe, recipe_names
 from paceline.core.errors import ConfigError
 from paceline.optim.schedule import LrSchedule
+from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
+from paceline.train.components import Components
+from paceline.train.inputs import check_settings
 
 ROOT = Path(__file__).parents[1]
 TORCH_FREE = """
@@ -43,6 +46,21 @@ def test_the_promised_recipes_are_shipped_and_valid() -> None:
         config = load_config(name, {})
         assert config.run.name == name
         assert config.run.global_batch_size is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_start_on_either_kind_of_device(name: str, device: str) -> None:
+    config = load_config(name, {})
+    check_settings(config, config.model.norm_group, device, Components())
+    if config.comm.mode == "asynchronous":  # no loss scale; `auto` is fp16 on GPUs
+        assert config.precision.amp_dtype in ("bf16", "fp32")
+
+
+def test_batches_of_a_recipe_that_grow_fit_four_ranks() -> None:
+    config = load_config("cifar10-resnet18-mikami", {})
+    sizes = resolve_batch_sizes(*requested_batch(config, 4))
+    assert [batch for _, batch in batch_stages(config.optim, sizes, 4)] == [2048, 3584]
 
 
 def test_defaults_below_recipe_below_flags(tmp_path: Path) -> None:

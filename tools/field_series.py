@@ -8,11 +8,13 @@ and 10,000). Every option has the same tuning budget: three values of its main k
 one is trained with seeds 1 and 2 too. All trainings run in one process, one after the other. A run whose
 folder has a summary is done, and so is one that diverged (`failed.txt`): the same command continues a
 series that was broken off. A run that fails for another reason is left out, and tried again by the next
-command. Several processes share the rows with `--claims DIR`, a new folder for each series of processes;
-their times are then no comparison, and `--speed` times two epochs of each optimizer with nothing beside
-it (`speed.jsonl`). No run begins that would outlast `--seconds`. Writes, after each row, `tuning.md`
-(every try) and `compare.sh` (the comparison). Exit code 0: complete; 1: a run failed, or the data cannot
-be read; 3: the time was over, or a signal ended the series.
+command. Several processes share the rows with `--claims DIR`. A process gives up its claim on a row that
+it leaves incomplete; if it is killed, remove the file. Times of processes side by side mislead, and
+`--speed` times two epochs of each optimizer with nothing beside it (`speed.jsonl`). No run begins that
+would outlast `--seconds`. Writes, after each row, `tuning.md` (every try) and `compare.sh` (the
+comparison). Exit code 0: all rows of `--only` and `--batches` have their results; 1: a run failed, or the
+data cannot be read; 3: the time was over, a signal ended the series, or another process has a row that is
+not complete.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ ENDS = (256, 10_000)
 MICRO = {256: 256, 2500: 500, 10_000: 1000}
 SEEDS = (0, 1, 2)
 FACTORS = (1 / 3, 1.0, 3.0)
-# A rise over ten steps lets SGD explode at any useful rate: it takes steps, not images.
+# Ten steps of warm-up, two epochs at 10,000, let the loss of SGD explode.
 WARM_UP = {256: 2.0, 2500: 5.0, 10_000: 5.0}
 EPOCHS = 16
 # The same shares of the run as 30, 60 and 80 of 90 epochs.
@@ -231,33 +233,56 @@ class Series:
         self._data: tuple[Source, Source] | None = None
 
     def run(self, options: Sequence[Option], batches: Sequence[int]) -> bool:
-        """False where the time did not suffice."""
+        """False where the time did not suffice, or a row of another process is not complete."""
         self._report(options, batches)
+        rows = [(o, batch) for o in options for batch in batches if batch in o.middles]
+        ours: list[tuple[Option, int]] = []
         try:
-            for option in options:
-                for batch in batches:
-                    if batch in option.middles and self._is_ours(option, batch):
-                        self._row(option, batch)
-                        self._report(options, batches)
+            for option, batch in rows:
+                if self._claim(option, batch):
+                    ours.append((option, batch))
+                    self._row(option, batch)
+                    self._report(options, batches)
         except SeriesStoppedError as end:
             print(f"{end}; the same command continues", flush=True)
             self._report(options, batches)
             return False
-        return True
+        finally:
+            for row in ours:
+                if self._claims is not None and not self._is_done(*row):
+                    self._claim_file(self._claims, *row).unlink(missing_ok=True)
+        others = [row for row in rows if row not in ours and not self._is_done(*row)]
+        for option, batch in others:
+            print(f"{option.name}-b{batch}: not complete, another process has it", flush=True)
+        return not others
 
-    def _is_ours(self, option: Option, batch: int) -> bool:
-        """Whether no other process has the row. A row stays with the process that began it."""
+    def _claim(self, option: Option, batch: int) -> bool:
+        """Whether the row is this process's. It stays with it while the process runs: another one would
+        fail in the same way."""
         if self._claims is None:
             return True
         self._claims.mkdir(parents=True, exist_ok=True)
         try:
-            (self._claims / f"{option.name}-b{batch}").touch(exist_ok=False)
+            self._claim_file(self._claims, option, batch).touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
 
-    def time_steps(self, options: Sequence[Option], batches: Sequence[int]) -> None:
-        """Two epochs of each optimizer at the middle of its knob; the first one compiles kernels."""
+    @staticmethod
+    def _claim_file(claims: Path, option: Option, batch: int) -> Path:
+        return claims / f"{option.name}-b{batch}"
+
+    def _is_done(self, option: Option, batch: int) -> bool:
+        """Whether all runs of the row have results: the tries, and all seeds of the best one."""
+        tries = self.tries(option, batch)
+        best = max(tries, key=self.top1)
+        seeds = SEEDS if self.top1(best) >= 0 else ()
+        runs = [*tries, *(Planned(option, batch, best.value, seed) for seed in seeds)]
+        return all(self.result(planned) is not None for planned in runs)
+
+    def time_steps(self, options: Sequence[Option], batches: Sequence[int]) -> bool:
+        """Two epochs of each optimizer at the middle of its knob; the first one compiles kernels. False
+        where the time did not suffice, or a signal arrived."""
         lines = self.output / "speed.jsonl"
         done = (
             [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
@@ -270,13 +295,20 @@ class Series:
                 if (option.name, batch) in timed:
                     continue
                 if time.monotonic() + self._last_s > self._ends:
-                    return
+                    print("the time is over; the same command continues", flush=True)
+                    return False
                 begun = time.monotonic()
                 gc.collect()
                 planned = Planned(option, batch, option.middles[batch], SEEDS[0])
-                summary = self._outcome(
-                    planned, self.output / "speed" / planned.name, {"run.epochs": 2}
-                ).summary
+                folder = self.output / "speed" / planned.name
+                outcome = self._outcome(planned, folder, {"run.epochs": 2})
+                if outcome.result.stop_signal is not None:
+                    shutil.rmtree(folder, ignore_errors=True)  # a part of a run is no measurement
+                    print(
+                        f"{planned.name}: ended by a signal; the same command continues", flush=True
+                    )
+                    return False
+                summary = outcome.summary
                 found = {
                     "option": option.name, "batch": batch,
                     "images_per_s": round(float(summary["images_per_s"]), 1),
@@ -286,6 +318,7 @@ class Series:
                     log.write(json.dumps(found) + "\n")
                 print(json.dumps(found), flush=True)
                 self._last_s = time.monotonic() - begun
+        return True
 
     def _row(self, option: Option, batch: int) -> None:
         tries = self.tries(option, batch)
@@ -317,6 +350,7 @@ class Series:
         except DivergedError as error:  # a result, too
             line = f"failed: {error}"
             (self.output / planned.name / "failed.txt").write_text(f"{error}\n")
+            _keep_records(self.output / planned.name)
         except (SeriesStoppedError, DataError, DeviceError):
             raise  # of errors: those with which no other run would do better
         except Exception as error:  # noqa: BLE001 - a bug in one option costs no other its time
@@ -361,9 +395,7 @@ class Series:
         )
         outcome = run_training(config, Quiet, None, components)
         if outcome.result.stop_signal is None:
-            # 80 MB a run; nothing here reads them.
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            (folder / "weights.safetensors").unlink(missing_ok=True)
+            _keep_records(folder)
         return outcome
 
     def result(self, planned: Planned) -> float | None:
@@ -412,6 +444,13 @@ class Series:
         (self.output / "compare.sh").write_text(f'cd "$(dirname "$0")"\n{command}\n')
 
 
+def _keep_records(folder: Path) -> None:
+    """Removes what `paceline compare` does not read of a run that is done: 80 MB."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for name in ("weights.safetensors", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path)
@@ -440,15 +479,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.speed:
             given.output.mkdir(parents=True, exist_ok=True)
-            series.time_steps(options, batches)
-            return 0
+            return 0 if series.time_steps(options, batches) else 3
         complete = series.run(options, batches)
     except PacelineError as error:
         print(error, file=sys.stderr)
         return 1
     for name in series.failed:
         print(f"{name} failed", file=sys.stderr)
-    return 3 if not complete else 1 if series.failed else 0
+    return (1 if series.failed else 0) if complete else 3
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import faults
 from cli_runs import Call, Done, events, run, run_two, small, started_ranks, summary
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import SizeTable
 
 HYBRID = (
@@ -72,6 +73,7 @@ def test_mistakes_in_flags(call: Call, arguments: str, words: str) -> None:
         "quickstart-halp --set data.flip=true",
         "quickstart-halp --amp-dtype bf16",
         "--set optim.schedule=one_cycle --warmup-epochs 3",
+        "--set rehearse.nodes=2 --set rehearse.gpus_per_node=1 --nproc-per-node 2",
     ],
 )
 def test_a_dry_run_refuses_what_training_refuses(call: Call, arguments: str) -> None:
@@ -95,6 +97,50 @@ def test_a_dry_run_counts_the_ranks_that_it_is_given(call: Call, tmp_path: Path)
     assert "run.shares" in call(*small("--set", "run.shares=1:3", *other)).error_line()
     alone = call(*small("--set", "comm.mode=asynchronous", "--dry-run")).out
     assert "no effect: comm.mode = 'asynchronous'" in alone
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--set model.norm_statistics=last",
+        "--set model.norm_group=2 --nproc-per-node 2",
+    ],
+)
+def test_a_dry_run_refuses_norms_that_the_model_does_not_have(call: Call, arguments: str) -> None:
+    command = ("train", "--model", "alexnet", "--image-size", "64", *arguments.split())
+    error = call(*command, "--dry-run").error_line()
+    assert "this model has no batch norm" in error
+    if "nproc" not in arguments:
+        assert call(*command).error_line() == error
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["--set", "run.noise_scale=true", "--nproc-per-node", "2"], "run.noise_scale = True"),
+        (["--set", "rehearse.nodes=1", "--set", "rehearse.gpus_per_node=2"], "comm.plan = "),
+    ],
+)
+def test_a_dry_run_refuses_wires_of_a_plan(call: Call, flags: list[str], field: str) -> None:
+    model = create_model(ModelSettings("resnet_tiny"), num_classes=4, in_channels=1, image_size=28)
+    sizes = [(name, p.numel()) for name, p in model.named_parameters()]
+    bucket = FusionBucket(
+        tuple(name for name, _ in sizes), algorithm=ALL_TO_ALL, wire="int8", beside=NATIVE
+    )
+    PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(2, 1)).write(Path("p.toml"))
+    done = call(*small("--set", "comm.plan=p.toml", "--dry-run", *flags))
+    assert field in done.error_line()
+    assert "buckets in int8" in done.error_line()
+    assert done.code == 2
+
+
+def test_a_dry_run_counts_the_passes_of_svrg(call: Call) -> None:
+    fixed = ["--set", "data.augment=none", "--set", "data.flip=false", "--set", "data.cutout=0", "--opt",
+             "svrg", "--momentum", "0", "--lr", "0.1", "--dry-run"]  # fmt: skip
+    done = call(*small(*fixed, "--set", "optim.center_epochs=0.5", "--global-batch-size", "10"))
+    assert (done.code, done.err) == (0, "")
+    assert "4 passes" in done.out
+    assert "passes" not in call(*small("--dry-run")).out
 
 
 @pytest.mark.parametrize(

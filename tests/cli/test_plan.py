@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
+from paceline.core.units import plural
 from paceline.models import MODEL_NAMES
 from paceline.plan.cluster import accelerator
 from paceline.plan.layers import TRACED, is_network, network
 from paceline.plan.optimizer import best_plan
-from paceline.plan.plan_file import PlanFile
+from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
 from paceline.plan.rehearsal import RehearseSettings, cluster_clock
 from paceline.plan.scaling import predict_scaling
 from paceline.plan.workload import analytic_workload
@@ -212,6 +213,22 @@ def test_beyond_the_profiled_batches_the_answer_is_less_certain(tmp_path: Path) 
     assert "--gpu says whether it fits" in told
 
 
+def test_without_a_limit_of_memory_the_profile_bounds_the_batch(tmp_path: Path) -> None:
+    flags = ("--profile", profiled(tmp_path / "p.toml"))
+    alone = (*flags, "--gpus-per-node", "1")
+    found = json.loads(ask(*alone, "--json"))
+    assert found["recommended_batch"]
+    assert found["batch_size"] <= found["largest_batch_of_the_profile"] == 16
+    assert max(option["batch"] for option in found["options"]) <= 16
+    told = " ".join(ask(*alone).split())
+    assert "recommended of at most 16 a GPU: twice the largest that was timed" in told
+    for more in ((*alone, "-b", "384"), (*flags, "--gpu", "H100")):
+        free = json.loads(ask(*more, "--json"))
+        assert free["largest_batch_of_the_profile"] is None
+        assert free["batch_size"] > 16
+        assert any(option["batch"] > 16 for option in free["options"])
+
+
 def test_a_profile_of_a_cpu_starts_without_nccl(tmp_path: Path) -> None:
     path = profiled(tmp_path / "p.toml", "resnet_tiny", 32, "cpu")
     found = json.loads(
@@ -249,6 +266,80 @@ def test_start_up_as_given_or_as_in_a_rehearsal() -> None:
     assert given["start_up"]["total_s"] == given["this"]["startup_s"] == 60
     assert {option["startup_s"] for option in given["options"]} == {60}
     assert "60 s as given" in ask(*flags, "--startup-s", "60")
+
+
+def test_a_start_up_as_given_is_no_prediction(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64", "--plan-out", str(path))
+    ask(*flags)
+    assert PlanFile.read(path).start_up is not None
+    ask(*flags, "--startup-s", "60")
+    assert PlanFile.read(path).start_up is None
+
+
+@pytest.mark.parametrize(("backend", "is_nccl"), [("nccl", True), ("gloo", False)])
+def test_a_cluster_starts_over_the_backend_it_was_probed_with(
+    tmp_path: Path, backend: str, is_nccl: bool
+) -> None:
+    path = tmp_path / "c.toml"
+    link = LinkFacts(1e-5, 1e-9)
+    probed = ProbedCluster((2, 2), backend, "cuda", link, link)
+    PlanFile(cluster=probed.facts, probed=probed).write(path)
+    found = json.loads(ask("--cluster", str(path), "--gpu", "H100", "-b", "64", "--json"))
+    assert (found["start_up"]["backend_s"] > 0) == is_nccl
+    settings = RehearseSettings(nodes=2, gpus_per_node=2, gpu="H100", cluster=str(path))
+    work = analytic_workload(network("resnet50"), accelerator("H100"))
+    rehearsed = settings.start_up(best_plan(work, settings.place(), 64))
+    assert (rehearsed.backend_s > 0) == is_nccl
+
+
+def test_a_cluster_file_of_one_node_is_for_one_node(tmp_path: Path) -> None:
+    """It has no links between nodes, and those inside are no network."""
+    path, page = tmp_path / "c.toml", tmp_path / "plan.html"
+    probed = ProbedCluster((2,), "nccl", "cuda", LinkFacts(1e-5, 1e-9))
+    PlanFile(cluster=probed.facts, probed=probed).write(path)
+    flags = ("--cluster", str(path), "--gpu", "H100")
+    found = json.loads(ask(*flags, "--json", "--target-minutes", "1"))
+    assert {option["nodes"] for option in found["options"]} == {1}
+    assert [point["ranks"] for point in found["scaling"]] == [2]
+    assert found["largest_ranks_at_90_percent"] in (None, 2)
+    assert not any("nodes" in advice["change"] for advice in found["advice"])
+    told = ask(*flags, "--html", str(page))
+    assert "one node × 2; links between nodes were not measured" in told
+    assert "<svg" in page.read_text()
+    words = "the cluster file is of one node: .* run paceline tune on two nodes"
+    with pytest.raises(ConfigError, match=words) as caught:
+        ask(*flags, "--nodes", "2")
+    assert caught.value.field == "--nodes"
+    with pytest.raises(ConfigError, match="^nodes = 2: the cluster file is of one node"):
+        predict_scaling(accelerator="h100", nodes=2, cluster=path)
+    assert [row.nodes for row in predict_scaling(accelerator="h100", cluster=path).rows] == [1]
+
+
+def test_what_cannot_be_met_is_told_with_what_comes_nearest() -> None:
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--price-per-gpu-hour", "3")
+    options = json.loads(ask(*flags, "--target-minutes", "0.01", "--json"))["options"]
+    words = {
+        what: f"the {what}, {plural(best['nodes'], 'node')} with batch {best['batch']:,} a GPU, takes"
+        for what, key in (("fastest", "total_s"), ("cheapest", "cost"))
+        for best in [min(options, key=lambda option: option[key])]
+    }
+    for limits in (
+        {"fastest": ("--target-minutes", "0.01")},
+        {"cheapest": ("--budget", "0.01")},
+        {"fastest": ("--target-minutes", "0.01"), "cheapest": ("--budget", "0.01")},
+    ):
+        told = " ".join(ask(*flags, *(part for pair in limits.values() for part in pair)).split())
+        assert "not possible" in told
+        assert {what for what in words if words[what] in told} == set(limits)
+
+
+def test_an_epoch_as_the_limit_names_its_flag() -> None:
+    flags = ("--gpu", "H100", "--dataset-size", "2000", "-b", "8", "--max-global-batch", "9000")
+    told = " ".join(ask(*flags).split())
+    assert "2,000 in all: the images of an epoch (--dataset-size)" in told
+    with pytest.raises(ConfigError, match="another --dataset-size"):
+        ask("--gpu", "H100", "--nodes", "4", "--dataset-size", "9", "--max-global-batch", "9000")
 
 
 def test_the_accuracy_of_the_batch_has_a_stated_limit() -> None:

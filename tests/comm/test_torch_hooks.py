@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from comm.exchanges import joined
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.memory import Weights
 from paceline.comm.settings import CommSettings
+from paceline.comm.torch_hooks import GradientBucket, PowerSgd
 from paceline.comm.transport import create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
@@ -123,6 +126,26 @@ def test_power_sgd_is_that_of_its_equations(half: bool) -> None:
     # Compressed, so not the mean itself.
     exact = sum(gradient(r, STEPS - 1, (ROWS, COLUMNS)) for r in range(RANKS)) / RANKS
     assert np.abs(first[-1] - exact).max() > 0.1
+
+
+def _references(rank: int, times: int) -> int:
+    """In how many calls of the hook a reference to the process group outlives the call."""
+    with joined():
+        hook = PowerSgd(CommSettings(hook="powersgd", powersgd_rank=2, powersgd_start_step=2))
+        places = [(0, ROWS * COLUMNS, ROWS)]
+        hook.end_step()
+        hook.end_step()
+        kept = 0
+        for _ in range(times):
+            held = sys.getrefcount(dist.group.WORLD)
+            hook.run(GradientBucket(0, torch.ones(ROWS * COLUMNS), places))
+            kept += sys.getrefcount(dist.group.WORLD) > held
+    return kept
+
+
+def test_power_sgd_keeps_no_reference_to_its_group() -> None:
+    """A thread of Gloo that drops the last one aborts the process at the end of a run."""
+    assert run_ranks(RANKS, _references, 100) == [0, 0]
 
 
 # Post-local SGD (Lin et al. 2020).

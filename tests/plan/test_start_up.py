@@ -49,23 +49,24 @@ def test_groups_of_256_nodes_are_counted() -> None:
 
 
 def test_more_ranks_and_more_groups_take_longer() -> None:
-    few, many = (StartUp.of(nodes, 8, {"ring"}) for nodes in (2, 256))
+    few, many = (StartUp.of(nodes, 8, {"ring"}) for nodes in (2, 64))
     assert few.meet_s < many.meet_s
     assert few.agree_s < many.agree_s
-    assert few.backend_s < many.backend_s < StartUp.of(256, 8, {"torus2d"}).backend_s
+    assert few.backend_s < many.backend_s < StartUp.of(64, 8, {"torus2d"}).backend_s
     parts = PROCESS_S + many.meet_s + many.agree_s + many.backend_s
     assert many.total_s == pytest.approx(parts)
     assert "NCCL" in many.describe()
-    assert "NCCL" not in StartUp.of(256, 8, {"ring"}, nccl=False).describe()
+    assert "NCCL" not in StartUp.of(64, 8, {"ring"}, nccl=False).describe()
 
 
 def test_the_line_of_nccl_ends_at_what_was_reported() -> None:
-    """From 8 and 32 ranks 8,192 would be 12 minutes for one communicator."""
-    times = [communicator_s(ranks) for ranks in (8, 32, 1024, 8192, 1 << 20)]
-    assert times == sorted(times)
-    assert times[:2] == pytest.approx([16.3 / 8, 130 / 32], rel=0.05)
-    assert times[-1] == MOST_NCCL_S
-    assert StartUp.of(1024, 8, {"ring"}).backend_s == 2 * MOST_NCCL_S
+    """From 8 and 32 ranks 8,192 would be 12 minutes for one communicator. What was reported is a whole
+    initialization, of all communicators together."""
+    times = [communicator_s(ranks) for ranks in (8, 32)]
+    assert times == pytest.approx([16.3 / 8, 130 / 32], rel=0.05)
+    assert StartUp.of(100, 8, {"ring"}).backend_s == 2 * communicator_s(800) < MOST_NCCL_S
+    for used in ({"native"}, {"ring"}, {"torus2d"}):
+        assert StartUp.of(1024, 8, used).backend_s == MOST_NCCL_S
     assert "thousands of GPUs" in StartUp.of(1024, 8, {"ring"}).describe()
     assert "thousands of GPUs" not in StartUp.of(4, 8, {"ring"}).describe()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -122,24 +123,61 @@ def test_larger_batches_must_be_slower() -> None:
 
 
 def test_outside_of_the_profiled_batches_less_is_known(tmp_path: Path) -> None:
-    """Two steps that are each off by 2 % leave the slope between them open."""
+    """Two steps that are each off by 2 % leave the slope between them open, and steps are on no line."""
     work = fit_workload("made", [(4, 0.10), (8, 0.12)], ANATOMY, "here", 32, "cpu")
     assert (work.batches, work.device) == ((4, 8), "cpu")
-    for batch in (4, 6, 8):
-        assert work.spread_at(batch) == work.spread == 0.02
+    for batch, spread in ((4, 0.02), (6, 0.04), (8, 0.02)):
+        assert work.spread_at(batch) == spread
         assert not work.is_extrapolated(batch)
-    spreads = [work.spread_at(batch) for batch in (8, 16, 64, 384)]
+    assert replace(work, spread=0.1).spread_at(6) == 0.1
+    spreads = [work.spread_at(batch) for batch in (8, 6, 16, 64, 384)]
     assert spreads == sorted(spreads)
-    # 0.005 s an image, of which 2 % of 0.10 and of 0.12 s over 4 images are 16 %.
-    assert spreads[-1] == pytest.approx(0.02 * math.hypot(0.10, 0.12) / 4 / 0.005, rel=0.1)
-    assert work.spread_at(1) > 0.02
-    one = fit_workload("made", [(8, 0.12)], ANATOMY, "here")
-    assert one.spread_at(8) < one.spread_at(16) < one.spread_at(64) < 0.3
+    # 0.005 s an image, of which 2 % of 0.10 and of 0.12 s over 4 images are 16 %; and 5.6 doublings.
+    slope = 0.02 * math.hypot(0.10, 0.12) / 4 / 0.005
+    assert spreads[-1] == pytest.approx(math.hypot(slope, 0.04, 5.6 * 0.04), rel=0.1)
+    assert 0.04 < work.spread_at(2) < work.spread_at(1)
     PlanFile(workload=work).write(tmp_path / "p.toml")
     assert PlanFile.read(tmp_path / "p.toml").workload == work
     # A file of an earlier version says nothing about it.
     old = replace(work, batches=())
     assert old.spread_at(384) == 0.02
+
+
+def test_one_batch_alone_is_known_within_a_factor_for_every_doubling() -> None:
+    one = fit_workload("made", [(128, 0.12)], ANATOMY, "here")
+    assert one.spread_at(128) == 0.1
+    for batches in ((128, 256, 512, 4096), (128, 64, 32, 1)):
+        spreads = [one.spread_at(batch) for batch in batches]
+        assert spreads == sorted(spreads)
+    assert one.spread_at(256) == pytest.approx(math.hypot(0.1, 0.22))
+    assert one.spread_at(1) == pytest.approx(1.17**7 - 1, rel=0.01)
+
+
+H200_ROWS = Path(__file__).parents[2] / "records" / "2026-11-17_planner_h200" / "rows.jsonl"
+
+
+PROFILES = ((8, 128), (8, 32), (32, 128), (128,), (32,), (8, 32, 512))
+
+
+def test_stated_errors_cover_measured_steps() -> None:
+    """Of all profiles together; the record has them one by one."""
+    series: dict[tuple[str, str], dict[int, float]] = {}
+    for line in H200_ROWS.read_text().splitlines():
+        row = json.loads(line)
+        if row["row"] == "step":
+            steps = series.setdefault((row["model"], row["format"]), {})
+            steps[row["batch"]] = row["step_ms"] / 1e3
+    off = []
+    for steps in series.values():
+        for timed in (timed for timed in PROFILES if set(timed) <= steps.keys()):
+            points = [(batch, steps[batch]) for batch in timed]
+            work = fit_workload("made", points, ANATOMY, "there")
+            for batch in steps.keys() - set(timed):
+                ratio = work.compute_s(batch) / steps[batch]
+                off.append((max(ratio, 1 / ratio) - 1) / work.spread_at(batch))
+    assert len(off) > 100
+    assert sum(one <= 1 for one in off) > 0.6 * len(off)
+    assert sum(one <= 2 for one in off) > 0.9 * len(off)
 
 
 @pytest.mark.parametrize("name", [n for n, gpu in catalogue().items() if gpu.measured])

@@ -253,6 +253,32 @@ def test_settings_that_differ_and_that_name_rows() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        # A path that each row has is no switch.
+        ([{"run.epochs": 10, "data.dir": "/a"}, {"run.epochs": 20, "data.dir": "/b"}], ["run.epochs"]),
+        ([{"run.threads": 1, "comm.plan": ""}, {"run.threads": 2, "comm.plan": "p"}], ["run.threads"]),
+        ([{"data.dir": "/a"}, {"data.dir": "/b"}], ["data.dir"]),
+        # Neither is a text that each row has.
+        ([{"optim.lr": 1, "data.augment": "a"}, {"optim.lr": 2, "data.augment": "b"}], ["optim.lr"]),
+        # A switch stays beside numbers, but not in place of what describes the rows better.
+        (
+            [{"run.epochs": 10, "optim.nesterov": False}, {"run.epochs": 20, "optim.nesterov": True}],
+            ["run.epochs", "optim.nesterov"],
+        ),
+        (
+            [{"optim.name": "sgd"}, {"optim.name": "lars", "optim.nesterov": True}],
+            ["optim.name"],
+        ),
+    ],
+)  # fmt: skip
+def test_rows_are_named_by_switches_and_descriptions_before_paths(
+    rows: list[dict[str, Any]], names: list[str]
+) -> None:
+    assert naming_settings(rows, differing_settings(rows)) == names
+
+
 FIELD: list[dict[str, Any]] = [
     {"comm__wire": "int8"}, {"comm__mode": "asynchronous"},
     {"run__shares": "probe", "run__rebalance": True},

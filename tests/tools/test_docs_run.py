@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
@@ -22,6 +23,7 @@ from PIL import Image
 
 from cli_runs import is_launchers
 from paceline.bench.cluster import why_unavailable
+from paceline.plan.plan_file import PlanFile
 from tools.test_docs import COMMANDS, PAGES, ROOT, blocks, shell_lines
 
 MY_NET = (
@@ -83,6 +85,14 @@ def serve(home: Path, words: list[str]) -> None:
             server.terminate()
 
 
+def as_two_nodes(path: Path) -> None:
+    """The links between two ranks of this machine stand for those between nodes."""
+    file = PlanFile.read(path)
+    assert file.probed
+    probed = replace(file.probed, ranks_per_node=(1, 1), intra=None, inter=file.probed.intra)
+    replace(file, probed=probed, cluster=probed.facts).write(path)
+
+
 def runnable(line: list[str], home: Path) -> list[str] | None:
     """The command with what is made up in place of placeholders; None where it cannot run here."""
     words = [word if (home / word).exists() else NEEDS.get(word, word) for word in line]
@@ -94,6 +104,8 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
     if "--cluster" in words and not (home / words[words.index("--cluster") + 1]).exists():
         measured = words[words.index("--cluster") + 1]
         run(home, [sys.executable, "-m", "paceline", *TUNE.split(), measured])
+        if "--nodes" in words:
+            as_two_nodes(home / measured)
     if words[0] == "rehearse" and ("DIR" in words or "--profile" in words):
         return None  # tests/train/test_rehearsal.py
     if "DIR" in words and "optim.scaling=auto" in words:

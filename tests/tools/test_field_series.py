@@ -13,6 +13,7 @@ import pytest
 import field_series as tool
 from paceline.config import RunConfig, load_config
 from paceline.core.errors import ConfigError, DivergedError
+from paceline.report import Comparison, read_runs
 from paceline.train.loop import RunResult
 from paceline.train.run import RunOutcome
 
@@ -70,6 +71,10 @@ def test_a_series_tunes_trains_and_continues(
     assert capsys.readouterr().out == "", "everything was done"
     assert summary.stat().st_mtime_ns == changed
     assert json.loads(summary.read_text())["state_bytes_per_parameter"] == pytest.approx(4, abs=0.1)
+    left = {path.name for path in summary.parent.iterdir()}
+    assert not {"checkpoints", "weights.safetensors", "report.html"} & left
+    rows = Comparison.of(read_runs([tmp_path / "out"])).rows
+    assert sorted(len(row.runs) for row in rows) == [1, 1, 3], "compared without them"
 
 
 class FakeTraining:
@@ -194,17 +199,46 @@ def test_processes_share_the_rows(
     claims.mkdir()
     (claims / "sgd-b256").touch()  # of another process
     command = [str(tmp_path / "out"), *TINY, "--only", "*s*g*", "--claims", str(claims)]
-    assert tool.main(command) == 0
+    assert tool.main(command) == 3, "the other process has not trained its row"
+    assert "sgd-b256: not complete" in capsys.readouterr().out
     assert fake.count()["sgd"] == 5, "the row sgd-fixed alone"
     assert not list((tmp_path / "out").glob("sgd-b256-*"))
-    assert tool.main(command) == 0
+    assert tool.main(command) == 3
     assert not fake.tried, "each row is claimed"
+    (claims / "sgd-b256").unlink()
+    assert tool.main(command) == 0
+    assert fake.count() == {"sgd": 5}
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(signal.SIGTERM, 3), (ConfigError("optim.lr", 1, "cannot be used"), 1)]
+)
+def test_a_row_that_is_not_complete_is_no_longer_claimed(
+    tmp_path: Path, fake: FakeTraining, end: Exception | signal.Signals, code: int
+) -> None:
+    claims = tmp_path / "claims"
+    command = [str(tmp_path / "out"), *TINY, "--only", "sgd", "--claims", str(claims)]
+    assert tool.main([*command, "--seconds", "0"]) == 3
+    assert not list(claims.iterdir())
+    fake.raises = {"sgd-b256-0.2-s0": end}
+    assert tool.main(command) == code
+    assert not list(claims.iterdir())
+    fake.raises = {}
+    assert tool.main(command) == 0
+    assert [path.name for path in claims.iterdir()] == ["sgd-b256"]
 
 
 def test_steps_are_timed_once(
     tmp_path: Path, fake: FakeTraining, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [str(tmp_path), *TINY, "--only", "*s*g*", "--speed"]
+    assert tool.main([*command, "--seconds", "-1"]) == 3
+    fake.raises = {"sgd-b256-0.2-s0": signal.SIGINT}
+    assert tool.main(command) == 3
+    assert fake.tried == ["sgd-b256-0.2-s0"], "nothing begins after the signal"
+    assert not (tmp_path / "speed.jsonl").exists()
+    fake.raises = {}
+    fake.tried.clear()
     assert tool.main(command) == 0
     # Of the names that match, growth and its baseline are no optimizers.
     assert fake.tried == ["sgd-b256-0.2-s0", "sgd-fixed-b256-0.2-s0", "svrg-b256-0.2-s0"]

@@ -34,12 +34,12 @@ def test_a_traced_network_is_the_written_one(name: str) -> None:
     gpu = accelerator("H100")
     for batch in (16, 256):
         one, other = (analytic_workload(net, gpu).compute_s(batch) for net in (traced, written))
-        assert one == pytest.approx(other, rel=0.06)
+        assert one == pytest.approx(other, rel=0.04)
 
 
 # How much more memory a trace counts at batch 256 than a step with our kernels takes, which keep no map
 # between a norm and the pool behind it, and a byte for the place of a maximum.
-FUSED = {"resnet50": 1.07, "resnet18": 1.27, "alexnet_bn": 1.21, "alexnet": 1.01}
+FUSED = {"resnet50": 1.07, "resnet18": 1.27, "alexnet_bn": 1.20, "alexnet": 1.00}
 
 
 @pytest.mark.parametrize("name", list(FUSED))
@@ -52,7 +52,14 @@ def test_what_a_traced_network_keeps_is_the_unfused_count(name: str) -> None:
     assert step_memory(traced, 256).total / fused == pytest.approx(FUSED[name], abs=0.03)
     for chip in ("P40", "CPU"):
         most, other = (largest_batch(net, accelerator(chip)) for net in (traced, written))
-        assert most == pytest.approx(other, rel=0.03)
+        assert most == pytest.approx(other, rel=0.01)
+
+
+def test_a_pool_reads_its_input_and_writes_its_output() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1))
+    pool = count_module(model, "made", 32).layers[1]
+    assert "pool" in pool.name
+    assert pool.moved == 8 * (32 * 32 + 16 * 16)
 
 
 class Attention(nn.Module):

@@ -44,6 +44,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     rehearsal one process computes all virtual ranks, one after the other."""
     from paceline.comm.group import Group
     from paceline.data import BatchPlan
+    from paceline.optim.settings import ANCHORED
     from paceline.train.batch_sizes import (
         apply_scaling,
         batch_stages,
@@ -55,10 +56,10 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     from paceline.train.inputs import check_num_classes, check_settings
     from paceline.train.machine import choose_device, choose_threads
 
+    config.rehearse.check_processes(ranks)
     processes, virtual = ranks, config.rehearse.ranks
     if virtual:
         ranks, processes = virtual, 1
-    resolve_batch_sizes(*requested_batch(config, ranks))
     device = choose_device(config, Topology())
     check_settings(config, ranks, device.type, Components())
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
@@ -81,17 +82,23 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     plan = BatchPlan(
         samples, config.run.epochs, sizes.global_batch, sizes.micro_batch, ranks, stages
     )
+    passes = 1.0
+    if config.optim.name in ANCHORED:
+        # Each sample at the weights and at the anchor, and the full gradients, as `Anchors` takes them.
+        per_epoch = plan.steps_per_epoch
+        passes = 2 + per_epoch / max(1, round(config.optim.center_epochs * per_epoch))
     # A step costs as much as its samples.
-    train_s = plan.total_samples / sizes.global_batch * step_s
+    train_s = plan.total_samples / sizes.global_batch * step_s * passes
     _show("batch", sizes.describe(ranks))
     if idle := describe_idle(config, ranks):
         _show("no effect", idle)
     if virtual:
         _show("rehearsal", f"of {virtual:,} ranks, in one process, one after the other")
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
+    counted = f", {passes:.3g} passes over the data an epoch" if passes > 1 else ""
     _show("time", f"about {format_duration(train_s)} of training: {format_duration(step_s)} a "
-          f"step, from a few steps on {device} with synthetic images; without input, evaluation and "
-          "the exchange between ranks")  # fmt: skip
+          f"{'pass of a step' if counted else 'step'}{counted}, from a few steps on {device} with "
+          "synthetic images; without input, evaluation and the exchange between ranks")  # fmt: skip
     typer.echo("dry run: nothing was trained or written")
     return 0
 
@@ -158,7 +165,7 @@ def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]
     """How several ranks would exchange gradients. Raises ConfigError for a plan or a table of sizes that
     cannot be used for this model and so many ranks."""
     from paceline.plan.plan_file import ClusterFacts
-    from paceline.train.exchange_plan import ChosenPlan, describe_option
+    from paceline.train.exchange_plan import ChosenPlan, check_wires, describe_option
 
     if ranks == 1:
         return {}
@@ -167,6 +174,7 @@ def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]
     wire = "" if comm.wire == "auto" else f", {comm.wire} wire"
     text = f"plan {comm.plan}" if comm.plan else f"algorithm {comm.algorithm}{wire}"
     if chosen.plan is not None:
+        check_wires(config, chosen.plan, chosen.origin)
         text += f", {len(chosen.plan.buckets)} bucket(s)"
     return {"exchange": f"between {ranks:,} ranks: {describe_option(comm, ranks) or text}"}
 
@@ -181,12 +189,14 @@ def _measure(
     from paceline.bench.step import SyntheticBatches
     from paceline.data import BatchPlan
     from paceline.train.components import Components
+    from paceline.train.fast_path import check_model_norms
     from paceline.train.model_checks import make_model
     from paceline.train.step_parts import create_parts, create_step
     from paceline.train.stop_signals import StopSignals
 
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())
+    check_model_norms(config, model)
     _show_memory(config, model, sizes)
     exchange = _exchange(config, model, ranks)
     # What a rank computes is the same in a rehearsal, and with any plan for several ranks.

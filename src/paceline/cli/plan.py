@@ -135,8 +135,9 @@ def plan(
     chip = accelerator(gpu) if gpu else None
     is_gpu = _is_gpu(chip, file)
     job = Job(
-        epochs, dataset_size, chip.watts if chip else 0.0, price_per_gpu_hour, is_gpu, startup_s
-    )
+        epochs, dataset_size, chip.watts if chip else 0.0, price_per_gpu_hour,
+        _meets_over_nccl(chip, file), startup_s,
+    )  # fmt: skip
     net = _network(model, file.workload, image_size)
     if recompute_norms:
         net = _recomputing_norms(net, file.workload)
@@ -152,6 +153,8 @@ def plan(
     # A profile may be of another format than is usual on the GPU.
     half = None if file.workload is None else work.in_half
     limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour, half)
+    if batch_size is None:
+        limits = limits.near_timed(work)
     batch = recommended_batch(question, place, limits) if batch_size is None else batch_size
     if not 1 <= batch <= LARGEST_BATCH:
         raise ConfigError("--batch-size", batch, f"must be from 1 to {LARGEST_BATCH:,}")
@@ -175,12 +178,18 @@ def plan(
 
 
 def _is_gpu(chip: Accelerator | None, file: PlanFile) -> bool:
-    """Whether the ranks have GPUs and meet over NCCL; clusters of CPUs meet over Gloo."""
+    """Whether the ranks have GPUs."""
     if file.probed is not None:
         return file.probed.device == "cuda"
     if chip is not None:
         return chip.is_gpu
     return file.workload is None or file.workload.device != "cpu"
+
+
+def _meets_over_nccl(chip: Accelerator | None, file: PlanFile) -> bool:
+    """As the cluster was probed, as in rehearsals: GPUs may meet over Gloo, too. Without a probe GPUs
+    meet over NCCL, CPUs over Gloo."""
+    return _is_gpu(chip, file) if file.probed is None else file.probed.backend == "nccl"
 
 
 def _memory(
@@ -331,14 +340,16 @@ def _gpu_cluster(chip: Accelerator | None, nodes: int | None, flags: dict[str, A
 
 
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
-    """What the cluster's file has stays in the new one, unless it is for another number of nodes."""
+    """What the cluster's file has stays in the new one, unless it is for another number of nodes. A
+    start-up that was given has no parts, and is left out."""
     work, place = answer.workload, answer.cluster
     cluster = ClusterFacts(place.ranks, place.nodes)
     kept = file if file.cluster == cluster else PlanFile(workload=file.workload)
     sizes = ((gradient.name, gradient.elements) for gradient in work.gradients)
     replace(
         kept, fusion=chosen, model=ModelFacts.of(sizes), cluster=cluster,
-        expected=Expected.of(answer.now), start_up=answer.start_up, why=(),
+        expected=Expected.of(answer.now), why=(),
+        start_up=answer.start_up if answer.job.startup_s is None else None,
     ).write(path)  # fmt: skip
 
 

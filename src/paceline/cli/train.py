@@ -170,6 +170,7 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
     from paceline.cli.launch import launch
     from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 
+    config.rehearse.check_processes(processes)
     asked = requested_batch(config, processes)
     sizes = resolve_batch_sizes(*asked)
     if asked[:2] != (None, None):

@@ -9,6 +9,8 @@ so the result is multiplied by the number of ranks.
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -25,6 +27,8 @@ from paceline.comm.memory import Memory, Weights
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError
 
+# Freeing callbacks takes microseconds; a call of the hook that failed may keep them in its traceback.
+_CALLBACKS_WAIT_S = 2.0
 # Start and stop of a tensor in its message, and its rows if it is a matrix, else 0.
 Place = tuple[int, int, int]
 
@@ -77,6 +81,17 @@ class Hook(Protocol):
     def end_step(self) -> None: ...
 
 
+class _PowerSgdState(powerSGD_hook.PowerSGDState):
+    """Torch's state. Without `__slots__` of its own, so that it can be weakly referenced."""
+
+    def copy(self) -> _PowerSgdState:
+        """Shares the tables; torch's `__getstate__` logs a warning."""
+        found = _PowerSgdState.__new__(_PowerSgdState)
+        for slot in powerSGD_hook.PowerSGDState.__slots__:
+            setattr(found, slot, getattr(self, slot))
+        return found
+
+
 class PowerSgd(Memory):
     """`powerSGD_hook`: a matrix of gradients becomes the product of two thin ones, and what that cuts off
     is added to the next step's gradients. The error is of this rank; the thin matrices are the next
@@ -87,7 +102,7 @@ class PowerSgd(Memory):
 
     def __init__(self, settings: CommSettings, seed: int = 0) -> None:
         super().__init__()
-        self._state = powerSGD_hook.PowerSGDState(
+        self._state = _PowerSgdState(
             process_group=None,
             matrix_approximation_rank=settings.powersgd_rank,
             start_powerSGD_iter=settings.powersgd_start_step,
@@ -104,8 +119,21 @@ class PowerSgd(Memory):
     def run(self, bucket: GradientBucket) -> Tensor:
         if self._before is None:
             self._before = self._copy()
-        found: Tensor = powerSGD_hook.powerSGD_hook(self._state, bucket).wait()
+        try:
+            found: Tensor = powerSGD_hook.powerSGD_hook(self._state, bucket).wait()
+        finally:
+            self._await_callbacks()
         return found
+
+    def _await_callbacks(self) -> None:
+        """Waits until the backend's thread has freed the hook's callbacks, which it does some time after
+        the result is there. They refer to the process group: if that is destroyed in between, theirs is
+        the last reference, and a thread of Gloo that destroys its own group aborts the process."""
+        used = weakref.ref(self._state)
+        self._state = self._state.copy()  # the callbacks refer to the old one as well
+        deadline = time.monotonic() + _CALLBACKS_WAIT_S
+        while used() is not None and time.monotonic() < deadline:
+            time.sleep(1e-5)
 
     def end_step(self) -> None:
         self._state.maybe_increase_iter(_LastBucket())  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ the same on GPUs only. `TorchNorm` leaves cuDNN out, for ranks that share a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -158,27 +158,39 @@ class _SyncedNorm(torch.autograd.Function):
 def synchronize_norms(model: nn.Module, group: NormGroup) -> int:
     """Turns every batch norm of the model into a `SyncedBatchNorm` in place, with its parameters,
     statistics and keys; returns their number."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = find_norms(model)
+    check_norms(norms, group.size)
     for norm in norms:
-        if norm.momentum is None:
-            raise ConfigError(
-                "model.norm_group", group.size, "this model averages batch-norm statistics over all "
-                "steps (momentum None), which has no synchronized form", "set a momentum, or use 1",
-            )  # fmt: skip
-        if isinstance(norm, nn.SyncBatchNorm):
-            raise ConfigError(
-                "model.norm_group", group.size, "this model has torch's SyncBatchNorm already",
-                "use 1, or plain batch norms",
-            )  # fmt: skip
         norm.__class__ = SyncedBatchNorm
         norm.group = group  # type: ignore[assignment]
     return len(norms)
 
 
+def find_norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def check_norms(norms: Sequence[_BatchNorm], size: int) -> None:
+    """Raises ConfigError for batch norms that a group of `size` ranks cannot share."""
+    if not norms:
+        raise ConfigError("model.norm_group", size, "this model has no batch norm", "use 1")
+    for norm in norms:
+        if norm.momentum is None:
+            raise ConfigError(
+                "model.norm_group", size, "this model averages batch-norm statistics over all "
+                "steps (momentum None), which has no synchronized form", "set a momentum, or use 1",
+            )  # fmt: skip
+        if isinstance(norm, nn.SyncBatchNorm):
+            raise ConfigError(
+                "model.norm_group", size, "this model has torch's SyncBatchNorm already",
+                "use 1, or plain batch norms",
+            )  # fmt: skip
+
+
 def keep_last_statistics(model: nn.Module) -> int:
     """Makes the running statistics of every batch norm those of the latest batch alone; returns the
     number of batch norms."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = find_norms(model)
     for norm in norms:
         norm.momentum = 1.0
     return len(norms)

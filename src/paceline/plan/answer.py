@@ -54,20 +54,22 @@ class Question:
 
 
 def scaling_curve(question: Question, cluster: Cluster) -> list[Prediction]:
-    """From one node, by doubling, to twice the cluster or more; the cluster itself is among them."""
+    """From one node, by doubling, to twice the cluster or more; the cluster itself is among them, and is
+    alone where the links between nodes are not known."""
     sizes = [cluster.with_nodes(nodes) for nodes in node_counts(cluster)]
     return [question.answer(size) for size in sizes if question.reaches(size)]
 
 
 def node_counts(cluster: Cluster) -> list[int]:
-    last = max(2 * cluster.nodes, 16)
+    last = max(2 * cluster.nodes, 16) if cluster.has_network else 1
     counts = {1 << power for power in range(last.bit_length()) if 1 << power <= last}
     fitting = {n for n in counts | {cluster.nodes} if n * cluster.ranks_per_node <= MOST_RANKS}
     return sorted(fitting | {cluster.nodes})
 
 
 def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9) -> int | None:
-    """The most ranks, by whole nodes up to 65,536, that keep `efficiency`; None if one node does not."""
+    """The most ranks, by whole nodes up to 65,536, that keep `efficiency`; None if one node does not. One
+    node at the most where the links between nodes are not known."""
 
     def keeps(nodes: int) -> bool:
         size = cluster.with_nodes(nodes)
@@ -75,7 +77,7 @@ def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9)
 
     if not keeps(1):
         return None
-    most = max(1, MOST_RANKS // cluster.ranks_per_node)
+    most = max(1, MOST_RANKS // cluster.ranks_per_node) if cluster.has_network else 1
     low, high = 1, 2
     while high <= most and keeps(high):
         low, high = high, 2 * high
@@ -133,7 +135,7 @@ def advise(
             "an input that keeps up", "more cores, packed shards or nvJPEG (docs/data.md)",
             lambda: replace(question, workload=question.workload.well_fed()).answer(cluster),
         ))  # fmt: skip
-    if 2 * cluster.ranks <= MOST_RANKS:
+    if cluster.has_network and 2 * cluster.ranks <= MOST_RANKS:
         double = cluster.with_nodes(2 * cluster.nodes)
         # At the limit of the global batch each GPU has less of it.
         batch = min(question.batch, limits.largest(double.ranks))
@@ -316,6 +318,7 @@ class Answer:
             if self.memory is None
             else {**asdict(self.memory), "total": self.memory.total},
             "largest_batch": self.limits.memory_batch,
+            "largest_batch_of_the_profile": self.limits.timed_batch,
             "largest_global_batch": {"images": self.limits.global_batch, "why": self.limits.why},
             "extrapolated": self.workload.is_extrapolated(now.batch),
             "needed_images_per_s_per_node": self.needed_images_per_s,

@@ -63,7 +63,8 @@ class Cluster:
     exchange costs the compute that hides it, where the same processors or memory serve both.
     `depth_cost` is by how much a byte between nodes takes longer for every doubling of the nodes, whose
     flows meet in more switches. `spread` is the relative standard error of start-ups and rates.
-    `probed`, where there is one, knows better than the rest."""
+    `probed`, where there is one, knows better than the rest. `has_network`: whether `inter` is known;
+    otherwise there is one node."""
 
     nodes: int
     ranks_per_node: int
@@ -78,6 +79,7 @@ class Cluster:
     depth_cost: float = 0.0
     spread: float = 0.3
     probed: ProbedCosts | None = None
+    has_network: bool = True
 
     def __post_init__(self) -> None:
         for flag, count in (
@@ -87,6 +89,12 @@ class Cluster:
         ):
             if not 1 <= count <= RANKS_LIMIT:
                 raise ConfigError(flag, count, f"must be from 1 to {RANKS_LIMIT:,}")
+        if self.nodes > 1 and not self.has_network:
+            raise ConfigError(
+                "--nodes", self.nodes,
+                "the cluster file is of one node: links between nodes were not measured",
+                "run paceline tune on two nodes, or give --node-gbps instead of the file",
+            )  # fmt: skip
         if self.ranks > RANKS_LIMIT:
             flag, count = max(("--nodes", self.nodes), ("--gpus-per-node", self.ranks_per_node),
                               key=lambda pair: pair[1])  # fmt: skip

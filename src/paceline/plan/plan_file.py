@@ -157,7 +157,7 @@ class ProbedCluster:
             Link(between.alpha_s, between.beta_s_per_byte),
             oversubscription=max(1.0, between.contention / counts[0]),
             cast_s=_CAST_S.get(self.device, _CAST_S["cpu"]), hidden_cost=self.hidden_cost or 0.0,
-            spread=0.15,
+            spread=0.15, has_network=inter is not None,
         )  # fmt: skip
 
 

@@ -37,10 +37,13 @@ if TYPE_CHECKING:
 # Paceline re-creates (LARS, no decay on biases and norms).
 ACCURATE_GLOBAL_BATCH = 65_536
 _ACCURATE_WHY = "the largest at which ResNet-50 and AlexNet are known to keep their accuracy"
+_EPOCH_WHY = "the images of an epoch"
 # Larger figures cannot be meant; within it no time and no price overflows.
 _MOST = 1e12
 # Of two batches the smaller is recommended where the larger gains less than this share of the speed.
 _WORTH = 0.03
+# Times the largest batch of a profile, which is recommended at the most without a limit of memory.
+_TIMED_TIMES = 2
 # Images/s that one core decodes beside a training (16 threads, records/2026-11-15_input_h200): full-size
 # ImageNet JPEGs, and shards packed to 256 pixels; and nvJPEG on one H200.
 CORE_IMAGES_PER_S = 368.0
@@ -53,7 +56,7 @@ class Limits:
     """`memory_batch` is the largest batch of one GPU that fits, None where the model's layers are not
     known; `minutes` and `budget` are what the job may take, 0 for no limit; `price` is that of a GPU for
     an hour, 0 where it is not known. `why` is the reason for `global_batch`, and `set_by` the flag behind
-    it with its value."""
+    it with its value. `timed_batch`: the largest batch of one GPU that is recommended from a profile."""
 
     memory_batch: int | None = None
     global_batch: int = ACCURATE_GLOBAL_BATCH
@@ -62,6 +65,7 @@ class Limits:
     price: float = 0.0
     why: str = _ACCURATE_WHY
     set_by: tuple[str, float] | None = None
+    timed_batch: int | None = None
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -78,10 +82,22 @@ class Limits:
         if self.global_batch < 1:
             raise ConfigError("--max-global-batch", self.global_batch, "must be at least 1")
 
+    @property
+    def is_an_epoch(self) -> bool:
+        """Whether no flag but --dataset-size allows a larger batch."""
+        return self.why == _EPOCH_WHY
+
     def largest(self, ranks: int) -> int:
         """Of one GPU; 0 where so many ranks exceed the global batch with one image each."""
-        most = self.global_batch // ranks
-        return most if self.memory_batch is None else min(most, self.memory_batch)
+        known = (self.memory_batch, self.timed_batch)
+        return min([self.global_batch // ranks, *(size for size in known if size is not None)])
+
+    def near_timed(self, work: Workload) -> Limits:
+        """For a recommended batch: where nothing is known of the memory, a profile speaks for no more
+        than twice the largest batch that it timed, which fitted."""
+        if self.memory_batch is not None or not work.batches:
+            return self
+        return replace(self, timed_batch=_TIMED_TIMES * max(work.batches))
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,8 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
             flag, value,
             f"{cluster.ranks:,} GPUs with one image each exceed the largest global batch, "
             f"{limits.global_batch:,} ({limits.why})",
-            "use fewer GPUs, or give another limit with --max-global-batch",
+            "use fewer GPUs, or give another "
+            + ("--dataset-size" if limits.is_an_epoch else "limit with --max-global-batch"),
         )  # fmt: skip
     question = replace(question, workload=question.workload.well_fed())
     speeds = {
@@ -258,7 +275,7 @@ def accurate_batch(most: int | None, noise_scale: float, samples: int, epochs: f
                 ("--dataset-size", samples) if few else ("--epochs", epochs),
             )  # fmt: skip
     if samples < found.images:
-        return BatchLimit(samples, "the images of an epoch", ("--dataset-size", samples))
+        return BatchLimit(samples, _EPOCH_WHY, ("--dataset-size", samples))
     return found
 
 

@@ -104,7 +104,8 @@ def predict_scaling(
         nodes: 1, or as in the cluster file; the rows double from one node to at least twice as many.
         gpus_per_node: ranks of a node; 8.
         batch_size: of one rank; None recommends one: the smallest that is nearly as fast as the fastest
-            within the accelerator's memory and a global batch of 65,536.
+            within the accelerator's memory and a global batch of 65,536. For a profiled model without
+            known layers it is at most twice the largest batch that was timed.
         software: a round of MLPerf Training whose libraries are used, such as `v0.7`; the newest.
         image_size: edge of the images in pixels.
         node_gbps: all links of a node, in Gb/s; 100.
@@ -141,7 +142,7 @@ def predict_scaling(
         if batch_size is None:
             # A profile may be of another format than is usual on the accelerator.
             half = None if profile is None else work.in_half
-            limits = limits_of(net, find_accelerator(accelerator), half=half)
+            limits = limits_of(net, find_accelerator(accelerator), half=half).near_timed(work)
             batch_size = recommended_batch(question, place, limits)
         elif net is not None and profile is None:
             check_memory(net, find_accelerator(accelerator), batch_size)

@@ -28,8 +28,9 @@ PHASE_S = 50e-6
 MEASURED_RANKS = 1024
 # To set an NCCL communicator of p ranks up takes `_NCCL_S + p · _NCCL_RANK_S`. By what users of V100 and
 # InfiniBand measured: 8 communicators of 8 ranks in 16.3 s, 32 of 32 ranks in 130 s (NVIDIA/nccl issue
-# 534, 2021). The line ends at what was reported for the initialization of thousands of GPUs: 2.5 minutes
-# (issue 1156, 2024). Nothing is known to us that is longer.
+# 534, 2021). All communicators of a rank together take at most what was reported for the whole
+# initialization of thousands of GPUs: 2.5 minutes (issue 1156, 2024). Nothing is known to us that is
+# longer.
 _NCCL_S = 1.35
 _NCCL_RANK_S = 0.086
 _NCCL_MEASURED_RANKS = 32
@@ -66,7 +67,7 @@ def _part(step: Collective, rank: int, groups: Groups) -> str:
 
 def communicator_s(ranks: int) -> float:
     """To set one NCCL communicator up."""
-    return min(_NCCL_S + _NCCL_RANK_S * ranks, MOST_NCCL_S)
+    return _NCCL_S + _NCCL_RANK_S * ranks
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class StartUp:
             across = {c.name for c in counts} & {"masters", "columns"}
             sizes = [*[ranks] * everyone, *(c.ranks for c in counts if c.name == "rows")]
             sizes += [nodes] if across else []
-            backend_s = sum(communicator_s(size) for size in sizes)
+            backend_s = min(sum(communicator_s(size) for size in sizes), MOST_NCCL_S)
         return cls(
             ranks, PHASES, MEET_S * ranks, PHASES * PHASE_S * ranks, tuple(counts), backend_s,
             PROCESS_S,
@@ -137,7 +138,7 @@ class StartUp:
         basis = "assumed from published figures for 8 and 32 ranks, not measured"
         if self.ranks > _NCCL_MEASURED_RANKS:
             basis += (
-                f"; beyond 32 a line, at most {MOST_NCCL_S:g} s a communicator, as reported for "
+                f"; beyond 32 a line, at most {MOST_NCCL_S:g} s in all, as reported for "
                 "thousands of GPUs"
             )
         return basis

@@ -36,6 +36,11 @@ _SECTIONS = (
 _MINOR = (
     "run.batch_size", "run.rebalance", "run.threads", "data.workers", "data.prefetch_batches",
 )  # fmt: skip
+# Where files are says little about a run.
+_PATHS = (
+    "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan", "comm.sizes",
+    "rehearse.profile",
+)  # fmt: skip
 # Values with which a setting switches nothing on, beside what is false, empty or unset.
 _OFF = ("auto", "equal", "none", "off", "synchronous")
 # Settings beside those of `[comm]` that have no effect on one rank.
@@ -327,24 +332,50 @@ def differing_settings(rows: Sequence[Settings]) -> list[str]:
 
 
 def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[str]:
-    """As few of `different` as distinguish the rows as well as all of them, with one that is switched on
-    in every row in which any is."""
-    chosen = list(different)
-    described = _count_described(rows, different)
-    for name in reversed(different):
+    """As few of `different`, the most descriptive first, as distinguish the rows as well as all of them,
+    and say what is switched on in each row. No other setting replaces a descriptive one, and paths are
+    used where nothing else distinguishes the rows."""
+    acting = {name for name in different if any(_acts(settings, name) for settings in rows)}
+    described = [name for name in different if name in _DESCRIPTIVE and name in acting]
+    switches = [name for name in different if _is_switch(rows, name)]
+    first = _fewest(rows, described, reversed(described), switches)
+    # A text such as an optimizer's name says as much of its row as a switch.
+    texts = [name for name in first if not _has_number(rows, name)]
+    others = [name for name in different if name not in described]
+    useful = [name for name in others if name in acting and name not in _PATHS]
+    droppable = [*(name for name in others if name not in useful), *reversed(useful)]
+    return _fewest(rows, [*first, *others], droppable, [*switches, *texts])
+
+
+def _fewest(
+    rows: Sequence[Settings], names: Sequence[str], droppable: Iterable[str], telling: Sequence[str]
+) -> list[str]:
+    """`names` without those of `droppable`, in this order, that neither distinguish rows nor are the last
+    of `telling` to be on in a row."""
+
+    def count_told(shown: Sequence[str]) -> int:
+        kept = [name for name in telling if name in shown]
+        return sum(any(_acts(settings, name) for name in kept) for settings in rows)
+
+    chosen = list(names)
+    distinct, told = _distinct(rows, names), count_told(names)
+    for name in droppable:
         fewer = [other for other in chosen if other != name]
-        distinct = _distinct(rows, fewer) == _distinct(rows, different)
-        if distinct and _count_described(rows, fewer) == described:
+        if _distinct(rows, fewer) == distinct and count_told(fewer) == told:
             chosen = fewer
     return chosen
 
 
-def _count_described(rows: Sequence[Settings], names: Sequence[str]) -> int:
-    """Rows in which one of the settings is a switch that is on."""
-    return sum(
-        any(_acts(settings, name) and not _is_number(settings[name]) for name in names)
-        for settings in rows
-    )
+def _is_switch(rows: Sequence[Settings], name: str) -> bool:
+    """Whether the setting is on in some rows, and off or without effect in others. A name or a path that
+    every row has, and a number, switch nothing on."""
+    if name in _PATHS or _has_number(rows, name):
+        return False
+    return len({_acts(settings, name) for settings in rows}) == 2
+
+
+def _has_number(rows: Sequence[Settings], name: str) -> bool:
+    return any(_is_number(settings.get(name)) for settings in rows)
 
 
 def _acts(settings: Settings, name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from paceline.core.units import format_duration, markup
+from paceline.core.units import format_duration, markup, plural
 from paceline.plan.answer import MOST_RANKS, Answer, format_gbps, node_gbps
 from paceline.plan.prediction import BucketScore, Prediction
 from paceline.plan.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
@@ -132,8 +132,13 @@ _MOST_BUFFERS = 12
 def fact_rows(answer: Answer) -> list[Row]:
     """What it comes to."""
     now, work = answer.now, answer.workload
-    sure = f"± {now.uncertainty:.0%}"
+    sure = _sure(now.uncertainty)
     picked = ", recommended" if answer.recommended else ""
+    if answer.limits.timed_batch is not None:
+        picked += (
+            f" of at most {answer.limits.timed_batch:,} a GPU: twice the largest that was timed, as "
+            "nothing is known of the memory"
+        )
     most = "none: one node is below" if answer.most_ranks is None else f"{answer.most_ranks:,}"
     return [
         ("model", f"{work.model}, {work.elements:,} weights; {work.source}"),
@@ -162,7 +167,9 @@ def _limit_words(answer: Answer) -> str:
     limits, here = answer.limits, answer.now.batch * answer.now.ranks
     over = "; this batch is larger" if here > limits.global_batch else ""
     flag = limits.set_by[0] if limits.set_by else ""
-    if flag not in ("--max-global-batch", "--noise-scale"):
+    if limits.is_an_epoch:
+        flag = "--dataset-size"
+    elif flag not in ("--max-global-batch", "--noise-scale"):
         flag = "--max-global-batch sets another"
     return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
 
@@ -172,12 +179,25 @@ def _profile_rows(answer: Answer) -> list[Row]:
     work, batch = answer.workload, answer.now.batch
     if not work.is_extrapolated(batch):
         return []
-    timed = " to ".join(f"{size:,}" for size in sorted({min(work.batches), max(work.batches)}))
+    ends = sorted({min(work.batches), max(work.batches)})
+    timed = " to ".join(f"{size:,}" for size in ends) + (" alone" if len(ends) == 1 else "")
     return [(
-        "profile", f"timed at batch {timed}, so that {batch:,} is extrapolated: ± "
-                   f"{work.spread_at(batch):.0%} for the compute instead of {work.spread:.0%}; profile "
-                   f"with -b {batch}",
+        "profile", f"timed at batch {timed}, so that {batch:,} is extrapolated: "
+                   f"{_sure(work.spread_at(batch))} for the compute instead of {_sure(work.spread)}; "
+                   f"profile with -b {ends[0]} -b {batch}",
     )]  # fmt: skip
+
+
+# From here on the faster end of a ± would be no time any more.
+_WIDE = 0.5
+
+
+def _sure(spread: float) -> str:
+    """
+    >>> _sure(0.08), _sure(1.4)
+    ('± 8%', 'within a factor of 2.4')
+    """
+    return f"± {spread:.0%}" if spread < _WIDE else f"within a factor of {1 + spread:.2g}"
 
 
 def _start_up_words(answer: Answer) -> str:
@@ -241,15 +261,22 @@ def _chosen_words(answer: Answer) -> str:
     if chosen is not None:
         cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
         return (
-            f"{chosen.nodes:,} nodes, batch {chosen.batch:,} a GPU: {format_duration(chosen.total_s)} "
-            f"with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}{_why_chosen(answer, chosen)}"
+            f"{plural(chosen.nodes, 'node')}, batch {chosen.batch:,} a GPU: "
+            f"{format_duration(chosen.total_s)} with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}"
+            f"{_why_chosen(answer, chosen)}"
         )
     if not answer.options:
         return "none of the numbers of nodes has a price"
-    fastest = min(answer.options, key=lambda option: option.total_s)
-    return (
-        f"not possible: the fastest, {fastest.nodes:,} nodes, takes {format_duration(fastest.total_s)} "
-        "with start-up" + (f" and {fastest.cost:,.2f}" if answer.limits.price else "")
+    nearest = []
+    if answer.limits.minutes:
+        nearest.append(("fastest", min(answer.options, key=lambda option: option.total_s)))
+    if answer.limits.budget:
+        nearest.append(("cheapest", min(answer.options, key=lambda option: option.cost)))
+    return "not possible: " + "; ".join(
+        f"the {what}, {plural(option.nodes, 'node')} with batch {option.batch:,} a GPU, takes "
+        f"{format_duration(option.total_s)} with start-up"
+        + (f" and {option.cost:,.2f}" if answer.limits.price else "")
+        for what, option in nearest
     )
 
 
@@ -260,7 +287,7 @@ def _why_chosen(answer: Answer, chosen: Option) -> str:
     least = "fewest GPU-hours" if answer.limits.minutes else "shortest time"
     return (
         f"; the {least} within it of all nodes and batches that were tried, where the rest of this "
-        f"answer is for {answer.cluster.nodes:,} nodes and batch {answer.now.batch:,}"
+        f"answer is for {plural(answer.cluster.nodes, 'node')} and batch {answer.now.batch:,}"
     )
 
 
@@ -272,7 +299,9 @@ def _slowed(now: Prediction) -> str:
 
 
 def _or_more(answer: Answer) -> str:
-    """More than 65,536 ranks are not looked at."""
+    """More than 65,536 ranks are not looked at, nor more nodes without links between them."""
+    if not answer.cluster.has_network:
+        return ": more nodes are not known"
     step = answer.cluster.ranks_per_node
     capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
     return " or more" if capped else ""
@@ -280,9 +309,11 @@ def _or_more(answer: Answer) -> str:
 
 def _cluster_words(answer: Answer) -> str:
     c = answer.cluster
+    if not c.has_network:
+        return f"one node × {c.ranks_per_node:,}; links between nodes were not measured"
     return (
-        f"{c.nodes:,} nodes × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a node, "
-        f"{1e6 * c.inter.alpha_s:.3g} µs a message"
+        f"{plural(c.nodes, 'node')} × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a "
+        f"node, {1e6 * c.inter.alpha_s:.3g} µs a message"
     )
 
 

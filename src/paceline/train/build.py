@@ -6,7 +6,8 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
@@ -41,6 +42,7 @@ from paceline.train.fast_path import eager_norms, share_norms
 from paceline.train.inputs import (
     RunInputs,
     agree_on_inputs,
+    check_ranks,
     check_settings,
     read_checkpoint,
 )
@@ -69,9 +71,10 @@ def build(
     """Builds the run on this rank, together with all others."""
     components = components or Components()
     # What is wrong whatever the data is reported before the data is opened.
-    _check_rehearsal(config, group)
     ranks = _ranks(config, group)
-    resolve_batch_sizes(*requested_batch(config, ranks))
+    with _leaving_together(group):
+        config.rehearse.check_processes(group.world_size)
+        check_ranks(config, ranks)
     check_settings(config, ranks, group.device.type, components)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
@@ -225,13 +228,15 @@ def _ranks(config: RunConfig, group: Group) -> int:
     return config.rehearse.ranks or group.world_size
 
 
-def _check_rehearsal(config: RunConfig, group: Group) -> None:
-    if config.rehearse.ranks and group.world_size > 1:
-        raise ConfigError(
-            "rehearse.nodes", config.rehearse.nodes,
-            f"a rehearsal runs in one process, and this job has {group.world_size}",
-            "start it without a launcher",
-        )  # fmt: skip
+@contextmanager
+def _leaving_together(group: Group) -> Iterator[None]:
+    """For errors that all ranks find alike, right after they have met: a rank that left at once would
+    close the connections of one that is still making them, whose backend would complain as well."""
+    try:
+        yield
+    except PacelineError:
+        group.all_reduce_sum(torch.zeros((), device=group.device))
+        raise
 
 
 def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -259,11 +259,16 @@ SMOOTHING = 0.9
 EXPLODED = 4.0
 # Before, the smoothed loss is that of few steps.
 _LEAST_STEPS = 10
-# A fall of the smoothed loss by less than this many standard deviations of the losses is noise: that of
-# losses without any trend is as large in one test of a hundred, in 20 steps as in 1,000.
-_CLEAR_FALL = 1.5
-# The median difference of two normal numbers, in their standard deviations.
-_JUMP_OF_NOISE = 0.954
+# A fall of the smoothed loss counts from its highest value after these first steps, of which it is hardly
+# an average yet.
+_SETTLING_STEPS = 4
+# A fall by less than this many standard deviations of the losses is noise: that of losses without any
+# trend is as large in at most two tests of a hundred, of 10 steps as of 1,000.
+_CLEAR_FALL = 1.85
+# The share of second differences that counts, the smallest ones, and their mean for normal numbers, in
+# their standard deviations: 0.5586 √6.
+_COUNTED_BENDS = 0.8
+_BEND_OF_NOISE = 1.368
 
 
 @dataclass(frozen=True)
@@ -300,12 +305,10 @@ class RangeResult:
             for n in range(reach, min(lowest + 1, len(rates) - reach))
         }
         steepest = min(slopes, key=slopes.__getitem__, default=0)
-        first = _LEAST_STEPS - 1
-        # Differences of neighbours have no trend, and their median none of an explosion.
-        jumps = [abs(b - a) for a, b in pairwise(losses[: max(lowest, first) + 1])]
+        highest = max(smoothed[_SETTLING_STEPS : lowest + 1], default=smoothed[lowest])
         # Equal losses have a smoothed loss that differs by rounding.
-        noise = max(median(jumps) / _JUMP_OF_NOISE, 1e-9 * abs(smoothed[first])) or 1.0
-        fall = max(0.0, smoothed[first] - smoothed[lowest]) / noise if lowest > first else 0.0
+        noise = max(_noise(losses[: max(lowest + 1, _LEAST_STEPS)]), 1e-9 * abs(highest)) or 1.0
+        fall = (highest - smoothed[lowest]) / noise
         suggested = rates[steepest] if fall >= _CLEAR_FALL else None
         return cls(rates, losses, smoothed, suggested, rates[lowest], exploded, fall)
 
@@ -341,6 +344,13 @@ class RangeResult:
             "Learning-rate range test", "learning rate, as a power of ten", lines, markers=markers,
             note=f"{suggestion}, lowest loss at {self.largest:.3g}",
         )  # fmt: skip
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """The standard deviation around a trend. Second differences have nothing of a steady descent, and the
+    smaller ones nothing of an explosion."""
+    bends = sorted(abs(a - 2 * b + c) for (a, b), (_, c) in pairwise(pairwise(losses)))
+    return fmean(bends[: int(_COUNTED_BENDS * len(bends))]) / _BEND_OF_NOISE
 
 
 def smooth(losses: Sequence[float]) -> list[float]:

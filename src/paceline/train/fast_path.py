@@ -36,6 +36,8 @@ from paceline.models.resnet import (
 )
 from paceline.models.synced_norm import (
     NormGroup,
+    check_norms,
+    find_norms,
     keep_last_statistics,
     synchronize_norms,
     use_torch_norms,
@@ -321,18 +323,27 @@ def triton_problem(device: torch.device) -> str:
 
 def share_norms(config: RunConfig, model: nn.Module, group: Group) -> NormGroup | None:
     """Batch norms of the settings `model.norm_group` and `model.norm_statistics`."""
-    if config.model.norm_statistics == "last" and not keep_last_statistics(model):
-        raise ConfigError(
-            "model.norm_statistics", "last", "this model has no batch norm", "leave it out"
-        )
+    check_model_norms(config, model)
+    if config.model.norm_statistics == "last":
+        keep_last_statistics(model)
     size = config.model.norm_group
     if size == 1:
         return None
     check_norm_group(config, group.world_size)
     shared = NormGroup(size, group.create_subgroup(size, config.comm.timeout_s))
-    if not synchronize_norms(model, shared):
-        raise ConfigError("model.norm_group", size, "this model has no batch norm", "use 1")
+    synchronize_norms(model, shared)
     return shared
+
+
+def check_model_norms(config: RunConfig, model: nn.Module) -> None:
+    """Raises ConfigError for settings of batch norm that this model's layers cannot follow."""
+    norms = find_norms(model)
+    if config.model.norm_statistics == "last" and not norms:
+        raise ConfigError(
+            "model.norm_statistics", "last", "this model has no batch norm", "leave it out"
+        )
+    if config.model.norm_group > 1:
+        check_norms(norms, config.model.norm_group)
 
 
 def check_norm_group(config: RunConfig, ranks: int) -> None:

@@ -20,6 +20,7 @@ from paceline.core.errors import CheckpointError, ConfigError, DataError, Paceli
 from paceline.data import OpenedFiles, Source, open_data
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
 from paceline.plan.fusion_plan import EIGHT_BIT
+from paceline.train.batch_sizes import requested_batch, resolve_batch_sizes
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -37,8 +38,14 @@ from paceline.train.shares import given_speeds
 def check_settings(config: RunConfig, ranks: int, device: str, components: Components) -> None:
     """Raises ConfigError for settings that cannot be used together with so many ranks, this kind of
     device and the program's objects, whatever data and model are."""
+    check_ranks(config, ranks)
     refuse_with_svrg(config, components, device)
     refuse_on_servers(config, components)
+
+
+def check_ranks(config: RunConfig, ranks: int) -> None:
+    """Raises ConfigError for settings that do not fit the number of ranks."""
+    resolve_batch_sizes(*requested_batch(config, ranks))
     check_norm_group(config, ranks)
     if config.run.shares not in (EQUAL_SHARES, PROBED_SHARES):
         given_speeds(config.run.shares, ranks)

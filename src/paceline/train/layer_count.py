@@ -224,7 +224,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = float(sum(tensor.numel() for tensor in maps) + written)
             depth = max(1, round(flops / 2 / max(1, written)))
         elif any(word in kind for word in _PASSES):
-            moved = 2.0 * max([written, *(tensor.numel() for tensor in maps)])
+            read = max((tensor.numel() for tensor in maps), default=0)
+            # A pool writes less than it reads; a norm may first write its statistics.
+            moved = float(read + written) if "pool" in kind else 2.0 * max(read, written)
         elif any(kind.startswith(word) for word in _JOINS) and len(maps) > 1:
             moved = float(min(tensor.numel() for tensor in maps))
         tensors = [self._left.pop(p) for p in map(_storage, inputs) if p in self._left and moved]

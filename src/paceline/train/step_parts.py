@@ -27,8 +27,7 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
 from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
-from paceline.optim.settings import ANCHORED, OptimSettings
-from paceline.plan.fusion_plan import EIGHT_BIT
+from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
 from paceline.train.asynchronous import AsynchronousUpdate
@@ -37,7 +36,7 @@ from paceline.train.components import Components
 from paceline.train.exchange_plan import (
     ChosenPlan,
     DryBackward,
-    ExchangeParts,
+    check_wires,
     cluster_facts,
     describe_exchange,
     plan_exchange,
@@ -145,7 +144,7 @@ def create_parts(
     # Refused alike on all ranks, which have agreed on the configuration.
     share_products(config, optimizer, group, fast.graphs)
     planned = plan_exchange(chosen, group, dry, config.rehearse)
-    _check_wires(config, planned)
+    check_wires(config, planned.plan, planned.origin)
     exchange = planned.create(
         group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
     )
@@ -209,29 +208,6 @@ def _try_model(
         # Also where the order of the gradients is known: its backward pass may fail.
         group.agree_on("first pass", lambda: trial(fast.forward))
     return replace(fast, forward=with_one_output(fast.forward)) if one_output else fast
-
-
-def _check_wires(config: RunConfig, planned: ExchangeParts) -> None:
-    """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
-    are refused in it too, alike on all ranks, which have the same plan."""
-    wires = {bucket.wire for bucket in planned.plan.buckets}
-    from_file = planned.origin == f"plan {config.comm.plan}"
-    where = f"the {planned.origin if from_file else 'plan of the checkpoint'} has buckets in"
-    remedy = (
-        "make a plan without it, or leave comm.plan out"
-        if from_file
-        else "start anew without --resume, or choose another optimizer"
-    )
-    for wire in sorted(wires & set(EIGHT_BIT)):
-        if config.run.noise_scale:
-            reason = f"but {where} {wire}, which adds noise of its own"
-            raise ConfigError("run.noise_scale", True, reason, "use False")
-    if config.optim.name in ANCHORED:
-        for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
-            raise ConfigError(
-                "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "
-                "be exchanged in", remedy,
-            )  # fmt: skip
 
 
 def share_products(
