@@ -1,15 +1,16 @@
 """Fused convolutions of ResNet-50 against separate ones, on one GPU.
 
     python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--fresh]
-        [--only shapes|large|steps] [--modes off auto recompute]
+        [--only shapes|large|steps] [--modes off auto cudnn recompute] [--profile]
 
 Prints one JSON object a line. First every kind of convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form; `large`: only
 those of maps of 14 × 14 and more. Then whole training steps, `run.fused_convolutions` off and auto, and
-auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`. A form or a layer
-that fails, or does not end, prints its error, and the next one follows. Kernels are built first, by
-several processes.
+auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms that
+they chose; `--profile`: milliseconds a step by kind of kernel, too. With the mode `cudnn`, the forms of
+cuDNN take part, and its steps are measured. A form or a layer that fails, or does not end, prints its
+error, and the next one follows. Kernels are built first, by several processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,13 +28,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 
-from paceline.bench.step import RowProcess, StepRow
+from paceline.bench.step import RowProcess, StepRow, measure
 from paceline.models import product_choice, products
-from paceline.models.fused import statistics
+from paceline.models.fused import join_moments, moments
 from paceline.models.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
-from paceline.models.product_choice import SEPARATE, choices
+from paceline.models.product_choice import CUDNN, SEPARATE, choices
 from paceline.models.products import backward_product, forward_product
 
 COPY_BYTES_PER_S = 4.26e12
@@ -99,6 +102,13 @@ LAYERS = (
 JOINING = ("reduce", "projected")
 NORMED = ("expand", "middle")
 MODES = ("off", "auto", "recompute")
+# Kinds of kernels, by their names.
+KERNELS = {
+    "products of Triton": r"product|weight_gradient|both_gradients",
+    "norms": r"^(moments|statistics|centred_statistics|apply|backward_|pool_)",
+    "convolutions of cuDNN": r"conv|cudnn|xmma|implicit|fprop|dgrad|wgrad|cutlass|nhwc",
+    "copies and fills": r"memcpy|memset|copy|fill",
+}
 
 
 def emit(**values: object) -> None:
@@ -122,20 +132,24 @@ class Case:
             self.before_norm.weight.uniform_(0.5, 1.5)
             self.before_norm.bias.uniform_(-0.3, 0.3)
         self.before = self.map(layer.into)
-        self.before_saved = statistics(self.before, self.before_norm)
+        self.before_saved = self.statistics(self.before, self.before_norm)
         self.shortcut: Tensor | NormedMap | None = None
         if layer.kind in JOINING:
             residual, saved = self.map(layer.into), None
             self.shortcut = residual
             if layer.kind == "projected":
                 norm = nn.BatchNorm2d(layer.into).to(device)
-                saved = statistics(residual, norm)
+                saved = self.statistics(residual, norm)
                 self.shortcut = NormedMap(residual, saved, norm.weight, norm.bias)
             self.operand = Operand.joined(self.before, self.before_saved, residual, saved)
         elif layer.kind in NORMED:
             self.operand = Operand.normalized(self.before, self.before_saved)
         else:
             self.operand = Operand(self.before)
+
+    def statistics(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+        halves = choices.mode == CUDNN and self.dtype == torch.float16
+        return join_moments(moments(x), norm, halves=halves)
 
     def map(self, channels: int, side: int = 0) -> Tensor:
         side = side or self.layer.side
@@ -229,8 +243,10 @@ def backward_results(case: Case) -> list[Tensor]:
     # Separate products leave the ReLU of the others to the norm's kernel.
     if case.end.form in (PLAIN, MERGED):
         results.append(found.dx)
-    for factors in found.factors:
-        results += [factors[0], factors[1]]
+    for norm in (case.end.branch, case.end.shortcut):
+        if norm is not None:
+            factors = found.factors(norm, other=norm is case.end.shortcut)
+            results += [factors[0], factors[1]]
     return results
 
 
@@ -303,8 +319,8 @@ def watch_shapes(given: argparse.Namespace, layers: list[Layer]) -> None:
     left, saved_ms = list(layers), 0.0
     while left:
         command = [
-            sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype, "--layers",
-            *(str(LAYERS.index(layer)) for layer in left),
+            sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype,
+            "--modes", *given.modes, "--layers", *(str(LAYERS.index(layer)) for layer in left),
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -378,22 +394,62 @@ def build_first(given: argparse.Namespace) -> None:
 
 def measure_steps(batch: int, steps: int, rounds: int, dtype: str, modes: list[str]) -> None:
     """Rows in turn, each in its own process."""
-    common = {
-        "kind": "ours", "model": "resnet50", "batch_size": batch, "image_size": 224, "classes": 1000,
-        "device": "cuda", "steps": steps, "warm_up": 8,
-    }  # fmt: skip
     for _ in range(rounds):
         for mode in modes:
-            recompute = mode == "recompute"
-            switches = {
-                "run.fused_convolutions": "auto" if recompute else mode,
-                "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
-            }  # fmt: skip
-            name = f"fused convolutions {'auto recompute' if recompute else mode}"
-            row = StepRow(name=name, switches=switches, **common)  # type: ignore[arg-type]
-            process = RowProcess(row, 120)
+            process = RowProcess(step_row(mode, batch, steps, dtype), 120)
             process.await_ready()
             emit(batch=batch, **process.measure())
+    for mode in modes:
+        if mode in ("auto", CUDNN):
+            product_choice.begin(mode, torch.device("cuda", torch.cuda.current_device()))
+            emit(mode=mode, file=str(choices.path), chosen=choices.chosen)
+
+
+def step_row(mode: str, batch: int, steps: int, dtype: str) -> StepRow:
+    recompute = mode == "recompute"
+    switches = {
+        "run.fused_convolutions": "auto" if recompute else mode,
+        "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
+    }  # fmt: skip
+    return StepRow(
+        name=f"fused convolutions {'auto recompute' if recompute else mode}", switches=switches,
+        kind="ours", model="resnet50", batch_size=batch, image_size=224, classes=1000, device="cuda",
+        steps=steps, warm_up=8,
+    )  # fmt: skip
+
+
+def profile_step(mode: str, batch: int, dtype: str) -> None:
+    """In this process. The profiler costs time: whole steps are those of `measure_steps`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    row = step_row(mode, batch, 10, dtype)
+    with profile(activities=[ProfilerActivity.CUDA]):  # before graphs are captured
+        torch.zeros(1, device="cuda")
+    found = profile(activities=[ProfilerActivity.CUDA])
+
+    def ready() -> None:
+        torch.cuda.synchronize()
+        found.start()
+
+    measured = measure(row, ready)
+    torch.cuda.synchronize()
+    found.stop()
+    milliseconds: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    for event in found.key_averages():
+        ms = event.self_device_time_total / 1e3 / row.steps
+        kind = next(
+            (kind for kind, pattern in KERNELS.items() if re.search(pattern, event.key, re.I)),
+            "others",
+        )
+        milliseconds[kind] = milliseconds.get(kind, 0.0) + ms
+        kernels[f"{event.key[:100]} ×{event.count / row.steps:g}"] = ms
+    heaviest = sorted(kernels, key=lambda name: -kernels[name])[:40]
+    emit(
+        profile=mode, batch=batch, images_per_s=measured["images_per_s"],
+        ms={kind: round(ms, 3) for kind, ms in milliseconds.items()},
+        kernels={name: round(kernels[name], 4) for name in heaviest},
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -403,10 +459,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
     parser.add_argument("--only", choices=("shapes", "large", "steps"))
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of the steps")
+    parser.add_argument(
+        "--modes", nargs="+", default=MODES, choices=(*MODES, CUDNN),
+        help="of the steps; with cudnn, its forms are timed too",
+    )  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="kernels of a step, by kind")
     parser.add_argument("--fresh", action="store_true", help="forget earlier choices")
     parser.add_argument("--layers", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--build", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--profiled", help=argparse.SUPPRESS)
     given = parser.parse_args()
     dtype = torch.float16 if given.dtype == "fp16" else torch.bfloat16
     torch.backends.cudnn.benchmark = True
@@ -415,22 +476,36 @@ def main() -> None:
     if given.build:
         build(*given.build, dtype, layers)
         return
+    if given.profiled:
+        profile_step(given.profiled, given.batch, given.dtype)
+        return
     device = torch.device("cuda", torch.cuda.current_device())
+    mode = CUDNN if CUDNN in given.modes else "auto"
     if given.layers:
-        product_choice.begin("auto", device)
+        product_choice.begin(mode, device)
         choices.chosen.clear()  # all forms are timed, whatever was chosen before
         measure_shapes(given.batch, dtype, [LAYERS[number] for number in given.layers])
         return
-    emit(device=torch.cuda.get_device_name(), torch=torch.__version__, batch=given.batch)
+    emit(
+        device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        cudnn=torch.backends.cudnn.version(), batch=given.batch, modes=given.modes,
+    )  # fmt: skip
     if given.fresh:
-        product_choice.begin("auto", device)
-        if choices.path is not None:
-            choices.path.unlink(missing_ok=True)
+        for each in {"auto", mode}:
+            product_choice.begin(each, device)
+            if choices.path is not None:
+                choices.path.unlink(missing_ok=True)
     if given.only != "steps":
         build_first(given)
         watch_shapes(given, layers)
     if given.only in (None, "steps"):
         measure_steps(given.batch, given.steps, given.rounds, given.dtype, given.modes)
+    if given.profile:
+        for each in given.modes:
+            own = [sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype]
+            code = subprocess.run([*own, "--profiled", each], check=False).returncode
+            if code:
+                emit(profile=each, error=f"the process ended with {code}")
 
 
 if __name__ == "__main__":

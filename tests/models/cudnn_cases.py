@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import interpreted  # noqa: F401  (before any kernel)
 from models.norm_reference import as_map, assert_near, norm_for, random_map
 from models.product_cases import away, exactly, images, made, run
 from paceline.models import cudnn_forms, products
-from paceline.models.cudnn_graphs import Graph, Node, Value
-from paceline.models.fused import Moments, apply, join_moments, statistics
-from paceline.models.product_choice import SEPARATE
+from paceline.models.cudnn_graphs import CudnnError, Graph, Node, Value
+from paceline.models.fused import Moments, apply, join_moments, moments
+from paceline.models.operands import Epilogue, Operand
+from paceline.models.product_choice import CUDNN, SEPARATE, choices
 from paceline.models.recompute import recompute_norms
 
 STATISTICS, WHOLE = "cudnn statistics", "cudnn reference"
@@ -87,7 +89,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
     ) -> str:
         names = list(forms)
-        for start in (wanted, "cudnn", "reference"):
+        for start in (wanted, CUDNN):
             for name in names:
                 if name.startswith(start):
                     return name
@@ -99,7 +101,12 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         return cudnn_forms._forward_plans, cudnn_forms._input_plans, cudnn_forms._weight_plans
 
     monkeypatch.setattr(products, "choose", choose)
-    monkeypatch.setattr(cudnn_forms, "can_run", lambda *_: True)
+    monkeypatch.setattr(choices, "mode", CUDNN)
+    monkeypatch.setattr(choices, "open", True)
+    monkeypatch.setattr(cudnn_forms, "check", lambda *_, **__: None)
+    # Maps of float32 stand for those of float16 here.
+    with_halves = partial(join_moments, halves=True)
+    monkeypatch.setattr(products, "join_moments", lambda sums, norm, **_: with_halves(sums, norm))
     monkeypatch.setattr(cudnn_forms, "plans", lambda graph, *_: {"reference": ReferencePlan(graph)})
     for function in cached():
         function.cache_clear()  # type: ignore[attr-defined]
@@ -145,11 +152,11 @@ def test_recomputed_maps_and_frozen_weights(form: str) -> None:
 @pytest.mark.parametrize("form", [WHOLE], indirect=True)
 def test_a_normalized_map_is_computed_again_for_the_weight(stride: int, form: str) -> None:
     x, norm = as_map(random_map((2, 8, 6, 5), HALF)), norm_for(8)
-    saved = statistics(x, norm)
+    saved = join_moments(moments(x), norm, halves=True)
     weight = as_map(torch.randn(16, 8, 3, 3).half())
     dims = products.out_dims(tuple(x.shape), tuple(weight.shape), stride)
     gradient = as_map(torch.randn(dims).half())
-    inputs = products.Operand.normalized(x, saved)
+    inputs = Operand.normalized(x, saved)
     found = products._stored_weight_gradient(gradient, weight, inputs, stride)
     y = apply(x, saved, None, relu=True)
     wanted = conv2d_weight(y.double(), weight.shape, gradient.double(), stride, 1)
@@ -163,7 +170,7 @@ def test_statistics_from_sums_about_zero(mean: float) -> None:
     assert norm.running_mean is not None
     norm.running_mean.fill_(-7.0)  # is no centre of these sums
     sums = torch.stack((x.sum((0, 2, 3)), x.square().sum((0, 2, 3))))[:, None]
-    saved = join_moments(Moments(sums, 100, centred=False), norm)
+    saved = join_moments(Moments(sums, 100, centred=False), norm, halves=True)
     exact = x.double().transpose(0, 1).flatten(1)
     assert_near(saved[0], exact.mean(1), 1e-5)
     assert_near(saved[1], (exact.var(1, correction=0) + norm.eps).rsqrt(), 1e-4)
@@ -171,3 +178,100 @@ def test_statistics_from_sums_about_zero(mean: float) -> None:
     assert torch.equal(scale, saved[2].half())
     assert torch.equal(shift, saved[3].half())
     assert_near(norm.running_mean, -7 + norm.momentum * (exact.mean(1) + 7), 1e-5)
+
+
+def test_only_cudnn_gets_scale_and_shift_in_half_precision() -> None:
+    """The statistics of every other run, and their memory, are as without cuDNN."""
+    x = as_map(random_map((2, 8, 6, 5), HALF))
+    plain, more = (join_moments(moments(x), norm_for(8), halves=halves) for halves in (False, True))
+    assert (plain.shape, more.shape) == ((4, 8), (5, 8))
+    assert torch.equal(plain, more[:4])
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "on"])
+def test_without_the_mode_cudnn_is_not_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what has no kernels of Triton is not counted, timed or named."""
+    asked: list[str] = []
+
+    def choose(key: str, forms: dict[str, Callable[[], object]], *rest: object) -> str:
+        assert not any(name.startswith(CUDNN) for name in forms)
+        assert all(then is None for then in rest[1:])
+        asked.append(key)
+        return SEPARATE if SEPARATE in forms else next(iter(forms))
+
+    monkeypatch.setattr(products, "choose", choose)
+    monkeypatch.setattr(choices, "mode", mode)
+    monkeypatch.setattr(choices, "open", True)
+    monkeypatch.setattr(cudnn_forms, "plans", lambda *_: pytest.fail("asked"))
+    run(made(True), images(torch.float32))
+    assert asked
+    assert not any("3/" in key or "recomputed" in key for key in asked)
+
+
+def test_what_cudnn_refuses_has_the_next_form_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "mode", CUDNN)
+    monkeypatch.setattr(choices, "open", True)
+    missing: dict[str, str] = {}
+    monkeypatch.setattr(choices, "missing", missing)
+    wanted = run(made(False, torch.bfloat16), images(torch.bfloat16))
+    found = run(made(True, torch.bfloat16), images(torch.bfloat16))
+    assert found.keys() == wanted.keys()
+    outer = {why for key, why in missing.items() if key.startswith(("forward", "backward"))}
+    assert outer == {"needs fp16, not bfloat16"}
+
+
+def test_maps_and_weights_that_cudnn_would_misread_are_refused() -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def on_gpu(x: Tensor) -> Tensor:
+        return x.as_subclass(OnGpu)
+
+    x = on_gpu(as_map(torch.zeros(2, 8, 4, 4).half()))
+    weight, gamma = as_map(torch.zeros(16, 8, 3, 3).half()), torch.ones(8)
+    cudnn_forms.check(weight, x, None, vectors=[gamma])
+    flat = torch.zeros(weight.numel() + 1, dtype=HALF)
+    shifted = flat[1:].view(16, 3, 3, 8).permute(0, 3, 1, 2)
+    for reason, args, vectors in (
+        ("needs fp16, not bfloat16, float16", (weight, x.bfloat16()), [gamma]),
+        ("needs a GPU", (weight, torch.zeros(2, 8, 4, 4).half()), [gamma]),
+        ("needs a multiple of 8 channels", (weight[:12], x), [gamma]),
+        ("needs tensors at multiples of 16 bytes", (shifted, x), [gamma]),
+        ("needs tensors at multiples of 16 bytes", (weight, x), [torch.ones(9)[1:]]),
+        ("needs channels-last memory", (weight, on_gpu(x.contiguous())), [gamma]),
+        ("needs norms in float32", (weight, x), [gamma.half()]),
+    ):
+        with pytest.raises(CudnnError, match=f"^{reason}$"):
+            cudnn_forms.check(*args, vectors=vectors)
+
+
+def test_a_known_choice_builds_its_plan_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it is gone, there is a reason."""
+    built: list[str] = []
+
+    def plans(graph: Graph, device: object, most: int, only: str = "") -> dict[str, ReferencePlan]:
+        names = [only] if only else [f"engine{number}" for number in range(most)]
+        if "engine9" in names:
+            raise CudnnError("no engine takes it")
+        built.extend(names)
+        return {name: ReferencePlan(graph) for name in names}
+
+    monkeypatch.setattr(cudnn_forms, "plans", plans)
+    monkeypatch.setattr(cudnn_forms, "check", lambda *_, **__: None)
+    x, norm = as_map(random_map((2, 8, 10, 9), HALF)), norm_for(8)
+    operand = Operand.normalized(x, join_moments(moments(x), norm, halves=True))
+    weight = as_map(torch.randn(16, 8, 1, 1).half())
+    for name in ("cudnn engine4", "cudnn statistics engine2"):
+        assert list(cudnn_forms.forward(operand, weight, 1, False, name)) == [name]
+    assert built == ["engine4", "engine2"]
+    names = list(cudnn_forms.forward(operand, weight, 1, False))
+    assert len(names) == 12
+    assert names[0] == "cudnn statistics engine0"
+    with pytest.raises(CudnnError, match="no engine takes it"):
+        cudnn_forms.forward(operand, weight, 1, False, "cudnn engine9")
+    # cuDNN takes the graph that stores relu(norm(x)), and does not store it.
+    assert not any(
+        name.startswith("cudnn engine") for name in cudnn_forms.forward(operand, weight, 1, True)
+    )
+    with pytest.raises(AssertionError):
+        cudnn_forms.input_gradient(x, weight, Epilogue.plain(x), 1)

@@ -4,6 +4,8 @@ the graphs, and `test_products_gpu.py` runs cuDNN."""
 from __future__ import annotations
 
 import ctypes
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ class Library:
     """Descriptors by number, each with its kind and attributes. Two plans; the second is refused."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.kinds: dict[int, int] = {}
         self.attributes: dict[int, dict[int, list[Any]]] = {}
         self.destroyed: list[int] = []
@@ -176,9 +179,72 @@ def test_descriptors_are_freed(library: Library) -> None:
     assert sorted(library.destroyed) == sorted(library.kinds)
 
 
-def test_without_cudnn_there_are_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise OSError("libcudnn.so.9: cannot open shared object file")
+def test_a_plan_is_found_by_its_name(library: Library) -> None:
+    assert list(plans(masked_gradient(), CPU, 9, "engine4,9=1,9=1")) == ["engine4,9=1,9=1"]
+    with pytest.raises(CudnnError, match="no kernel for this graph"):
+        plans(masked_gradient(), CPU, 9, "engine5")
 
-    monkeypatch.setattr(cudnn_graphs, "_library", missing)
-    assert plans(masked_gradient(), CPU, 9) == {}
+
+def test_a_graph_without_a_kernel_has_the_reason(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(at: object) -> None:
+        raise CudnnError("NOT_SUPPORTED: too odd")
+
+    monkeypatch.setattr(library, "Finalize", refuse)
+    with pytest.raises(CudnnError, match="too odd"):
+        plans(masked_gradient(), CPU, 9)
+
+
+class Functions(SimpleNamespace):
+    """A library with all functions but those that are named."""
+
+    def __init__(self, *without: str, version: int = 91900) -> None:
+        names = set(cudnn_graphs._FUNCTIONS) - set(without)
+        super().__init__(**{name: SimpleNamespace() for name in names})
+        if "cudnnGetVersion" in names:
+            self.cudnnGetVersion = Version(version)
+
+
+class Version:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    ("torch_has", "loaded", "reason"),
+    [
+        (None, Functions(), "this build of torch has no cuDNN"),
+        (8907, Functions(), "torch has cuDNN 8907, older than 90000"),
+        (RuntimeError("compiled\nfor another"), Functions(), "compiled for another"),
+        (91900, OSError("no such\nfile"), r"libcudnn.so.9 cannot be loaded \(no such file\)"),
+        (91900, Functions("cudnnBackendExecute"), "libcudnn.so.9 has no cudnnBackendExecute"),
+        (91900, Functions(version=91000), "has version 91000, and torch uses 91900"),
+    ],
+    ids=("cpu", "old", "broken", "missing", "symbol", "other"),
+)
+def test_a_library_that_cannot_be_used_has_one_clear_line(
+    torch_has: object, loaded: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def given(value: object) -> object:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: given(torch_has))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: given(loaded))
+    cudnn_graphs._library.cache_clear()
+    with pytest.raises(CudnnError, match=reason) as caught:
+        cudnn_graphs.version()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_library_of_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Functions())
+    cudnn_graphs._library.cache_clear()
+    assert cudnn_graphs.version() == 91900
+    cudnn_graphs._library.cache_clear()

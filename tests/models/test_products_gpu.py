@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from full_products import full_products
-from paceline.models.product_choice import SEPARATE
+from paceline.models.product_choice import SEPARATE, choices
 from paceline.models.resnet import Bottleneck, ResNet, fuse_norms, fuse_products, split_uses
 
 pytestmark = [
@@ -70,8 +70,8 @@ def away(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
-def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first tile from `tile` on that the GPU can run."""
+def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first tile from `tile` on that the GPU can run. Returns what will have been taken of cuDNN."""
     from paceline.models import products
 
     def choose(
@@ -97,13 +97,20 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def of_cudnn(names: list[str]) -> str:
         """A convolution with statistics, or with all that is around it; a plan of a gradient; what
         cuDNN has no graph for is separate."""
-        for start in (form, "cudnn", "engine"):
+        for start in (form, "cudnn"):
             found = [name for name in names if name.startswith(start)]
             if found:
-                return found[tile % len(found)]
+                taken.append(found[tile % len(found)])
+                return taken[-1]
         return SEPARATE
 
     monkeypatch.setattr(products, "choose", choose)
+    taken: list[str] = []
+    if form in CUDNN:
+        monkeypatch.setattr(choices, "mode", "cudnn")
+        monkeypatch.setattr(choices, "open", True)
+        monkeypatch.setattr(choices, "missing", {})
+    return taken
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_blocks_have_the_gradients_of_separate_operators(
     """Within what rounding gives the separate ones, from float64."""
     if form in CUDNN and kind != "fp16":
         pytest.skip("cuDNN has these kernels in fp16 only")
-    prefer(form, tile, monkeypatch)
+    taken = prefer(form, tile, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(*width)
     for norm in net.modules():
@@ -138,6 +145,9 @@ def test_blocks_have_the_gradients_of_separate_operators(
     for name, value in wanted.items():
         limit = 2 * away(theirs[name], value) + NEAR[kind]
         assert away(ours[name], value) < limit, name
+    if form in CUDNN:
+        assert any(name.startswith(form) for name in taken), choices.missing
+        assert "cudnn" in taken, choices.missing
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,8 @@ def test_a_captured_step_equals_an_eager_one(form: str, monkeypatch: pytest.Monk
     torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
-def test_choices_are_timed_once_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["auto", "cudnn"])
+def test_choices_are_timed_once_and_kept(mode: str, tmp_path: Path) -> None:
     from paceline.models import product_choice
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -244,12 +255,38 @@ def test_choices_are_timed_once_and_kept(tmp_path: Path) -> None:
     net = prepared(Blocks(64, 256), torch.float16, True)
     x = torch.randn(8, 256, 28, 28, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
-    product_choice.begin("auto", device)
+    product_choice.begin(mode, device)
     run(net, x)
     chosen = product_choice.choices.own()
-    assert product_choice.choices.timed == len(chosen) > 0
+    assert choices.timed == len(chosen) > 0
+    assert any("3/" in key for key in chosen) == (mode == "cudnn"), choices.describe()
+    assert "no form of cuDNN" not in choices.describe()
     product_choice.settle(chosen)
-    product_choice.begin("auto", device)
+    product_choice.begin(mode, device)
     run(net, x)
-    assert product_choice.choices.timed == 0
-    assert product_choice.choices.chosen == chosen
+    assert choices.timed == 0
+    assert choices.chosen == chosen
+
+
+def test_kernels_of_cudnn_wait_for_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's handle follows torch's current stream."""
+    taken = prefer("cudnn engine", 0, monkeypatch)
+    torch.manual_seed(0)
+    net = Blocks(64, 64)
+    x = torch.randn(8, 64, 28, 28, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    wanted = run(prepared(net, torch.float16, True), x)
+    stream = torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            busy = busy @ busy
+            busy /= busy.norm()
+        # Made by what is still under way on this stream.
+        late = x + 0 * busy.sum().clamp(0, 0).half()
+        found = run(prepared(net, torch.float16, True), late)
+    stream.synchronize()
+    assert taken, choices.missing
+    for name, value in wanted.items():
+        assert away(found[name], value) < NEAR["fp16"], name

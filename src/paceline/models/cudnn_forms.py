@@ -3,19 +3,24 @@
 Forward, a kernel computes relu(norm(x)), relu(norm(x) + residual) or relu(norm(x) + norm(residual)) while
 it loads, and sums the statistics of the next norm. Backward, the gradient of an input goes through sum
 and ReLU, and the kernel sums the gradients of γ and β; that of a weight computes relu(norm(x)) again.
-cuDNN reads scale and shift of a norm in fp16, and sums about 0.
+cuDNN reads scale and shift of a norm in fp16, the fifth row of `fused.join_moments`, and sums about 0, in
+no fixed order.
+
+A function gives forms by name: all that are worth a timing, or the one that is `wanted`. It raises
+`CudnnError` where there is none.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.models.cudnn_graphs import ALIGNMENT, Graph, Plan, Value, plans
+from paceline.models.cudnn_graphs import ALIGNMENT, CudnnError, Graph, Plan, Value, plans
 from paceline.models.fused import Moments
 from paceline.models.operands import (
     JOINED,
@@ -33,18 +38,31 @@ from paceline.models.operands import (
 # Of cuDNN's heuristics, best guess first.
 _MOST_PLANS = 6
 _FACTORS = ("dgamma", "dbeta", "a", "b", "c")
+# Elements of a map: its kernels may count them in 32 bits.
+_MOST_ELEMENTS = 2**31 - 1
+_PREFIX, _STATISTICS = "cudnn ", "cudnn statistics "
 
 
-def can_run(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuDNN may have kernels for the two."""
-    channels = weight.shape[0] | weight.shape[1]
-    return (
-        x.is_cuda
-        and x.dtype == weight.dtype == torch.float16
-        and channels % 8 == 0
-        and weight.is_contiguous(memory_format=torch.channels_last)
-        and weight.data_ptr() % ALIGNMENT == 0  # may lie anywhere in a flat buffer
-    )
+def check(weight: Tensor, *maps: Tensor | None, vectors: Sequence[Tensor] = ()) -> None:
+    """Raises `CudnnError` where cuDNN has no kernels, or would misread what is given."""
+    given = [each for each in maps if each is not None]
+    kinds = {each.dtype for each in (weight, *given)}
+    if kinds != {torch.float16}:
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise CudnnError(f"needs fp16, not {names}")
+    if not all(each.is_cuda for each in given):
+        raise CudnnError("needs a GPU")
+    if weight.shape[0] % 8 or weight.shape[1] % 8:
+        raise CudnnError("needs a multiple of 8 channels")
+    if max(each.numel() for each in given) > _MOST_ELEMENTS:
+        raise CudnnError("needs maps of less than 2³¹ elements")
+    # A weight may lie anywhere in a flat buffer.
+    if any(each.data_ptr() % ALIGNMENT for each in (weight, *given, *vectors)):
+        raise CudnnError(f"needs tensors at multiples of {ALIGNMENT} bytes")
+    if not all(each.is_contiguous(memory_format=torch.channels_last) for each in (weight, *given)):
+        raise CudnnError("needs channels-last memory")
+    if any(each.dtype != torch.float32 or not each.is_contiguous() for each in vectors):
+        raise CudnnError("needs norms in float32")
 
 
 def _new_map(dims: Dims, like: Tensor) -> Tensor:
@@ -53,32 +71,67 @@ def _new_map(dims: Dims, like: Tensor) -> Tensor:
     )
 
 
+class _Plans:
+    """Plans of a graph, built when they are asked for: a start with known choices builds one."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self._graph, self._device = graph, device
+        self._found: dict[str, Plan] = {}
+        self._complete = False
+
+    def get(self, wanted: str) -> dict[str, Plan]:
+        """That of the name `wanted`, or, if empty, all that are worth a timing."""
+        if wanted:
+            if wanted not in self._found:
+                self._found |= plans(self._graph, self._device, 1, wanted)
+            return {wanted: self._found[wanted]}
+        if not self._complete:
+            self._found = plans(self._graph, self._device, _MOST_PLANS)
+            self._complete = True
+        return self._found
+
+
 # Forward
 
 
 def forward(
-    operand: Operand, weight: Tensor, stride: int, keep: bool
+    operand: Operand, weight: Tensor, stride: int, keep: bool, wanted: str = ""
 ) -> dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]]:
     """The forms of `products.forward_product`."""
-    if not can_run(operand.x, weight):
-        return {}
+    dims = out_dims(tuple(operand.x.shape), tuple(weight.shape), stride)
+    check(weight, operand.x, operand.other)
+    if math.prod(dims) > _MOST_ELEMENTS:
+        raise CudnnError("needs maps of less than 2³¹ elements")
     shapes = (tuple(operand.x.shape), tuple(weight.shape), stride, operand.x.device)
-    found: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
-        f"cudnn statistics {name}": partial(_forward, plan, operand, weight, stride, False, True)
-        for name, plan in _forward_plans(*shapes, PLAIN, False).items()
-    }
-    if operand.form != PLAIN:
-        keep = keep or operand.form != NORMALIZED  # cuDNN has no other form of a block's output
-        for name, plan in _forward_plans(*shapes, operand.form, keep).items():
-            found[f"cudnn {name}"] = partial(_forward, plan, operand, weight, stride, True, keep)
+    kinds = [(_STATISTICS, PLAIN, False)]
+    # cuDNN does not write relu(norm(x)), although it takes that graph. Other operands it has to store.
+    if operand.form in (JOINED, PROJECTED) or (operand.form == NORMALIZED and not keep):
+        kinds.append((_PREFIX, operand.form, operand.form != NORMALIZED))
+    if wanted:  # the longest prefix comes first
+        kinds = [kind for kind in kinds if wanted.startswith(kind[0])][:1]
+    found: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {}
+    refused: CudnnError | None = None
+    for prefix, form, side in kinds:
+        fused = form != PLAIN
+        try:
+            made = _forward_plans(*shapes, form, side).get(wanted.removeprefix(prefix))
+        except CudnnError as error:
+            refused = error
+            continue
+        for name, plan in made.items():
+            found[prefix + name] = partial(
+                _forward, plan, operand, weight, stride, fused, side or not fused
+            )
+    if not found:
+        raise refused or CudnnError(f"has no form {wanted!r}")
     return found
 
 
 @functools.cache
 def _forward_plans(
     x: Dims, weight: Dims, stride: int, device: torch.device, form: int, keep: bool
-) -> dict[str, Plan]:
-    return plans(forward_graph(x, weight, stride, form, keep), device, _MOST_PLANS)
+) -> _Plans:
+    return _Plans(forward_graph(x, weight, stride, form, keep), device)
 
 
 def forward_graph(x: Dims, weight: Dims, stride: int, form: int, keep: bool) -> Graph:
@@ -135,28 +188,11 @@ def _forward(
 # Backward
 
 
-def has_input_gradient(gradient: Operand, weight: Tensor, end: Epilogue, stride: int) -> bool:
-    """Whether `input_gradient` has forms."""
-    return end.form != PLAIN and bool(_input_plans_of(gradient.x, weight, end, stride))
-
-
-def _input_plans_of(
-    gradient: Tensor, weight: Tensor, end: Epilogue, stride: int
-) -> dict[str, Plan]:
-    if not can_run(gradient, weight) or end.branch is None:
-        return {}
-    return _input_plans(
-        tuple(end.like.shape), tuple(weight.shape), stride, gradient.device, end.form,
-        end.add is not None, end.shortcut is not None,
-    )  # fmt: skip
-
-
 @functools.cache
 def _input_plans(
     x: Dims, weight: Dims, stride: int, device: torch.device, form: int, add: bool, project: bool
-) -> dict[str, Plan]:
-    graph = input_graph(x, weight, stride, form, add, project)
-    return plans(graph, device, _MOST_PLANS)
+) -> _Plans:
+    return _Plans(input_graph(x, weight, stride, form, add, project), device)
 
 
 def input_graph(x: Dims, weight: Dims, stride: int, form: int, add: bool, project: bool) -> Graph:
@@ -205,12 +241,21 @@ def _normed_tensors(norm: NormedMap, factors: Tensor, tag: str) -> dict[str, Ten
 
 
 def input_gradient(
-    gradient: Tensor, weight: Tensor, end: Epilogue, stride: int
+    gradient: Tensor, weight: Tensor, end: Epilogue, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
-    """Forms that give the gradient behind `end`, and its factors (see `Gradients`)."""
-    found = _input_plans_of(gradient, weight, end, stride)
+    """Forms that give the gradient behind `end`, which is not plain, and `Gradients.joined`."""
+    assert end.branch is not None
+    norms = [norm for norm in (end.branch, end.shortcut) if norm is not None]
+    vectors = [each for norm in norms for each in (norm.gamma.detach(), norm.beta.detach())]
+    maps = (gradient, end.like, end.add, end.residual, *(norm.x for norm in norms))
+    check(weight, *maps, vectors=vectors)
+    found = _input_plans(
+        tuple(end.like.shape), tuple(weight.shape), stride, gradient.device, end.form,
+        end.add is not None, end.shortcut is not None,
+    )  # fmt: skip
     return {
-        name: partial(_input_gradient, plan, gradient, weight, end) for name, plan in found.items()
+        _PREFIX + name: partial(_input_gradient, plan, gradient, weight, end)
+        for name, plan in found.get(wanted.removeprefix(_PREFIX)).items()
     }
 
 
@@ -235,21 +280,22 @@ def _input_gradient(
 
 
 def weight_gradient(
-    gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
+    gradient: Tensor, weight: Tensor, inputs: Operand, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], Tensor]]:
     """Forms that compute the input, relu(norm(x)), while they load it."""
-    if inputs.form != NORMALIZED or not can_run(gradient, weight):
-        return {}
-    found = _weight_plans(tuple(inputs.x.shape), tuple(weight.shape), stride, gradient.device)
+    assert inputs.form == NORMALIZED
+    check(weight, gradient, inputs.x)
+    shapes = (tuple(inputs.x.shape), tuple(weight.shape), stride, gradient.device)
+    found = _weight_plans(*shapes).get(wanted.removeprefix(_PREFIX))
     return {
-        name: partial(_weight_gradient, plan, gradient, weight, inputs)
+        _PREFIX + name: partial(_weight_gradient, plan, gradient, weight, inputs)
         for name, plan in found.items()
     }
 
 
 @functools.cache
-def _weight_plans(x: Dims, weight: Dims, stride: int, device: torch.device) -> dict[str, Plan]:
-    return plans(weight_graph(x, weight, stride), device, _MOST_PLANS)
+def _weight_plans(x: Dims, weight: Dims, stride: int, device: torch.device) -> _Plans:
+    return _Plans(weight_graph(x, weight, stride), device)
 
 
 def weight_graph(x: Dims, weight: Dims, stride: int) -> Graph:

@@ -5,12 +5,15 @@ Python package for it has no node for the gradients of γ and β. A `Graph` is p
 what cuDNN has for it on a device, best guess first. Maps are in channels-last memory and fp16, with a
 multiple of 8 channels; vectors have one value a channel. Numbers of descriptors, attributes and types
 are those of cuDNN's header `cudnn_graph.h`, the same in all versions 9.
+
+cuDNN adds up statistics and gradients of γ and β in no fixed order: repetitions agree within rounding.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from ctypes import c_bool, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
@@ -35,10 +38,24 @@ _CONVOLUTIONS = {
 _KNOBS = 32
 # Of every tensor, in bytes.
 ALIGNMENT = 16
+_NAME, _OLDEST = "libcudnn.so.9", 90000
+_FUNCTIONS: dict[str, list[Any]] = {
+    "cudnnCreate": [c_void_p],
+    "cudnnSetStream": [c_void_p, c_void_p],
+    "cudnnBackendCreateDescriptor": [c_int, c_void_p],
+    "cudnnBackendDestroyDescriptor": [c_void_p],
+    "cudnnBackendSetAttribute": [c_void_p, c_int, c_int, c_int64, c_void_p],
+    "cudnnBackendGetAttribute": [c_void_p, c_int, c_int, c_int64, c_void_p, c_void_p],
+    "cudnnBackendFinalize": [c_void_p],
+    "cudnnBackendExecute": [c_void_p, c_void_p, c_void_p],
+    "cudnnGetLastErrorString": [ctypes.c_char_p, c_size_t],
+    "cudnnGetErrorString": [c_int],
+    "cudnnGetVersion": [],
+}
 
 
 class CudnnError(RuntimeError):
-    """cuDNN refused, with its reason."""
+    """There is no cuDNN, or it refused, with the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +121,25 @@ class _Library:
     """Calls of the C interface that raise `CudnnError`."""
 
     def __init__(self) -> None:
-        self._c = ctypes.CDLL("libcudnn.so.9")
+        expected = _torch_version()
+        try:
+            self._c = ctypes.CDLL(_NAME)
+        except OSError as error:
+            raise CudnnError(f"{_NAME} cannot be loaded ({_one_line(str(error))})") from error
+        for name, types in _FUNCTIONS.items():
+            try:
+                getattr(self._c, name).argtypes = types
+            except AttributeError as error:
+                raise CudnnError(f"{_NAME} has no {name}") from error
         self._c.cudnnGetErrorString.restype = ctypes.c_char_p
-        self._c.cudnnGetLastErrorString.argtypes = [ctypes.c_char_p, c_size_t]
         self._c.cudnnGetLastErrorString.restype = None
+        self._c.cudnnGetVersion.restype = c_size_t
+        self.version: int = self._c.cudnnGetVersion()
+        if self.version != expected:
+            raise CudnnError(f"{_NAME} has version {self.version}, and torch uses {expected}")
         self.destroy = self._c.cudnnBackendDestroyDescriptor
+        # Of a handle's stream and what is put on it: a handle serves one thread at a time.
+        self.lock = threading.Lock()
         self._handles: dict[int, c_void_p] = {}
 
     def call(self, name: str, *given: Any) -> None:
@@ -116,25 +147,47 @@ class _Library:
         if status:
             reason = ctypes.create_string_buffer(512)
             self._c.cudnnGetLastErrorString(reason, len(reason))
-            text = " ".join(reason.value.decode(errors="replace").split())
+            text = _one_line(reason.value.decode(errors="replace"))
             raise CudnnError(f"{self._c.cudnnGetErrorString(status).decode()}: {text}")
 
     def handle(self, device: torch.device) -> c_void_p:
-        """That of the device, on torch's current stream."""
-        index = torch.cuda.current_device() if device.index is None else device.index
-        with torch.cuda.device(index):
-            if index not in self._handles:
-                made = c_void_p()
-                self.call("cudnnCreate", ctypes.byref(made))
-                self._handles[index] = made
-            stream = torch.cuda.current_stream().cuda_stream
-            self.call("cudnnSetStream", self._handles[index], c_void_p(stream))
+        """That of `device`, which is torch's current one, on its current stream."""
+        index = torch.cuda.current_device()
+        assert device.index in (None, index), device
+        if index not in self._handles:
+            made = c_void_p()
+            self.call("cudnnCreate", ctypes.byref(made))
+            self._handles[index] = made
+        stream = torch.cuda.current_stream().cuda_stream
+        self.call("cudnnSetStream", self._handles[index], c_void_p(stream))
         return self._handles[index]
+
+
+def _torch_version() -> int:
+    """That of torch's cuDNN."""
+    try:
+        version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise CudnnError(_one_line(str(error))) from error
+    if version is None:
+        raise CudnnError("this build of torch has no cuDNN")
+    if version < _OLDEST:
+        raise CudnnError(f"torch has cuDNN {version}, older than {_OLDEST}")
+    return version
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 @functools.cache
 def _library() -> _Library:
     return _Library()
+
+
+def version() -> int:
+    """Of cuDNN. Raises `CudnnError` where it cannot be used."""
+    return _library().version
 
 
 class _Descriptor:
@@ -144,8 +197,8 @@ class _Descriptor:
         self.at = c_void_p()
         self.kept: list[_Descriptor] = []
         library = _library()
-        library.call("cudnnBackendCreateDescriptor", c_int(kind), ctypes.byref(self.at))
         self._destroy = library.destroy
+        library.call("cudnnBackendCreateDescriptor", c_int(kind), ctypes.byref(self.at))
 
     def __del__(self) -> None:
         if self.at.value:
@@ -261,6 +314,7 @@ class Plan:
 
     def __init__(self, graph: Graph, config: _Descriptor, device: torch.device) -> None:
         self._device = device
+        # Descriptors of cuDNN, which live as long as the plan: config, heuristics, graph and tensors.
         self._stored = [value for value in graph.values if value.name]
         self._plan = _Descriptor(5)
         self._plan.refer(401, config)
@@ -269,12 +323,12 @@ class Plan:
         size = (c_int64 * 1)()
         self._plan.get(402, _INT64, size)
         self._workspace = size[0]
-        self.name = _name(config)
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
         """Reads and writes `tensors`, by name, on torch's current stream. May be captured."""
         for value in self._stored:
             _check(value, tensors[value.name])
+        # Freed on this stream, so that only what is queued later can get it.
         space = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
         pack, count = _Descriptor(16), len(self._stored)
         pack.integers(1000, [value.uid for value in self._stored])
@@ -283,7 +337,9 @@ class Plan:
         pack.set(1003, _POINTER, (c_void_p * 1)(space.data_ptr()))
         pack.finish()
         library = _library()
-        library.call("cudnnBackendExecute", library.handle(self._device), self._plan.at, pack.at)
+        with library.lock:
+            handle = library.handle(self._device)
+            library.call("cudnnBackendExecute", handle, self._plan.at, pack.at)
 
 
 def _check(value: Value, tensor: Tensor) -> None:
@@ -314,28 +370,29 @@ def _name(config: _Descriptor) -> str:
     return ",".join(words)
 
 
-def plans(graph: Graph, device: torch.device, most: int) -> dict[str, Plan]:
-    """Up to `most` plans by name, in the order of cuDNN's heuristics; none where it has no kernel, or
-    where torch comes without cuDNN."""
-    try:
-        operations = _lowered(graph, device)
-        heuristics = _Descriptor(4)
-        heuristics.refer(201, operations)
-        heuristics.number(200, _HEURISTICS, _MODE_A)
-        heuristics.finish()
-        found = [_Descriptor(3) for _ in range(heuristics.get(202, _DESCRIPTOR, ()))]
-        array = (c_void_p * len(found))(*[config.at.value for config in found])
-        count = heuristics.get(202, _DESCRIPTOR, array) if found else 0
-    except (CudnnError, OSError):
-        return {}
+def plans(graph: Graph, device: torch.device, most: int, only: str = "") -> dict[str, Plan]:
+    """Up to `most` plans by name, in the order of cuDNN's heuristics, or that of the name `only`. Raises
+    `CudnnError` where there is none."""
+    operations = _lowered(graph, device)
+    heuristics = _Descriptor(4)
+    heuristics.refer(201, operations)
+    heuristics.number(200, _HEURISTICS, _MODE_A)
+    heuristics.finish()
+    found = [_Descriptor(3) for _ in range(heuristics.get(202, _DESCRIPTOR, ()))]
+    array = (c_void_p * len(found))(*[config.at.value for config in found])
+    count = heuristics.get(202, _DESCRIPTOR, array) if found else 0
     made: dict[str, Plan] = {}
+    refused: CudnnError | None = None
     for config in found[:count]:
         config.kept.append(heuristics)
         try:
-            plan = Plan(graph, config, device)
-        except CudnnError:
-            continue
-        made.setdefault(plan.name, plan)
-        if len(made) == most:
+            name = _name(config)
+            if name not in made and only in ("", name):
+                made[name] = Plan(graph, config, device)
+        except CudnnError as error:
+            refused = refused or error
+        if len(made) == (1 if only else most):
             break
+    if not made:
+        raise CudnnError(f"cuDNN has no kernel for this graph ({refused or 'no engine takes it'})")
     return made

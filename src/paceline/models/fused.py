@@ -192,8 +192,8 @@ class _NormAct(torch.autograd.Function):
 
 
 def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
-    """Mean, 1/σ, scale and shift as four rows of float32, and a fifth with scale and shift in fp16, as
-    cuDNN reads them. Updates the running statistics, as torch does, with those of x + `offset`."""
+    """Mean, 1/σ, scale and shift as four rows. Updates the running statistics, as torch does, with
+    those of x + `offset`."""
     return join_moments(moments(x), norm, offset)
 
 
@@ -220,19 +220,22 @@ def moments(x: Tensor) -> Moments:
     return Moments(parts, rows, c.span)
 
 
-def join_moments(found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
-    """The rows of `statistics`; updates the running statistics."""
+def join_moments(
+    found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None, *, halves: bool = False
+) -> Tensor:
+    """The rows of `statistics`; updates the running statistics. `halves`: a fifth row has scale and shift
+    once more in fp16, as cuDNN reads them."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
     parts, channels = found.parts.shape[1:]
-    saved = found.parts.new_empty((5, channels))
+    saved = found.parts.new_empty((5 if halves else 4, channels))
     kernel = kernels.statistics_kernel if found.span else kernels.centred_statistics_kernel
     kernel[(-(-channels // _JOIN_CHANNELS),)](
         found.parts, norm.weight, norm.bias, norm.running_mean, norm.running_var,
-        norm.num_batches_tracked, saved, saved[4].view(torch.float16),
-        norm.bias if offset is None else offset,
+        norm.num_batches_tracked, saved, norm.bias if offset is None else offset,
         found.rows, channels, found.span, parts, norm.momentum, norm.eps,
+        saved[4].view(torch.float16) if halves else None,
         OFFSET=offset is not None, BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
         **({} if found.span else {"CENTRED": found.centred}),
     )  # fmt: skip

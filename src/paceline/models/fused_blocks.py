@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from paceline.models.fused import as_map, backward_sums, can_fuse
 from paceline.models.operands import Epilogue, NormedMap, Operand
+from paceline.models.product_choice import CUDNN, choices
 from paceline.models.products import backward_product, forward_product
 from paceline.models.recompute import not_stored
 from paceline.models.resnet import norm_can_fuse, split_uses
@@ -109,7 +110,8 @@ def _is_plain(convolution: nn.Conv2d) -> bool:
     """As ResNets have them; someone may have put another one in its place."""
     sizes = convolution.kernel_size
     return (
-        convolution.padding == (sizes[0] // 2, sizes[1] // 2)
+        type(convolution).forward is nn.Conv2d.forward
+        and convolution.padding == (sizes[0] // 2, sizes[1] // 2)
         and convolution.stride[0] == convolution.stride[1]
         and convolution.dilation == (1, 1)
         and convolution.groups == 1
@@ -207,21 +209,13 @@ class _JoinReduce(torch.autograd.Function):
         joined = Operand.joined(before, before_saved, residual, residual_saved)
         out, saved, y = forward_product(joined, weight, norm, keep=True)
         assert y is not None
-        projected = (
-            (residual_saved, residual_gamma, residual_beta) if residual_saved is not None else ()
-        )
+        projected = residual_saved is not None
+        # Only the forms of cuDNN read a stored residual again.
+        kept = residual if projected or choices.mode == CUDNN else None
         ctx.save_for_backward(
-            before,
-            before_saved,
-            before_gamma,
-            before_beta,
-            residual,
-            y,
-            weight,
-            out,
-            saved,
-            *projected,
-        )
+            before, before_saved, before_gamma, before_beta, y, weight, out, saved,
+            kept, residual_saved, residual_gamma, residual_beta,
+        )  # fmt: skip
         ctx.links, ctx.link = links, link
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(saved)
@@ -230,23 +224,22 @@ class _JoinReduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, _: Any, dy_shortcut: Tensor | None) -> Any:
-        *before, residual, y, weight, out, saved = ctx.saved_tensors[:9]
-        projected = ctx.saved_tensors[9:]
+        branch, (y, weight, out, saved) = NormedMap(*ctx.saved_tensors[:4]), ctx.saved_tensors[4:8]
+        residual, *norm = ctx.saved_tensors[8:]
+        shortcut = residual if norm[0] is None else NormedMap(residual, *norm)
         assert dz is not None, "a block's branch is always used"
         add = None if dy_shortcut is None else as_map(dy_shortcut)
         gradients = backward_product(
             Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=True), weight, Operand(y),
-            Epilogue.merged(
-                NormedMap(*before), y, add,
-                NormedMap(residual, *projected) if projected else residual,
-            ), wants_weight=ctx.needs_input_grad[8],
+            Epilogue.merged(branch, y, add, shortcut), wants_weight=ctx.needs_input_grad[8],
         )  # fmt: skip
         given, (link, residual_link) = gradients.dx, ctx.links
-        factors = gradients.factors[0]
+        factors = gradients.factors(branch)
         link.put(given, factors)
         of_residual: tuple[Tensor | None, Tensor | None] = (None, None)
         if residual_link is not None:
-            others = gradients.factors[1]
+            assert isinstance(shortcut, NormedMap)
+            others = gradients.factors(shortcut, other=True)
             residual_link.put(given, others)
             of_residual = (others[0], others[1])
         return (
@@ -272,21 +265,22 @@ class _ConvolveNormed(torch.autograd.Function):
         kept = [] if y is None else [y]
         ctx.save_for_backward(x, saved, gamma, beta, weight, out, next_saved, *kept)
         ctx.stride, ctx.links, ctx.relu = stride, links, relu
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(next_saved)
         return out, next_saved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, dz: Tensor | None, _: Any) -> Any:
+        assert dz is not None, "a block's branch is always used"
         x, saved, gamma, beta, weight, out, next_saved, *kept = ctx.saved_tensors
-        before, link = ctx.links
+        branch, (before, link) = NormedMap(x, saved, gamma, beta), ctx.links
         gradients = backward_product(
             Operand.gradient(dz, out, next_saved, link.take(dz), relu=ctx.relu), weight,
             Operand(kept[0]) if kept else Operand.normalized(x, saved),
-            Epilogue.masked(NormedMap(x, saved, gamma, beta)), ctx.stride,
-            wants_weight=ctx.needs_input_grad[4],
+            Epilogue.masked(branch), ctx.stride, wants_weight=ctx.needs_input_grad[4],
         )  # fmt: skip
-        factors = gradients.factors[0]
+        factors = gradients.factors(branch)
         # Separate products leave the ReLU to those of the convolution before.
         before.put(gradients.dx, factors)
         return (

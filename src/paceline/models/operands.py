@@ -95,8 +95,8 @@ class NormedMap:
 class Epilogue:
     """`MASKED`: through the ReLU of the norm of `branch`. `MERGED`: through sum and ReLU of a block with
     output `y`, `add` being the gradient of the output's other use; the sum is that of the norm of
-    `branch` and of `residual`, or of `shortcut`'s norm. `PLAIN`: nothing; the result has the shape of
-    `like`."""
+    `branch` and of `residual`, which only cuDNN reads, or of `shortcut`'s norm. `PLAIN`: nothing; the
+    result has the shape of `like`."""
 
     form: int
     like: Tensor
@@ -116,7 +116,7 @@ class Epilogue:
 
     @classmethod
     def merged(
-        cls, branch: NormedMap, y: Tensor, add: Tensor | None, shortcut: Tensor | NormedMap
+        cls, branch: NormedMap, y: Tensor, add: Tensor | None, shortcut: Tensor | NormedMap | None
     ) -> Epilogue:
         if isinstance(shortcut, NormedMap):
             return cls(MERGED, branch.x, branch, y, add, None, shortcut)
@@ -133,21 +133,18 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Gradients:
-    """`dx` behind the epilogue, the weight's gradient where it is wanted, and the rows of
-    `fused.join_sums` for the norm of the branch and that of the shortcut."""
+    """`dx` behind the epilogue, its partial sums, two rows for each norm, and the weight's gradient where
+    it is wanted. `joined`: what cuDNN makes of the sums itself."""
 
     dx: Tensor
+    parts: Tensor | None
     weight: Tensor | None
-    factors: tuple[Tensor, ...] = ()
+    joined: tuple[Tensor, ...] = ()
 
-
-def joined_factors(end: Epilogue, parts: Tensor | None) -> tuple[Tensor, ...]:
-    """Those of `Gradients` from partial sums, two rows for each norm."""
-    if parts is None:
-        return ()
-    norms = [norm for norm in (end.branch, end.shortcut) if norm is not None]
-    rows = end.like.numel() // end.like.shape[1]
-    return tuple(
-        join_sums(parts[2 * n : 2 * n + 2], norm.gamma, norm.saved, rows)
-        for n, norm in enumerate(norms)
-    )
+    def factors(self, norm: NormedMap, *, other: bool = False) -> Tensor:
+        """The rows of `fused.join_sums`, for the norm of the branch, or that of the shortcut."""
+        if self.joined:
+            return self.joined[int(other)]
+        assert self.parts is not None
+        parts = self.parts[2:] if other else self.parts[:2]
+        return join_sums(parts, norm.gamma, norm.saved, self.dx.numel() // self.dx.shape[1])

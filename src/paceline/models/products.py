@@ -1,9 +1,9 @@
 """Convolutions of a fused block with what is around them: forward, and both gradients.
 
-Each has several forms: the `TILES` of `product_kernels`, for 1 × 1 convolutions of stride 1; kernels of
-cuDNN (`cudnn_forms`), in fp16; and the separate one, the norm's kernels around a convolution of torch.
-All give the same values within rounding; `product_choice` times them and keeps the fastest one for each
-shape and device.
+Each has several forms: the `TILES` of `product_kernels`, for 1 × 1 convolutions of stride 1; where asked
+for, kernels of cuDNN (`cudnn_forms`), in fp16; and the separate one, the norm's kernels around a
+convolution of torch. All give the same values within rounding; `product_choice` times them and keeps the
+fastest one for each shape and device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models import cudnn_forms
 from paceline.models import product_kernels as kernels
+from paceline.models.cudnn_graphs import CudnnError
 from paceline.models.fused import (
     Moments,
     as_map,
@@ -37,10 +38,9 @@ from paceline.models.operands import (
     Epilogue,
     Gradients,
     Operand,
-    joined_factors,
     out_dims,
 )
-from paceline.models.product_choice import SEPARATE, choices, choose
+from paceline.models.product_choice import CUDNN, SEPARATE, choices, choose
 from paceline.models.product_tiles import (
     BOTH_TILES,
     TILES,
@@ -185,16 +185,47 @@ def forward_product(
         if fits(tile, into, out, reads=False, sums=True)
         and _resident(tile, operand, Epilogue.plain(operand.x))
     }
-    forms.update(cudnn_forms.forward(operand, weight, stride, keep))
-    forms[SEPARATE] = partial(_separate_forward, operand, weight, stride)
-    how = "kept" if keep else "recomputed" if recompute else ""
+    cudnn = choices.mode == CUDNN
+    # Only cuDNN's times depend on what is kept for backward.
+    how = "kept" if keep else "recomputed" if recompute and cudnn else ""
     key = _key("forward", operand, weight, stride, how)
+    forms.update(_of_cudnn(key, partial(cudnn_forms.forward, operand, weight, stride, keep)))
     then = None
-    if operand.form == NORMALIZED:
+    if cudnn and operand.form == NORMALIZED:
         # A form that does not store the operand leaves more to the weight's gradient.
         then = partial(_weight_gradient_after, operand, weight, stride, recompute)
-    found, sums, kept = forms[choose(key, forms, operand.x.device, then)]()
-    return found, join_moments(sums, norm), None if recompute else kept
+    forms[SEPARATE] = partial(_separate_forward, operand, weight, stride)
+    found, sums, kept = _fastest(key, forms, is_product(weight, stride), operand.x.device, then)
+    halves = cudnn and weight.dtype == torch.float16
+    return found, join_moments(sums, norm, halves=halves), None if recompute else kept
+
+
+Result = TypeVar("Result")
+
+
+def _of_cudnn(
+    key: str, make: Callable[[str], dict[str, Callable[[], Result]]]
+) -> dict[str, Callable[[], Result]]:
+    """Forms of cuDNN where the run asks for them. Why there are none is part of `Choices.describe`."""
+    wanted = choices.wanted_of_cudnn(key)
+    if wanted is None:
+        return {}
+    try:
+        return make(wanted)
+    except CudnnError as error:
+        choices.missing[key] = str(error)
+        return {}
+
+
+def _fastest(
+    key: str, forms: dict[str, Callable[[], Result]], product: bool, device: torch.device,
+    then: Callable[[Result], object] | None = None,
+) -> Result:  # fmt: skip
+    """The result of the fastest form. Where only cuDNN could have others, and has none, there is nothing
+    to choose."""
+    if not product and len(forms) == 1:
+        return forms[SEPARATE]()
+    return forms[choose(key, forms, device, then)]()
 
 
 def _weight_gradient_after(
@@ -245,10 +276,6 @@ def backward_product(
     forms[SEPARATE] = partial(
         _separate_backward, gradient, weight, inputs, end, stride, wants_weight
     )
-    if cudnn_forms.has_input_gradient(gradient, weight, end, stride):
-        forms["cudnn"] = partial(
-            _cudnn_backward, gradient, weight, inputs, end, stride, wants_weight
-        )
     if wants_weight and is_product(weight, stride):
         for tile in BOTH_TILES:
             if both_fits(tile, weight.shape[1], weight.shape[0]):
@@ -258,15 +285,17 @@ def backward_product(
     key = _key(
         "backward", gradient, weight, stride, end.describe(), FORMS[inputs.form], wants_weight
     )
-    return forms[choose(key, forms, gradient.x.device)]()
+    if end.form != PLAIN:
+        make = partial(_cudnn_backward_forms, gradient, weight, inputs, end, stride, wants_weight)
+        forms.update(_of_cudnn(key, make))
+    return _fastest(key, forms, is_product(weight, stride), gradient.x.device)
 
 
 def _fused_backward(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, wants_weight: bool
 ) -> Gradients:
     dx, parts = input_gradient(gradient, weight, end)
-    found = weight_gradient(gradient, weight, inputs) if wants_weight else None
-    return Gradients(dx, found, joined_factors(end, parts))
+    return Gradients(dx, parts, weight_gradient(gradient, weight, inputs) if wants_weight else None)
 
 
 def input_gradient(
@@ -358,8 +387,7 @@ def _both_gradients(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    found = _join_products(partial_products, weight)
-    return Gradients(dx, found, joined_factors(end, sums))
+    return Gradients(dx, sums, _join_products(partial_products, weight))
 
 
 def _torch_backward(
@@ -385,13 +413,32 @@ def _separate_backward(
     assert dx is not None
     dx = as_map(dx)
     if end.branch is None:
-        return Gradients(dx, found)
+        return Gradients(dx, None, found)
     parts, dz = gradient_sums(dx, end.add, end.branch.x, end.y, end.branch.saved, relu=True)
     dz = dx if dz is None else dz
     if end.shortcut is not None:
         more, _ = gradient_sums(dz, None, end.shortcut.x, None, end.shortcut.saved, relu=False)
         parts = torch.cat((parts, more))
-    return Gradients(dz, found, joined_factors(end, parts))
+    return Gradients(dz, parts, found)
+
+
+def _cudnn_backward_forms(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
+    wants_weight: bool, wanted: str,
+) -> dict[str, Callable[[], Gradients]]:  # fmt: skip
+    """One form; its two gradients have several each."""
+    # In the place of the gradient's map, which is not stored yet: the same shape and memory.
+    key, chosen = _cudnn_input_key(gradient, weight, end, stride), ""
+    if wanted:
+        chosen = choices.wanted_of_cudnn(key) or ""
+    cudnn_forms.input_gradient(gradient.x, weight, end, stride, chosen)
+    call = partial(_cudnn_backward, gradient, weight, inputs, end, stride, wants_weight)
+    return {CUDNN: call}
+
+
+def _cudnn_input_key(gradient: Operand, weight: Tensor, end: Epilogue, stride: int) -> str:
+    add = "" if end.add is None else "add"
+    return _key(f"{CUDNN} input", gradient, weight, stride, end.describe(), add)
 
 
 def _cudnn_backward(
@@ -399,22 +446,24 @@ def _cudnn_backward(
     wants_weight: bool,
 ) -> Gradients:  # fmt: skip
     stored = gradient.stored()
-    forms = cudnn_forms.input_gradient(stored, weight, end, stride)
-    key = _key("cudnn input", gradient, weight, stride, end.describe())
+    key = _cudnn_input_key(gradient, weight, end, stride)
+    wanted = choices.wanted_of_cudnn(key) or ""
+    forms = cudnn_forms.input_gradient(stored, weight, end, stride, wanted)
     dz, factors = forms[choose(key, forms, stored.device)]()
     found = _stored_weight_gradient(stored, weight, inputs, stride) if wants_weight else None
-    return Gradients(dz, found, factors)
+    return Gradients(dz, None, found, factors)
 
 
 def _stored_weight_gradient(
     gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
 ) -> Tensor:
-    forms = cudnn_forms.weight_gradient(gradient, weight, inputs, stride)
-    if not forms:
-        return _torch_weight_gradient(gradient, weight, inputs, stride)
-    forms[SEPARATE] = partial(_torch_weight_gradient, gradient, weight, inputs, stride)
-    key = _key("cudnn weight", inputs, weight, stride)
-    return forms[choose(key, forms, gradient.device)]()
+    separate = partial(_torch_weight_gradient, gradient, weight, inputs, stride)
+    if inputs.form != NORMALIZED:
+        return separate()
+    key = _key(f"{CUDNN} weight", inputs, weight, stride)
+    forms = _of_cudnn(key, partial(cudnn_forms.weight_gradient, gradient, weight, inputs, stride))
+    forms[SEPARATE] = separate
+    return _fastest(key, forms, False, gradient.device)
 
 
 def _torch_weight_gradient(
