@@ -1,14 +1,14 @@
 """Fused convolutions of ResNet-50 against separate ones, on one GPU.
 
     python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--fresh]
-        [--only shapes|large|steps] [--modes off auto cudnn recompute] [--profile]
+        [--only shapes|large|steps|profile] [--modes off auto cudnn recompute]
 
 Prints one JSON object a line. First every kind of convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form; `large`: only
 those of maps of 14 × 14 and more. Then whole training steps, `run.fused_convolutions` off and auto, and
 auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms that
-they chose; `--profile`: milliseconds a step by kind of kernel, too. With the mode `cudnn`, the forms of
+they chose; `profile`: milliseconds of such a step by kind of kernel. With the mode `cudnn`, the forms of
 cuDNN take part, and its steps are measured. A form or a layer that fails, or does not end, prints its
 error, and the next one follows. Kernels are built first, by several processes.
 """
@@ -218,7 +218,7 @@ class Case:
             "backward": gradient * (1 if out * into <= 64 * 256 else 2) + after
             + (0 if out * into <= 64 * 256 else into),
         }  # fmt: skip
-        return 2 * rows * parts[key.split()[0]]
+        return 2 * rows * parts[key.removeprefix(f"{CUDNN} ").split()[0]]
 
 
 def away(ours: Tensor, theirs: Tensor) -> float:
@@ -458,12 +458,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
-    parser.add_argument("--only", choices=("shapes", "large", "steps"))
+    parser.add_argument("--only", choices=("shapes", "large", "steps", "profile"))
     parser.add_argument(
         "--modes", nargs="+", default=MODES, choices=(*MODES, CUDNN),
         help="of the steps; with cudnn, its forms are timed too",
     )  # fmt: skip
-    parser.add_argument("--profile", action="store_true", help="kernels of a step, by kind")
     parser.add_argument("--fresh", action="store_true", help="forget earlier choices")
     parser.add_argument("--layers", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--build", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -495,12 +494,12 @@ def main() -> None:
             product_choice.begin(each, device)
             if choices.path is not None:
                 choices.path.unlink(missing_ok=True)
-    if given.only != "steps":
+    if given.only not in ("steps", "profile"):
         build_first(given)
         watch_shapes(given, layers)
     if given.only in (None, "steps"):
         measure_steps(given.batch, given.steps, given.rounds, given.dtype, given.modes)
-    if given.profile:
+    if given.only == "profile":
         for each in given.modes:
             own = [sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype]
             code = subprocess.run([*own, "--profiled", each], check=False).returncode

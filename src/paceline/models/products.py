@@ -160,7 +160,8 @@ def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object
     out, into, size, _ = weight.shape
     form = FORMS[operand.form] + (" relu" if operand.relu else "")
     kind = str(weight.dtype).removeprefix("torch.")
-    window = "" if size == stride == 1 else f"{size}/{stride}"
+    height, width = operand.x.shape[2:]
+    window = "" if size == stride == 1 else f"{size}/{stride} {height}x{width}"
     words = [f"{what} {operand.rows}x{into}x{out} {kind} {form}", window, *map(str, more)]
     return " ".join(filter(None, words))
 
