@@ -37,6 +37,7 @@ from paceline.models.fused import join_moments, moments
 from paceline.models.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
 from paceline.models.product_choice import CUDNN, SEPARATE, choices
 from paceline.models.products import backward_product, forward_product
+from paceline.train.step import TrainStep
 
 COPY_BYTES_PER_S = 4.26e12
 BUILDERS = 16
@@ -425,28 +426,36 @@ def profile_step(mode: str, batch: int, dtype: str) -> None:
     row = step_row(mode, batch, 10, dtype)
     with profile(activities=[ProfilerActivity.CUDA]):  # before graphs are captured
         torch.zeros(1, device="cuda")
-    found = profile(activities=[ProfilerActivity.CUDA])
+    found, launch, steps = profile(activities=[ProfilerActivity.CUDA]), TrainStep.launch, 0
+
+    def counted(step: TrainStep, *given: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return launch(step, *given)
 
     def ready() -> None:
+        nonlocal steps
         torch.cuda.synchronize()
         found.start()
+        steps = 0  # more follow than `row.steps`: the rest of the warm-up, and those in flight
 
+    TrainStep.launch = counted  # type: ignore[method-assign]
     measured = measure(row, ready)
     torch.cuda.synchronize()
     found.stop()
     milliseconds: dict[str, float] = {}
     kernels: dict[str, float] = {}
     for event in found.key_averages():
-        ms = event.self_device_time_total / 1e3 / row.steps
+        ms = event.self_device_time_total / 1e3 / steps
         kind = next(
             (kind for kind, pattern in KERNELS.items() if re.search(pattern, event.key, re.I)),
             "others",
         )
         milliseconds[kind] = milliseconds.get(kind, 0.0) + ms
-        kernels[f"{event.key[:100]} ×{event.count / row.steps:g}"] = ms
+        kernels[f"{event.key[:100]} ×{event.count / steps:g}"] = ms
     heaviest = sorted(kernels, key=lambda name: -kernels[name])[:40]
     emit(
-        profile=mode, batch=batch, images_per_s=measured["images_per_s"],
+        profile=mode, batch=batch, images_per_s=measured["images_per_s"], steps=steps,
         ms={kind: round(ms, 3) for kind, ms in milliseconds.items()},
         kernels={name: round(kernels[name], 4) for name in heaviest},
     )  # fmt: skip
