@@ -15,11 +15,17 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.core.units import plural
-from paceline.models import MODEL_NAMES
-from paceline.plan.cluster import accelerator
+from paceline.models import MODEL_NAMES, ModelSettings, create_model
+from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.layers import TRACED, is_network, network
 from paceline.plan.optimizer import best_plan
-from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
+from paceline.plan.plan_file import (
+    ClusterFacts,
+    LinkFacts,
+    ModelFacts,
+    PlanFile,
+    ProbedCluster,
+)
 from paceline.plan.rehearsal import RehearseSettings, cluster_clock
 from paceline.plan.scaling import predict_scaling
 from paceline.plan.workload import analytic_workload
@@ -251,6 +257,40 @@ def test_built_in_models_without_layers_are_counted(model: str, pixels: str) -> 
     assert {name for name in MODEL_NAMES if not is_network(name)} == set(TRACED)
 
 
+@pytest.mark.parametrize("model", ["resnet_tiny", "resnet18"])
+def test_a_plan_for_few_classes_is_the_trained_models(tmp_path: Path, model: str) -> None:
+    """What `paceline train --plan` compares."""
+    path = tmp_path / "plan.toml"
+    size = "--image-size", "32", "--classes", "4", "--channels", "1"
+    ask("--gpu", "CPU", "--gpus-per-node", "2", "--model", model, *size, "-b", "8",
+        "--plan-out", str(path))  # fmt: skip
+    made = create_model(ModelSettings(model), num_classes=4, in_channels=1, image_size=32)
+    facts = ModelFacts.of((name, p.numel()) for name, p in made.named_parameters())
+    PlanFile.read(path).check(facts, ClusterFacts(2, 1), str(path))
+
+
+def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
+    chip = tmp_path / "own.toml"
+    chip.write_text(
+        "[X1]\ntflops = 500\nmemory_gb_per_s = 2000\nmemory_gb = 40\nnode_gb_per_s = 100\n"
+        "processors = 100\nclock_ghz = 1.5\nwatts = 500\ncompute_capability = 9.0\n"
+    )
+    found = json.loads(ask("--gpu", str(chip), "--nodes", "4", "--json"))
+    assert "X1" in found["source"]
+    assert found["memory"]["total"] < 40e9
+    this = found["this"]
+    assert this["energy_kwh"] == pytest.approx(this["gpu_hours"] * 0.5)
+    told = predict_scaling(accelerator=str(chip), nodes=4, batch_size=found["batch_size"])
+    assert told.step_s == pytest.approx(found["step_s"])
+    clock = RehearseSettings(nodes=4, gpu=str(chip))
+    assert clock.watts == 500
+    assert clock.place().intra == gpu_cluster(accelerator(str(chip)), 4).intra
+    plan = best_plan(
+        analytic_workload(network("resnet50"), accelerator(str(chip))), clock.place(), 8
+    )
+    assert clock.start_up(plan).backend_s > 0  # NCCL, as of any GPU
+
+
 def test_start_up_as_given_or_as_in_a_rehearsal() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "64")
     found = json.loads(ask(*flags, "--json"))
@@ -434,7 +474,10 @@ def test_slow_input_is_the_verdict() -> None:
     ("flags", "words"),
     [
         ((), "either --gpu or --profile"),
-        (("--gpu", "h101"), "did you mean 'H100'"),
+        (("--gpu", "h101"), r"did you mean 'H100'\?.*TOML file.*--profile"),
+        (("--gpu", "nowhere.toml"), "^--gpu = 'nowhere.toml': cannot be read"),
+        (("--gpu", "H100", "--classes", "0"), "^--classes"),
+        (("--gpu", "H100", "--model", "plan.any:net", "--channels", "0"), "^--channels"),
         (("--gpu", "H100", "--model", "resnet51"), "did you mean 'resnet50'"),
         (("--gpu", "H100", "--nodes", "0"), "--nodes"),
         (("--gpu", "H100", "--node-gbps", "-1"), "--node-gbps"),

@@ -237,7 +237,8 @@ _SHARED = ("recipe", *FLAGS, "trust", "settings")
 def _cluster_flags(
     nodes: str | None = typer.Option(None, help="Nodes of the cluster to rehearse.", metavar="N"),
     gpus_per_node: str | None = typer.Option(None, help="Ranks of a node; 8.", metavar="N"),
-    gpu: str | None = typer.Option(None, help="Its accelerator, such as H100, for the clock."),
+    gpu: str | None = typer.Option(
+        None, help="Its accelerator, such as H100, or a TOML file of one, for the clock."),
     profile: str | None = typer.Option(
         None, help="What paceline profile or tune wrote: the step of this model, for the clock."),
     cluster: str | None = typer.Option(
