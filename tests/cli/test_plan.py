@@ -200,7 +200,7 @@ def test_a_price_and_a_time_need_no_gpu_of_the_catalogue(tmp_path: Path) -> None
     assert found["chosen"]["total_s"] <= 12_000
     assert found["this"]["cost"] == pytest.approx(3 * found["this"]["gpu_hours"])
     assert found["this"]["energy_kwh"] == 0
-    told = ask(*flags, "--budget", "500")
+    told = " ".join(ask(*flags, "--budget", "500").split())
     assert "within a budget of 500" in told
     assert "energy is not known without --gpu" in told
     assert "kWh" not in told
@@ -267,6 +267,25 @@ def test_a_plan_for_few_classes_is_the_trained_models(tmp_path: Path, model: str
     made = create_model(ModelSettings(model), num_classes=4, in_channels=1, image_size=32)
     facts = ModelFacts.of((name, p.numel()) for name, p in made.named_parameters())
     PlanFile.read(path).check(facts, ClusterFacts(2, 1), str(path))
+
+
+def test_the_library_has_the_models_ends_and_the_largest_batch() -> None:
+    flags = ("--gpu", "A100", "--nodes", "8", "--model", "resnet18", "--json")
+    ends = ("--classes", "21000", "--channels", "4", "--max-global-batch", "4096")
+    found = json.loads(ask(*flags, *ends))
+    told = predict_scaling(
+        "resnet18", accelerator="a100", nodes=8, batch_size=None, classes=21_000, channels=4,
+        max_global_batch=4096,
+    )  # fmt: skip
+    assert told.batch_size == found["batch_size"] <= 64
+    assert told.step_s == pytest.approx(found["step_s"])
+    assert found["step_s"] > json.loads(ask(*flags, "-b", str(told.batch_size)))["step_s"]
+    with pytest.raises(ConfigError, match="limit with max_global_batch="):
+        predict_scaling(nodes=10_000, batch_size=None)
+    for argument in ("classes", "channels", "max_global_batch"):
+        with pytest.raises(ConfigError) as caught:
+            predict_scaling(batch_size=None, **{argument: 0})
+        assert caught.value.field.startswith(argument)
 
 
 def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
@@ -461,6 +480,26 @@ def test_an_absurd_count_is_a_line(flag: str) -> None:
         with pytest.raises(ConfigError) as caught:
             ask("--gpu", "H100", flag, value)
         assert caught.value.field == flag
+
+
+def test_a_slow_input_is_the_first_advice() -> None:
+    """Before twice the nodes, which gain more here; what it takes to keep up is worth trying first."""
+    flags = ("--gpu", "H100", "--nodes", "8", "-b", "64", "--cores-per-node", "32")
+    found = json.loads(ask(*flags, "--json"))
+    first, *others = found["advice"]
+    assert found["bound_by"] == "input"
+    assert "input" in first["change"]
+    assert max(advice["gain"] for advice in others) > first["gain"]
+    assert "times one GPU alone, whose input is as slow" in " ".join(ask(*flags).split())
+
+
+def test_small_and_large_numbers_can_be_read() -> None:
+    tiny = ask("--gpu", "H100", "--gpus-per-node", "1", "-b", "8", "--dataset-size", "1000",
+               "--epochs", "1", "--startup-s", "0")  # fmt: skip
+    assert not re.search(r"\b0\.0 (GPU-hours|kWh)", tiny)
+    slow = ask("--gpu", "H100", "--nodes", "2", "--node-gbps", "0.001", "-b", "32")
+    assert re.search(r"step +\d{3},\d{3}\.\d\d ms", slow)
+    assert re.search(r"speed +0\.\d+ images/s", slow)
 
 
 def test_slow_input_is_the_verdict() -> None:
