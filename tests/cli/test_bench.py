@@ -42,6 +42,24 @@ def test_step(call: Call) -> None:
     assert report["settings"]["batch_size"] == 4
 
 
+def test_kernels(call: Call) -> None:
+    words = ("bench", "kernels", *TINY, "--image-size", "28", "--classes", "5", "-b", "2", "--steps",
+             "1", "--warm-up", "1", "--top", "2")  # fmt: skip
+    done = call(*words, "--set", "optim.name=sgd")
+    assert done.code == 0, done.err
+    assert "convolution" in done.out
+    assert "sgd, foreach" in done.out
+    for wrong, message in (
+        (("--set", "optim.nmae=sgd"), "optim.nmae"),
+        (("--set", "sgd"), "--set"),
+        (("--steps", "0"), "--steps"),
+    ):
+        failed = call(*words, *wrong)
+        assert failed.code == 2
+        assert message in failed.err
+        assert failed.err.count("\n") == 1
+
+
 def test_optimizer(call: Call) -> None:
     done = call("bench", "optimizer", *TINY, "--repeats", "2")
     assert done.code == 0, done.err
