@@ -52,6 +52,8 @@ def test_kernels(call: Call) -> None:
     for wrong, message in (
         (("--set", "optim.nmae=sgd"), "optim.nmae"),
         (("--set", "sgd"), "--set"),
+        (("--set", "model.name=resnet18"), "use --model"),
+        (("--set", "run.cuda_graphs=on"), "run.cuda_graphs = 'on': kernels inside of a graph"),
         (("--steps", "0"), "--steps"),
     ):
         failed = call(*words, *wrong)

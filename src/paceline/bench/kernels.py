@@ -33,7 +33,7 @@ from paceline.bench.optimizer import copy_seconds
 from paceline.bench.step import StepRow, build_step
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import RunError
+from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
 
 _MARK = "paceline call "
@@ -46,7 +46,7 @@ _WRITE_ONLY = frozenset(("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_
 _ADDRESSES = "table"
 _KERNELS = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
-_COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+_COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
 
 
@@ -286,7 +286,11 @@ def profile_step(row: StepRow, *, shapes: bool = False) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     if on_gpu:
         device = torch.device("cuda", torch.cuda.current_device())
-    # Kernels inside of a graph have no launch of their own.
+    if row.switches.get("run.cuda_graphs") == "on":
+        raise ConfigError(
+            "run.cuda_graphs", "on", "kernels inside of a graph have no launch of their own",
+            "leave it out: the kernels are the same",
+        )  # fmt: skip
     row = replace(row, switches={**row.switches, "run.cuda_graphs": "off"})
     counter = CallCounter()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

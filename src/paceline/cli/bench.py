@@ -35,6 +35,12 @@ bench.command("allreduce")(bench_ranks.allreduce)
 bench.command("exchange")(bench_ranks.exchange)
 bench.command("ddp")(bench_ranks.ddp)
 _PEERS = ("dataloader", "webdataset", "processes")
+# Settings that `bench kernels` takes as flags.
+_FLAG_OF = {
+    "model.name": "--model", "data.image_size": "--image-size", "run.device": "--device",
+    "run.batch_size": "--batch-size", "run.global_batch_size": "--batch-size",
+    "model.num_classes": "--classes",
+}  # fmt: skip
 
 
 @bench.command("step")
@@ -122,6 +128,9 @@ def kernels(
         1, {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up, "--top": top}
     )
     switches = dict(parse_assignment(text) for text in settings)
+    for name, flag in _FLAG_OF.items():
+        if name in switches:
+            raise ConfigError("--set", name, "has a flag here", f"use {flag}")
     chosen = chosen_device(device)
     row = StepRow(
         name="kernels", kind="ours", model=model, batch_size=batch_size, image_size=image_size,
