@@ -111,7 +111,8 @@ def run_ranks(
     _pools.pop(size).kill()
     if failures:
         rank, text = failures[0]
-        raise RankFailed(f"rank {rank} of {size} failed first:\n{text}")
+        others = "".join(f"\n\nthen rank {other}:\n{why}" for other, why in failures[1:])
+        raise RankFailed(f"rank {rank} of {size} failed first:\n{text}{others}")
     missing = sorted(set(range(size)) - set(results))
     raise RankFailed(f"ranks {missing} of {size} did not return within {timeout_s} s")
 

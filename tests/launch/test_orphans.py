@@ -6,13 +6,13 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from launch.jobs import Job, assert_nothing_left, ranks_of, reached_step, started, training
+from launch.jobs import Job, assert_nothing_left, reached_step, started, training
 from ranks import free_port
 
 PACELINE = [sys.executable, "-m", "paceline"]
@@ -51,10 +51,18 @@ def test_torchrun_is_killed_while_its_ranks_wait_for_another_node(tmp_path: Path
     """Nothing is trained yet, and nobody would hear SIGTERM."""
     waits = ["--set", "comm.rendezvous_timeout_s=600"]
     # As on the second node of two, whose first never starts.
-    shell = f"WORLD_SIZE=2 {shlex.join([*PACELINE, *training(tmp_path / 'run', *waits)])}; true"
+    command = shlex.join([*PACELINE, *training(tmp_path / "run", *waits)])
+    port = free_port()
+    # The rank hosts the store itself: that its port listens shows that it has come to the rendezvous.
+    store = f"MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=False"
+    shell = f"WORLD_SIZE=2 {store} {command}; true"
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
     with started([*TORCHRUN, "1", "--no-python", "bash", "-c", shell], tmp_path) as job:
-        job.wait_until(lambda: 0 in ranks_of(tmp_path))
-        time.sleep(2)  # on its way to the rendezvous, or in it
+        job.wait_until(listens)  # in the rendezvous
         os.kill(job.process.pid, signal.SIGKILL)
         assert_nothing_left(tmp_path)
 

@@ -97,17 +97,21 @@ class Group(Collectives):
             prepare_nccl(topology, share_gpus=settings.share_gpus)
         with ExitStack() as lookups:
             store = self._join(settings, show_error, shared or {}, versions or {}, lookups)
-        self.watched(
-            "joining the process group",
-            lambda: dist.init_process_group(
+
+        def init() -> None:
+            dist.init_process_group(
                 self.backend,
                 store=PrefixStore("paceline", store),
                 rank=topology.rank,
                 world_size=topology.world_size,
                 timeout=timedelta(seconds=settings.timeout_s + BACKEND_GRACE_S),
                 device_id=device if self.backend == "nccl" else None,
-            ),
-        )
+            )
+            if self.backend == "gloo":
+                # A rank that leaves soon would break the others' connections, which are still made.
+                dist.barrier()
+
+        self.watched("joining the process group", init)
 
     def _join(
         self,
