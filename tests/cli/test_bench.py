@@ -47,8 +47,12 @@ def test_kernels(call: Call) -> None:
              "1", "--warm-up", "1", "--top", "2")  # fmt: skip
     done = call(*words, "--set", "optim.name=sgd")
     assert done.code == 0, done.err
-    assert "convolution" in done.out
     assert "sgd, foreach" in done.out
+    # Which rows come first follows the load of the host.
+    assert done.out.count("%") == 2
+    found = json.loads(call(*words, "--json").out)
+    assert {"convolution", "convolution_backward"} < {row["call"] for row in found["rows"]}
+    assert found["settings"]["batch_size"] == 2
     for wrong, message in (
         (("--set", "optim.nmae=sgd"), "optim.nmae"),
         (("--set", "sgd"), "--set"),
