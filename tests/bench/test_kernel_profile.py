@@ -147,3 +147,20 @@ def test_the_rows_of_a_step() -> None:
     assert found["limit_ms"] > 0
     assert found["device_ms"] == pytest.approx(sum(each["ms"] for each in found["rows"]))
     assert "norms recomputed" in found["step"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_of_a_gpu_have_their_calls() -> None:
+    row = StepRow(
+        name="kernels", kind="ours", model="resnet18", batch_size=64, image_size=64, classes=10,
+        device="cuda", steps=2, warm_up=3, switches={"precision.amp_dtype": "fp16"},
+    )  # fmt: skip
+    found = profile_step(row)
+    nameless_ms = sum(each["ms"] for each in found["rows"] if each["call"] == "–")
+    assert nameless_ms < 0.1 * found["device_ms"]
+    calls = {each["call"] for each in found["rows"]}
+    assert {"convolution", "convolution_backward"} < calls
+    assert any(name.startswith("triton ") for name in calls)
+    assert all(each["kernels"] for each in found["rows"])
+    assert 0 < found["limit_ms"] < found["device_ms"]
