@@ -24,6 +24,7 @@ from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig, load_config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import Observer
+from paceline.core.host import StartUp
 from paceline.core.imports import PYTHON, object_name
 from paceline.data import Source, as_source
 from paceline.train.callbacks import Callback
@@ -172,11 +173,12 @@ class Trainer:
         self,
         display: Callable[[], Observer] | None = None,
         show_error: ShowError | None = None,
+        startup: StartUp | None = None,
     ) -> RunOutcome:
-        """`fit` with a display of one's own."""
+        """`fit` with a display of one's own. `startup` has what the command took until here."""
         interval = self.config.run.log_interval
         shown = display or (lambda: create_display(Console(), interval))
-        outcome = run_training(self.config, shown, show_error, self._components)
+        outcome = run_training(self.config, shown, show_error, self._components, startup)
         self._folder = outcome.folder
         return outcome
 

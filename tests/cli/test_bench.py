@@ -42,6 +42,30 @@ def test_step(call: Call) -> None:
     assert report["settings"]["batch_size"] == 4
 
 
+def test_kernels(call: Call) -> None:
+    words = ("bench", "kernels", *TINY, "--image-size", "28", "--classes", "5", "-b", "2", "--steps",
+             "1", "--warm-up", "1", "--top", "2")  # fmt: skip
+    done = call(*words, "--set", "optim.name=sgd")
+    assert done.code == 0, done.err
+    assert "sgd, foreach" in done.out
+    # Which rows come first follows the load of the host.
+    assert done.out.count("%") == 2
+    found = json.loads(call(*words, "--json").out)
+    assert {"convolution", "convolution_backward"} < {row["call"] for row in found["rows"]}
+    assert found["settings"]["batch_size"] == 2
+    for wrong, message in (
+        (("--set", "optim.nmae=sgd"), "optim.nmae"),
+        (("--set", "sgd"), "--set"),
+        (("--set", "model.name=resnet18"), "use --model"),
+        (("--set", "run.cuda_graphs=on"), "run.cuda_graphs = 'on': kernels inside of a graph"),
+        (("--steps", "0"), "--steps"),
+    ):
+        failed = call(*words, *wrong)
+        assert failed.code == 2
+        assert message in failed.err
+        assert failed.err.count("\n") == 1
+
+
 def test_optimizer(call: Call) -> None:
     done = call("bench", "optimizer", *TINY, "--repeats", "2")
     assert done.code == 0, done.err

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -55,6 +56,14 @@ def test_names_of_samples_cannot_control_the_terminal() -> None:
         text = describe_event(event)
         assert text
         assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_a_start_says_where_its_time_went() -> None:
+    parts = {"imports": 2.14, "data": 0.81, "loader": 0.001}
+    text = describe_event(replace(START, startup_s=parts))
+    assert text is not None
+    assert text.splitlines()[-1] == "  start-up: 3.0 s until here: imports 2.1, data 0.8"
+    assert "start-up" not in (describe_event(START) or "")
 
 
 def test_plain_lines_come_at_the_interval_and_unwrapped() -> None:

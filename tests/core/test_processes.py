@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from paceline.core.host import process_ids, process_stat
+from paceline.core.host import StartUp, process_age_s, process_ids, process_stat
 
 # The kernel cuts a name at 15 bytes, here within a letter.
 _NAMED = """
@@ -28,3 +28,24 @@ def test_a_name_that_is_no_text_hides_no_process() -> None:
         assert stat.parent == os.getpid()
         assert other.pid in process_ids()
         other.communicate("")
+
+
+def test_the_age_of_a_process_begins_with_its_interpreter() -> None:
+    code = "import time; begun = time.time(); from paceline.core.host import process_age_s as age; "
+    shown = "print(age(), time.time() - begun)"
+    found = subprocess.run(
+        [sys.executable, "-c", code + shown], capture_output=True, text=True, check=True
+    )
+    age, imported = map(float, found.stdout.split())
+    assert age > 0
+    assert age >= imported - 0.02, "the kernel counts ticks of 10 ms"
+    assert process_age_s() > age - imported, "this process is the older one"
+
+
+def test_parts_of_a_start_follow_one_another() -> None:
+    moments = iter((100.0, 100.5, 102.0, 102.25))
+    startup = StartUp(1.5, clock=lambda: next(moments))
+    for part in ("data", "model", "data"):
+        startup.end(part)
+    assert startup.seconds == {"imports": 1.5, "data": 0.75, "model": 1.5}
+    assert "imports" not in StartUp().seconds, "of a program, they are not known"

@@ -93,8 +93,12 @@ def test_the_largest_batch_is_the_largest(name: str) -> None:
     fits, exceeds = (memory_on(gpu, NET, batch).total for batch in (most, most + 1))
     assert fits <= usable_bytes(gpu) < exceeds
     assert check_memory(NET, gpu, most).total <= gpu.memory_bytes
-    with pytest.raises(ConfigError, match=f"at most {most:,} fit"):
-        check_memory(NET, gpu, most + 1)
+    again = largest_batch(NET.recomputing_norms(), gpu)
+    for net, hint in ((NET, f"{most:,} fit; with run.recompute_norms, {again:,}"),
+                      (NET.recomputing_norms(), f"{again:,} fit")):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            check_memory(net, gpu, again + 1)
+        assert str(caught.value).endswith(f"; at most {hint}")
 
 
 def test_chips_without_triton_keep_the_maps_before_pools() -> None:

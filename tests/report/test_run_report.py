@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,21 @@ def test_figures_come_from_the_summary(finished_run: Path) -> None:
         "ranks", "stopped by",
     ]  # fmt: skip
     assert (rows["top-1"], rows["training time"]) == ("90.31 %", "101 s")
+
+
+def test_the_time_to_the_first_step_is_that_of_the_latest_start(make_run: MakeRun) -> None:
+    first = start(startup_s={"imports": 2.0, "data": 1.0})
+    again = start(2, startup_s={"imports": 3.0, "model": 0.9, "loader": 0.001})
+    rows = rows_of(make_run([first, step(1), step(2), again, step(3), step(4)]))
+    assert rows["to the first step"] == "4.0 s: imports 3.0, model 0.9, first step 0.1"
+
+
+@pytest.mark.parametrize(
+    "parts", [{}, {"imports": -5.0}, {"imports": math.nan}, [3.0], "3 s", None]
+)
+def test_parts_of_a_start_that_say_nothing(make_run: MakeRun, parts: Any) -> None:
+    rows = rows_of(make_run([start(startup_s=parts), step(1)]))
+    assert rows.get("to the first step", "0.1 s: first step 0.1") == "0.1 s: first step 0.1"
 
 
 def test_figures_of_an_unfinished_run_come_from_its_records(make_run: MakeRun) -> None:

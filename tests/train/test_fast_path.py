@@ -6,8 +6,9 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from paceline.train import fast_path
 from paceline.train.fast_path import (
     FastPath,
     choose_fast_path,
+    describe_norms,
     eager_norms,
     triton_problem,
     try_fast_path,
@@ -167,21 +169,28 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
     for path, reason in (
         (choose_fast_path(settings, model, GPU, "", half=False), "needs half precision"),
         (choose(GPU, SmallResNet(), fused_convolutions="auto"), "this model has no bottlenecks"),
+        (choose(CPU, bottlenecks(), "needs a GPU", fused_convolutions="auto"), "needs a GPU"),
         (
-            choose(CPU, bottlenecks(), "needs a GPU", fused_convolutions="auto"),
-            "needs fused norms, which this run does not have",
+            choose(GPU, bottlenecks(), fused_convolutions="auto", fused_norm="off"),
+            "needs run.fused_norm",
         ),
     ):
         assert path.products == "off"
         assert path.describe().endswith(f", convolutions: off ({reason})")
     assert "convolutions" not in choose(GPU, SmallResNet()).describe()
     settings = RunSettings(fused_convolutions="on")
-    for given, problem in (
-        ((SmallResNet(), GPU, ""), "this model has no bottlenecks"),
-        ((bottlenecks(), CPU, "needs a GPU"), "needs fused norms, which this run does not have"),
-    ):
+    for given, other, problem in (
+        ((SmallResNet(), GPU, ""), {}, "this model has no bottlenecks"),
+        ((SmallResNet(), CPU, "needs a GPU"), {}, "this model has no bottlenecks"),
+        ((bottlenecks(), CPU, "needs a GPU"), {}, "needs a GPU"),
+        ((bottlenecks(), GPU, ""), {"channels_last": False}, "needs run.channels_last"),
+        (
+            (bottlenecks(), GPU, ""), {"compile": "model"},
+            "cannot be compiled by run.compile = 'model'",
+        ),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"run.fused_convolutions = 'on': {problem}"):
-            choose_fast_path(settings, *given)
+            choose_fast_path(replace(settings, **other), *given)
     with pytest.raises(ConfigError, match="needs half precision"):
         choose_fast_path(settings, model, GPU, "", half=False)
 
@@ -361,6 +370,15 @@ def test_shared_norms_can_be_recomputed() -> None:
         RunConfig().with_values({"run.recompute_norms": True}), NormGroup(2, lambda tensor: None)
     )
     assert config.run.recompute_norms
+
+
+def test_shared_norms_say_that_convolutions_are_not_fused() -> None:
+    ranks, shared = cast(Group, SimpleNamespace(world_size=4)), NormGroup(2, lambda tensor: None)
+    asked = RunConfig().with_values({"run.fused_convolutions": "auto"})
+    (said,) = describe_norms(asked, ranks, shared).values()
+    assert said.endswith("of 2 ranks; run.fused_convolutions is off for these")
+    assert "convolutions" not in str(describe_norms(RunConfig(), ranks, shared))
+    assert describe_norms(asked, ranks, None) == {}
 
 
 # What each rank chooses in its trial. Ranks 0 and 1 have one kind of GPU, and different shapes.

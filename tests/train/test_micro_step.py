@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 
 from paceline.core.errors import ConfigError, DataError, RunError
+from paceline.models.recompute import recompute_norms
+from paceline.models.resnet import SmallResNet
 from paceline.train.loss import Mixing, mixed
 from paceline.train.micro_step import MicroStep, step_error
 from ranks import run_ranks
@@ -169,6 +172,15 @@ def test_what_is_no_strength_is_refused(name: str, value: float, tmp_path: Path)
     with pytest.raises(ConfigError) as refused:
         small_config(tmp_path, **{f"run__{name}": value})
     assert refused.value.field == f"run.{name}"
+
+
+def test_a_model_whose_norms_are_stored_has_a_remedy_more() -> None:
+    model, error = SmallResNet(), torch.OutOfMemoryError("CUDA out of memory")
+    hint = "; --set run.recompute_norms=true needs less memory, too"
+    assert str(step_error(error, 0, 8, forward=model)).endswith(hint)
+    recompute_norms(model)
+    for forward in (model, nn.Linear(2, 2), model.forward):
+        assert "recompute" not in str(step_error(error, 0, 8, forward=forward))
 
 
 def compile_error(text: str) -> Exception:

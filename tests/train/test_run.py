@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,14 @@ import faults
 from data_sets import write_folders
 from paceline.comm.agreement import Agreement
 from paceline.core.errors import ConfigError, PacelineError, RunError
-from paceline.core.events import EvalEvent, NoteEvent, StepEvent, TrustEvent, read_events
+from paceline.core.events import (
+    EvalEvent,
+    NoteEvent,
+    StartEvent,
+    StepEvent,
+    TrustEvent,
+    read_events,
+)
 from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
@@ -123,6 +131,17 @@ def test_a_run_starts_from_pretrained_weights(finished: Path, tmp_path: Path) ->
     run_small(tmp_path / "run", run__pretrained=str(file), optim__lr=1e-12)
     start, end = load_file(file), load_file(tmp_path / "run/weights.safetensors")
     torch.testing.assert_close(start["fc.weight"], end["fc.weight"], rtol=1e-6, atol=1e-8)
+
+
+def test_the_start_record_has_the_seconds_of_each_part(tmp_path: Path) -> None:
+    begun = time.perf_counter()
+    _, events = watched(tmp_path / "a", run__epochs=1)
+    took = time.perf_counter() - begun
+    (start,) = [event for event in events if isinstance(event, StartEvent)]
+    parts = ["device and ranks", "data", "model", "step", "loader", "records"]
+    assert list(start.startup_s) == parts
+    assert 0 < sum(start.startup_s.values()) < took
+    assert min(start.startup_s.values()) >= 0
 
 
 def test_evaluations_follow_their_interval(tmp_path: Path) -> None:

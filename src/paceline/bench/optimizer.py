@@ -41,7 +41,7 @@ def measure_all(
     # Norms read gradient and master; the update reads both and the momentum and writes all but the
     # gradient, and the half weight.
     moved = elements * (half + 4) + elements * (half + 4 + 4 + 4 + 4 + (2 if policy.is_half else 0))
-    floor = _copy_seconds(moved, device, repeats)
+    floor = copy_seconds(moved, device, repeats)
     return {
         "model": model_name, "device": str(device), "elements": elements, "dtype": policy.name,
         "bytes": moved, "floor_ms": 1e3 * floor, "rows": rows,
@@ -140,7 +140,7 @@ def _model(name: str, policy: Policy) -> tuple[nn.Module, Groups]:
     return model, parameter_groups(model, 5e-5)
 
 
-def _copy_seconds(moved: int, device: torch.device, repeats: int) -> float:
+def copy_seconds(moved: int, device: torch.device, repeats: int) -> float:
     """Time of a copy that reads and writes `moved` bytes in total."""
     source = torch.empty(max(moved // 2, 1), dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)

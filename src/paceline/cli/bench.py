@@ -6,12 +6,14 @@ benchmarks between ranks.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.cli import bench_ranks, options
 from paceline.cli.options import (
@@ -20,6 +22,7 @@ from paceline.cli.options import (
     environment,
     print_json,
 )
+from paceline.config import parse_assignment
 from paceline.core.errors import ConfigError
 from paceline.core.units import format_duration, format_percent
 from paceline.models.settings import check_model_name
@@ -32,6 +35,12 @@ bench.command("allreduce")(bench_ranks.allreduce)
 bench.command("exchange")(bench_ranks.exchange)
 bench.command("ddp")(bench_ranks.ddp)
 _PEERS = ("dataloader", "webdataset", "processes")
+# Settings that `bench kernels` takes as flags.
+_FLAG_OF = {
+    "model.name": "--model", "data.image_size": "--image-size", "run.device": "--device",
+    "run.batch_size": "--batch-size", "run.global_batch_size": "--batch-size",
+    "model.num_classes": "--classes",
+}  # fmt: skip
 
 
 @bench.command("step")
@@ -91,6 +100,73 @@ def _step_cells(result: dict[str, Any]) -> tuple[str, ...]:
         result["name"], f"{result['images_per_s']:,.0f}", f"{1e3 * result['step_s']:.2f}",
         f"{low:.2f}–{high:.2f}", f"{result['start_s']:.0f}", f"{result['memory_gib']:.1f}",
         result["what"],
+    )  # fmt: skip
+
+
+@bench.command("kernels")
+def kernels(
+    model: options.Model = "resnet50",
+    batch_size: int = typer.Option(256, "--batch-size", "-b", help="Of one process."),
+    image_size: options.ImageSize = 224,
+    classes: options.Classes = 1000,
+    steps: int = typer.Option(3, help="Steps to profile."),
+    warm_up: int = typer.Option(3, help="Steps before."),
+    top: int = typer.Option(30, help="Rows to print; --json has all."),
+    shapes: bool = typer.Option(False, "--shapes", help="A row for each shape."),
+    settings: list[str] = typer.Option([], "--set", help="section.key=value of the step."),
+    device: options.Device = "auto",
+    as_json: options.AsJson = False,
+) -> int:
+    """Where a training step's time goes, kernel by kernel, against the memory's limit."""
+    # Before torch: its profiler would report its own start and end.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    from paceline.bench.kernels import profile_step
+    from paceline.bench.step import StepRow
+
+    check_model_name(model)
+    check_at_least(
+        1, {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up, "--top": top}
+    )
+    switches = dict(parse_assignment(text) for text in settings)
+    for name, flag in _FLAG_OF.items():
+        if name in switches:
+            raise ConfigError("--set", name, "has a flag here", f"use {flag}")
+    chosen = chosen_device(device)
+    row = StepRow(
+        name="kernels", kind="ours", model=model, batch_size=batch_size, image_size=image_size,
+        classes=classes, device=chosen, steps=steps, warm_up=warm_up, switches=switches,
+    )  # fmt: skip
+    found = profile_step(row, shapes=shapes)
+    if as_json:
+        print_json({
+            "settings": {"model": model, "batch_size": batch_size, "image_size": image_size,
+                         "changed": switches}, **found, **environment(chosen),
+        })  # fmt: skip
+        return 0
+    console = Console(highlight=False)
+    table = Table("ms", "share", "calls", "MB", "of copy", "TFLOP/s")
+    for name in ("call", "kernels"):
+        table.add_column(name, overflow="fold")
+    for each in found["rows"][:top]:
+        table.add_row(*_kernel_cells(each, found["device_ms"]))
+    console.print(table)
+    console.print(
+        f"a step: {found['device_ms']:.2f} ms in {len(found['rows'])} rows, "
+        f"{found['unknown_ms']:.2f} ms by calls without known bytes; a copy of the known ones takes "
+        f"{found['limit_ms']:.2f} ms at {found['copy_bytes_per_s'] / 1e9:,.0f} GB/s"
+    )
+    console.print(found["step"], markup=False)
+    return 0
+
+
+def _kernel_cells(row: dict[str, Any], whole_ms: float) -> tuple[str | Text, ...]:
+    def shown(name: str, form: str) -> str:
+        return "–" if row[name] is None else format(row[name], form)
+
+    return (
+        f"{row['ms']:.3f}", format_percent(100 * row["ms"] / whole_ms, 1), f"{row['calls']:g}",
+        shown("mb", ",.1f"), shown("share_of_copy", ".2f"), shown("tflops_per_s", ",.3g"),
+        Text(" ".join(filter(None, (row["call"], row["shape"])))), Text(row["kernels"]),
     )  # fmt: skip
 
 

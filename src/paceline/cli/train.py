@@ -19,6 +19,7 @@ from paceline.cli.failure import Failure
 from paceline.cli.options import MasterPort, NprocPerNode, check_at_least, without_options
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
+from paceline.core.host import StartUp, process_age_s
 from paceline.core.topology import Topology
 from paceline.models.settings import check_trust
 from paceline.train.display import create_display, print_line, print_summary
@@ -203,11 +204,13 @@ def _refuse_to_nest(processes: int) -> None:
 def train_here(config: RunConfig) -> int:
     from paceline.trainer import Trainer
 
+    startup = StartUp(process_age_s())
     # mpirun gives its ranks terminals, wherever its own output goes.
     console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
     outcome = Trainer.from_config(config).run(
         lambda: create_display(console, config.run.log_interval),
         lambda error: Failure.of(error).report(),
+        startup,
     )
     stop_signal = outcome.result.stop_signal
     if outcome.rank == 0 and stop_signal is not None:

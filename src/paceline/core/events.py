@@ -46,6 +46,8 @@ class StartEvent(Event):
     # The command line of the whole run, and the settings that differ from their defaults.
     command: str = ""
     changed: list[str] = field(default_factory=list)
+    # Of this rank: seconds from the start of the command, or of `Trainer.fit`, to this record, by part.
+    startup_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

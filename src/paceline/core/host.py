@@ -229,6 +229,35 @@ def process_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(fields[0], int(fields[1]), int(fields[3]), fields[19])
 
 
+def process_age_s() -> float:
+    """Seconds since this process was started, the interpreter's own start included; 0 where the system
+    does not say."""
+    own = process_stat(os.getpid())
+    try:
+        since_boot_s = float((_PROC / "uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, since_boot_s - int(own.start) / _TICKS) if own is not None else 0.0
+
+
+class StartUp:
+    """The seconds from a command to its first step, by part. Parts follow one another: each begins where
+    the one before it ended. `before_s`: what the process took until here."""
+
+    def __init__(
+        self, before_s: float = 0.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds: dict[str, float] = {"imports": round(before_s, 3)} if before_s else {}
+        self._clock = clock
+        self._last = clock()
+
+    def end(self, part: str) -> None:
+        """Of a part that comes again, the seconds add up."""
+        now = self._clock()
+        self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 3)
+        self._last = now
+
+
 def process_ids() -> list[int]:
     """Empty where there is no `/proc`."""
     return [int(entry.name) for entry in _PROC.glob("[0-9]*")]

@@ -99,6 +99,12 @@ def recompute_norms(model: nn.Module, recompute: bool = True) -> int:
     return switch_forms(model, "recompute", recompute)
 
 
+def stores_norms(model: object) -> bool:
+    """Whether it is a model that would need less memory with `recompute_norms`."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(getattr(module, "recompute", None) is False for module in modules)
+
+
 def recomputed_norm(
     x: Tensor, norm: nn.BatchNorm2d, activation: nn.Module, shortcut: Tensor | None = None
 ) -> RecomputedMap:

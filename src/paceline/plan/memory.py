@@ -123,11 +123,15 @@ def largest_batch(
 def check_memory(
     net: Network, gpu: Accelerator, batch: int, half: bool | None = None, fused: bool = True
 ) -> MemoryEstimate:
-    """ConfigError, with the largest batch that fits, for one that does not; arguments as `memory_on`."""
+    """ConfigError, with the largest batch that fits, and with recomputed norms where these let more fit,
+    for one that does not; arguments as `memory_on`."""
     needed = memory_on(gpu, net, batch, half, fused)
     if needed.total > usable_bytes(gpu):
         most = largest_batch(net, gpu, half, fused)
+        again = largest_batch(net.recomputing_norms(), gpu, half, fused)
         remedy = f"at most {most:,} fit" if most else "choose a GPU with more memory"
+        if again > most:
+            remedy += f"; with run.recompute_norms, {again:,}"
         raise ConfigError(
             "--batch-size", batch,
             f"{net.name} needs {needed.total / 1e9:,.0f} GB on one GPU; {gpu.name} has "

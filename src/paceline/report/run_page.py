@@ -29,7 +29,7 @@ from paceline.report.html import (
     section,
 )
 from paceline.report.outcome import CAUSES, Efficiency, Outcome, verdict
-from paceline.report.records import finite, middle
+from paceline.report.records import finite, integer, middle
 from paceline.report.run_files import EVENTS_NAME, RunFiles
 
 REPORT_NAME = "report.html"
@@ -39,6 +39,8 @@ _LARGE = (
 )  # fmt: skip
 # No line break between a number and its unit.
 _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
+# A part of the start-up that takes less is not named.
+_NOTABLE_SHARE = 0.02
 # Style classes of the causes in the bar.
 _LOOKS = ("c1", "c2", "c4", "c8", "c5", "c6", "rest")
 _PAGE_SUFFIXES = (".html", ".htm")
@@ -201,9 +203,32 @@ def _configuration(run: RunFiles) -> str:
     return section("Changed settings", [changed]) + "\n" + folded("All settings", everything)
 
 
+def _startup(run: RunFiles) -> str:
+    """From the command to the end of the first step, by part, of the latest start; empty where its record
+    has no parts, or no step followed."""
+    parts, begun = run.start.get("startup_s"), finite(run.start, "time")
+    steps, before = run.steps(), integer(run.start, "step") or 0
+    first = steps["time"][steps.number == before + 1]
+    if not isinstance(parts, dict) or not parts or begun is None or not len(first):
+        return ""
+    seconds = {text_of(name): finite(parts, name) or 0.0 for name in parts}
+    seconds["first step"] = float(first[0]) - begun
+    whole = sum(seconds.values())
+    if (
+        not 0 < whole < math.inf or min(seconds.values()) < 0
+    ):  # the clock was set, or a record made up
+        return ""
+    named = [
+        f"{name} {took:.1f}" for name, took in seconds.items() if took >= _NOTABLE_SHARE * whole
+    ]
+    return f"{whole:.1f} s: {', '.join(named)}"
+
+
 def summary_rows(run: RunFiles) -> list[tuple[str, str]]:
     """(label, value) rows for the end of `paceline train` and for `paceline report`."""
     rows = [("run", Outcome.of(run).name), *tables.result_rows(run)]
+    if startup := _startup(run):
+        rows.append(("to the first step", startup))
     if stall := InputStall.of(run).describe():
         rows.append(("waiting for the input", stall))
     if bottleneck := bound_by(run):

@@ -18,6 +18,7 @@ from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
@@ -66,10 +67,11 @@ from paceline.train.update import create_anchors
 
 
 def build(
-    config: RunConfig, group: Group, stop: StopSignals, components: Components | None = None
-) -> Training:
-    """Builds the run on this rank, together with all others."""
-    components = components or Components()
+    config: RunConfig, group: Group, stop: StopSignals, components: Components | None = None,
+    startup: StartUp | None = None,
+) -> Training:  # fmt: skip
+    """Builds the run on this rank, together with all others. `startup` learns what each part takes."""
+    components, startup = components or Components(), startup or StartUp()
     # What is wrong whatever the data is reported before the data is opened.
     ranks = _ranks(config, group)
     with _leaving_together(group):
@@ -80,6 +82,7 @@ def build(
     with inputs.discarded_on_error():
         given, samples = components.optimizer is not None, len(inputs.source)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
+        startup.end("data")
         # Refused alike on all ranks, which have agreed on the settings, the data and the checkpoint.
         config, scaling = apply_scaling(
             config, samples, ranks, own_optimizer=given, resumed=checkpoint
@@ -93,7 +96,7 @@ def build(
             config = config.with_values({"optim.warmup_max_share": 1.0})
         return _assemble(
             config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components,
-            scaling,
+            scaling, startup,
         )  # fmt: skip
 
 
@@ -106,15 +109,19 @@ def _assemble(
     checkpoint: Checkpoint | None,
     components: Components,
     scaling: str,
+    startup: StartUp,
 ) -> Training:
     source, folder = inputs.source, inputs.folder
     threads = _set_threads(config, group, checkpoint)
     plan = _batch_plan(config, group, len(source), sizes)
     peak = config.optim.peak_lr(sizes.global_batch)
     schedule = create_schedule(config.optim, peak, plan)
-    built = _build_model(config, group, source, plan, schedule.rate(0), checkpoint, components)
+    built = _build_model(
+        config, group, source, plan, schedule.rate(0), checkpoint, components, startup
+    )
     model, parts = built.model, built.parts
     plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
+    startup.end("step")
 
     clock = _cluster_clock(config, parts, plan, inputs, built.layers)
     state = RunState(
@@ -137,6 +144,7 @@ def _assemble(
             progress = state.restore(checkpoint, path, elsewhere=elsewhere)
         loader = make_loader(plan, progress.step)
     anchors = create_anchors(config, source, plan, parts.optimizer, group, components)
+    startup.end("loader")
     step = create_step(
         config, parts, loader, plan, group, stop, components, built.norm_group, anchors
     )
@@ -148,7 +156,7 @@ def _assemble(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
         validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
-        trace=trace, make_loader=make_loader, clock=clock,
+        trace=trace, make_loader=make_loader, clock=clock, startup=startup,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         writer=CheckpointWriter(background=config.checkpoint.background),
     )  # fmt: skip
@@ -180,7 +188,7 @@ class _BuiltModel:
 
 def _build_model(
     config: RunConfig, group: Group, source: Source, plan: BatchPlan, rate: float,
-    checkpoint: Checkpoint | None, components: Components,
+    checkpoint: Checkpoint | None, components: Components, startup: StartUp,
 ) -> _BuiltModel:  # fmt: skip
     with group.phase("model"):
         model, pretrained = _create_model(config, source, group, components)
@@ -190,6 +198,7 @@ def _build_model(
     # Before kernels and formats of this device take the place of the model's own layers.
     layers = _cluster_layers(config, model, source)
     norm_group = share_norms(config, model, group)
+    startup.end("model")
     parts = create_parts(
         _graphs_for(eager_norms(config, norm_group), notes, group), model, group, rate=rate,
         micro_batch=plan.micro_batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -39,6 +40,8 @@ from paceline.report import RunFiles, summary_rows, verdict
 _RATE_STEPS = 20
 # A step names the cause of its input stall above this share of its time.
 _NOTABLE_STALL = 0.05
+# Seconds of a part of the start-up that is named.
+_NOTABLE_PART_S = 0.05
 
 
 def create_display(console: Console, log_interval: int) -> Observer:
@@ -111,6 +114,8 @@ def describe_event(event: Event) -> str | None:
             begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
             lines = [f"{begin} at step {event.step} of {event.total_steps}"]
             lines += [f"  {name}: {value}" for name, value in event.chosen.items()]
+            if event.startup_s:
+                lines.append(f"  start-up: {_describe_startup(event.startup_s)}")
             return "\n".join(printable(line.replace("\n", " ")) for line in lines)
         case EvalEvent():
             return (
@@ -129,6 +134,13 @@ def describe_event(event: Event) -> str | None:
         case NoteEvent():
             return one_line(event.text)
     return None
+
+
+def _describe_startup(seconds: Mapping[str, float]) -> str:
+    """`3.2 s until here: imports 2.1, data 0.8, step 0.3`; what took no time is not named."""
+    parts = [f"{part} {took:.1f}" for part, took in seconds.items() if took >= _NOTABLE_PART_S]
+    whole = f"{sum(seconds.values()):.1f} s until here"
+    return f"{whole}: {', '.join(parts)}" if parts else whole
 
 
 def _cluster_time(event: EvalEvent) -> str:

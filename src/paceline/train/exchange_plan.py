@@ -335,7 +335,9 @@ class DryBackward:
             with restored_buffers(self.foreign) if self.foreign else nullcontext():
                 yield
         except Exception as error:  # a defect of the program is raised again
-            fault = step_error(error, 0, self.images[0], foreign=self.foreign is not None)
+            fault = step_error(
+                error, 0, self.images[0], foreign=self.foreign is not None, forward=self.forward
+            )
             if fault is None:
                 raise
             raise fault from error

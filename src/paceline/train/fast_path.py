@@ -114,7 +114,7 @@ def choose_fast_path(
         )  # fmt: skip
     forward = compiled(model, how)
     can_fuse = fused or fuse_norms(model, False) > 0
-    products, problem = _choose_products(settings, model, fused, half)
+    products, problem = _choose_products(settings, model, fused, half, triton_problem)
     if problem and settings.fused_convolutions != "off":
         remark += f", convolutions: off ({problem})"
     return FastPath(
@@ -135,14 +135,21 @@ def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool
 
 
 def _choose_products(
-    settings: RunSettings, model: nn.Module, fused: bool, half: bool
+    settings: RunSettings, model: nn.Module, fused: bool, half: bool, triton_problem: str
 ) -> tuple[str, str]:
-    """`run.fused_convolutions` as it applies, and why it does not."""
+    """`run.fused_convolutions` as it applies, and why it does not: the model comes first, then what the
+    fused norms lack, which they need."""
     problem = ""
-    if not fused:
-        problem = "needs fused norms, which this run does not have"
-    elif not fuse_products(model, False):
+    if not fuse_products(model, False):
         problem = "this model has no bottlenecks"
+    elif triton_problem:
+        problem = triton_problem
+    elif settings.compile not in ("auto", "off"):
+        problem = f"cannot be compiled by run.compile = {settings.compile!r}"
+    elif not settings.channels_last:
+        problem = "needs run.channels_last"
+    elif not fused:
+        problem = "needs run.fused_norm"
     elif not half:
         problem = "needs half precision"
     if settings.fused_convolutions == "on" and problem:
@@ -379,6 +386,8 @@ def describe_norms(config: RunConfig, group: Group, norm_group: NormGroup | None
     if norm_group is not None:
         count = group.world_size // norm_group.size
         notes.append(f"statistics over {count} group(s) of {norm_group.size} ranks")
+        if config.run.fused_convolutions == "auto":
+            notes.append("run.fused_convolutions is off for these")
     if config.model.norm_statistics == "last":
         notes.append("evaluation with the statistics of the last micro-batches")
     return {"batch norm": "; ".join(notes)} if notes else {}

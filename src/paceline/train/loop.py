@@ -65,6 +65,7 @@ class TrainingLoop:
     def run(self) -> RunResult:
         """Ends with a checkpoint of the last step, whatever the reason to stop."""
         t, progress = self._t, self._t.progress
+        t.startup.end("records")
         t.emit(
             StartEvent(
                 step=progress.step,
@@ -78,6 +79,7 @@ class TrainingLoop:
                 hardware=hardware(t.group.device),
                 command=command_line(),
                 changed=changed_settings(t.config),
+                startup_s=dict(t.startup.seconds),
             )
         )
         if t.callbacks is not None and t.callbacks.error is not None:

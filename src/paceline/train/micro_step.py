@@ -22,6 +22,7 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.data import Normalizer
 from paceline.models.product_choice import choices
+from paceline.models.recompute import stores_norms
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
 from paceline.train.machine import out_of_memory, run_eagerly
@@ -335,16 +336,17 @@ class _CapturedMicroSteps:
 
 
 def step_error(
-    error: Exception, step: int, micro_batch: int, *, foreign: bool = False
+    error: Exception, step: int, micro_batch: int, *, foreign: bool = False, forward: object = None
 ) -> PacelineError | None:
     """The error, with cause and remedy, for an exception out of a forward or backward pass; None
     where it is a defect of the program and must keep its traceback. With a `foreign` model, all
-    exceptions count as the model's."""
+    exceptions count as the model's. `forward` is what computes the pass, a model where it is not
+    compiled."""
     if isinstance(error, PacelineError):
         return error
     if is_compile_error(error):
         return _compile_error(error)
-    known = _memory_error(error, step, micro_batch) or _single_value_error(error, step)
+    known = _memory_error(error, step, micro_batch, forward) or _single_value_error(error, step)
     if known is None and foreign and not isinstance(error, torch.AcceleratorError):
         return RunError(
             f"the model's forward or backward failed at step {step + 1} on {micro_batch} images: "
@@ -354,12 +356,15 @@ def step_error(
     return known
 
 
-def _memory_error(error: Exception, step: int, size: int) -> RunError | None:
+def _memory_error(error: Exception, step: int, size: int, forward: object) -> RunError | None:
+    kept = (
+        "; --set run.recompute_norms=true needs less memory, too" if stores_norms(forward) else ""
+    )
     return out_of_memory(
         error,
         f"at step {step + 1} with a batch size of {size} a process",
         f"use a smaller one, such as --batch-size {max(1, size // 2)}; "
-        "the global batch and the result stay the same",
+        f"the global batch and the result stay the same{kept}",
     )
 
 

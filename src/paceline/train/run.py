@@ -25,7 +25,7 @@ from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
-from paceline.core.host import SignalWakeup
+from paceline.core.host import SignalWakeup, StartUp
 from paceline.core.topology import Topology
 from paceline.plan.noise import NoiseScale
 from paceline.report import write_report
@@ -84,9 +84,12 @@ def run_training(
     display: Callable[[], Observer],
     show_error: ShowError | None = None,
     components: Components | None = None,
+    startup: StartUp | None = None,
 ) -> RunOutcome:
     """Trains on this rank. `display` makes the observer of rank 0's events. `show_error` shows the
-    error with which the watchdog ends this process, where nothing can be raised any more."""
+    error with which the watchdog ends this process, where nothing can be raised any more. `startup` has
+    what the command took until here."""
+    startup = startup or StartUp()
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
@@ -94,13 +97,15 @@ def run_training(
         Group(topology, config.comm, device, show_error, shared, shared_versions()) as group,
         _device_errors(group),
     ):
-        return _train(config, group, display, components or Components())
+        startup.end("device and ranks")
+        return _train(config, group, display, components or Components(), startup)
 
 
 def _train(
-    config: RunConfig, group: Group, display: Callable[[], Observer], components: Components
-) -> RunOutcome:
-    training = build(config, group, StopSignals.of(config.checkpoint), components)
+    config: RunConfig, group: Group, display: Callable[[], Observer], components: Components,
+    startup: StartUp,
+) -> RunOutcome:  # fmt: skip
+    training = build(config, group, StopSignals.of(config.checkpoint), components, startup)
     try:
         with _device_errors(group):
             outcome = _finished_before(training) or _run_loop(training, display)

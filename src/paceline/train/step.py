@@ -244,7 +244,9 @@ class TrainStep:
                     computed.in_model = False
         except Exception as error:  # a defect of the program is raised again
             foreign = self.foreign and computed.in_model
-            fault = step_error(error, step, self.plan.micro_batch, foreign=foreign)
+            fault = step_error(
+                error, step, self.plan.micro_batch, foreign=foreign, forward=self.micro.forward
+            )
             if fault is None:
                 raise
             if fault is not error:
@@ -275,7 +277,9 @@ class TrainStep:
                     self.micro, self.seed, step, lambda: self._given_up or self._asked_to_stop()
                 )
         except Exception as error:  # a defect of the program is raised again
-            fault = step_error(error, step, self.plan.micro_batch, foreign=self.foreign)
+            fault = step_error(
+                error, step, self.plan.micro_batch, foreign=self.foreign, forward=self.micro.forward
+            )
             if fault is None:
                 raise
             self.fault, failed = fault, True

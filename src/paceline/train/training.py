@@ -16,6 +16,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
+from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, describe_channels
 from paceline.models.registry import count_frozen
 from paceline.models.settings import STEMS_OF_MODEL
@@ -64,6 +65,7 @@ class Training:
     plan_file: PlanFile
     trace: RunTrace
     make_loader: Callable[[BatchPlan, int], TrainBatches]
+    startup: StartUp
     # Of a rehearsal, where the planner knows the cluster's times.
     clock: ClusterClock | None = None
     chosen: dict[str, str] = field(default_factory=dict)
