@@ -1,15 +1,16 @@
-"""Fused 1 × 1 convolutions of ResNet-50 against separate ones, on one GPU.
+"""Fused convolutions of ResNet-50 against separate ones, on one GPU.
 
     python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--fresh]
-        [--only shapes|large|steps] [--modes off auto recompute]
+        [--only shapes|large|steps|profile] [--modes off auto cudnn recompute]
 
-Prints one JSON object a line. First every kind of 1 × 1 convolution with its norms, forward and backward:
+Prints one JSON object a line. First every kind of convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form; `large`: only
 those of maps of 14 × 14 and more. Then whole training steps, `run.fused_convolutions` off and auto, and
-auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`. A form or a layer
-that fails, or does not end, prints its error, and the next one follows. Kernels are built first, by
-several processes.
+auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms that
+they chose; `profile`: milliseconds of such a step by kind of kernel. With the mode `cudnn`, the forms of
+cuDNN take part, and its steps are measured. A form or a layer that fails, or does not end, prints its
+error, and the next one follows. Kernels are built first, by several processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,22 +28,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 
-from paceline.bench.step import RowProcess, StepRow
+from paceline.bench.step import RowProcess, StepRow, measure
 from paceline.models import product_choice, products
-from paceline.models.fused import statistics
-from paceline.models.product_choice import SEPARATE, choices
-from paceline.models.products import (
-    MASKED,
-    MERGED,
-    PLAIN,
-    Epilogue,
-    Gradients,
-    Operand,
-    backward_product,
-    forward_product,
-)
+from paceline.models.fused import join_moments, moments
+from paceline.models.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
+from paceline.models.product_choice import CUDNN, SEPARATE, choices
+from paceline.models.products import backward_product, forward_product
+from paceline.train.step import TrainStep
 
 COPY_BYTES_PER_S = 4.26e12
 BUILDERS = 16
@@ -59,14 +55,22 @@ class Layer:
     into: int
     out: int
     count: int
+    kernel: int = 1
+    stride: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.side}x{self.side} {self.into}->{self.out}"
+        window = "" if self.kernel == self.stride == 1 else f" {self.kernel}/{self.stride}"
+        return f"{self.kind} {self.side}x{self.side} {self.into}->{self.out}{window}"
+
+    @property
+    def out_side(self) -> int:
+        return -(-self.side // self.stride)
 
 
 # A `reduce` takes the output of a block with an identity shortcut, a `projected` one of a block with a
-# convolution in its shortcut, a `first` one a stored map; a `shortcut` is that convolution.
+# convolution in its shortcut, a `first` one a stored map; a `shortcut` is that convolution. `expand` and
+# `middle` take what a norm and a ReLU make of a convolution's output.
 LAYERS = (
     Layer("first", 56, 64, 64, 1),
     Layer("shortcut", 56, 64, 256, 1),
@@ -85,9 +89,27 @@ LAYERS = (
     Layer("expand", 28, 128, 512, 4),
     Layer("expand", 14, 256, 1024, 6),
     Layer("expand", 7, 512, 2048, 3),
+    Layer("middle", 56, 64, 64, 3, 3),
+    Layer("middle", 56, 128, 128, 1, 3, 2),
+    Layer("middle", 28, 128, 128, 3, 3),
+    Layer("middle", 28, 256, 256, 1, 3, 2),
+    Layer("middle", 14, 256, 256, 5, 3),
+    Layer("middle", 14, 512, 512, 1, 3, 2),
+    Layer("middle", 7, 512, 512, 2, 3),
+    Layer("shortcut", 56, 256, 512, 1, 1, 2),
+    Layer("shortcut", 28, 512, 1024, 1, 1, 2),
+    Layer("shortcut", 14, 1024, 2048, 1, 1, 2),
 )
 JOINING = ("reduce", "projected")
+NORMED = ("expand", "middle")
 MODES = ("off", "auto", "recompute")
+# Kinds of kernels, by their names.
+KERNELS = {
+    "products of Triton": r"product|weight_gradient|both_gradients",
+    "norms": r"^(moments|statistics|centred_statistics|apply|backward_|pool_)",
+    "convolutions of cuDNN": r"conv|cudnn|xmma|implicit|fprop|dgrad|wgrad|cutlass|nhwc",
+    "copies and fills": r"memcpy|memset|copy|fill",
+}
 
 
 def emit(**values: object) -> None:
@@ -101,8 +123,9 @@ class Case:
         self.layer, self.dtype, self.batch = layer, dtype, batch
         device = torch.device("cuda")
         torch.manual_seed(0)
-        self.weight = torch.randn(layer.out, layer.into, 1, 1, device=device).mul_(
-            (2 / layer.out) ** 0.5
+        size = (layer.out, layer.into, layer.kernel, layer.kernel)
+        self.weight = torch.randn(size, device=device).mul_(
+            (2 / layer.out) ** 0.5 / layer.kernel
         ).to(dtype).contiguous(memory_format=torch.channels_last)  # fmt: skip
         self.norm = nn.BatchNorm2d(layer.out).to(device)
         self.before_norm = nn.BatchNorm2d(layer.into).to(device)
@@ -110,24 +133,28 @@ class Case:
             self.before_norm.weight.uniform_(0.5, 1.5)
             self.before_norm.bias.uniform_(-0.3, 0.3)
         self.before = self.map(layer.into)
-        self.before_saved = statistics(self.before, self.before_norm)
-        self.residual: Tensor | None = None
-        self.residual_saved: Tensor | None = None
+        self.before_saved = self.statistics(self.before, self.before_norm)
+        self.shortcut: Tensor | NormedMap | None = None
         if layer.kind in JOINING:
-            residual = self.map(layer.into)
+            residual, saved = self.map(layer.into), None
+            self.shortcut = residual
             if layer.kind == "projected":
-                self.residual = residual
-                self.residual_saved = statistics(residual, nn.BatchNorm2d(layer.into).to(device))
-            self.operand = Operand.joined(
-                self.before, self.before_saved, residual, self.residual_saved
-            )
-        elif layer.kind == "expand":
+                norm = nn.BatchNorm2d(layer.into).to(device)
+                saved = self.statistics(residual, norm)
+                self.shortcut = NormedMap(residual, saved, norm.weight, norm.bias)
+            self.operand = Operand.joined(self.before, self.before_saved, residual, saved)
+        elif layer.kind in NORMED:
             self.operand = Operand.normalized(self.before, self.before_saved)
         else:
             self.operand = Operand(self.before)
 
-    def map(self, channels: int) -> Tensor:
-        shape = (self.batch, channels, self.layer.side, self.layer.side)
+    def statistics(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+        halves = choices.mode == CUDNN and self.dtype == torch.float16
+        return join_moments(moments(x), norm, halves=halves)
+
+    def map(self, channels: int, side: int = 0) -> Tensor:
+        side = side or self.layer.side
+        shape = (self.batch, channels, side, side)
         made = torch.empty(
             shape, dtype=self.dtype, device="cuda", memory_format=torch.channels_last
         )
@@ -135,41 +162,54 @@ class Case:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return forward_product(
-            self.operand, self.weight, self.norm, keep=self.layer.kind in JOINING
+            self.operand,
+            self.weight,
+            self.norm,
+            self.layer.stride,
+            keep=self.layer.kind in JOINING,
         )
 
     def prepare_backward(self) -> None:
         out, saved, y = self.forward()
-        dz = self.map(self.layer.out)
+        dz = self.map(self.layer.out, self.layer.out_side)
         # So small that no gradient of a weight, a sum over all rows, leaves the range of fp16.
         factors = torch.randn(5, self.layer.out, device="cuda") * (0.1 * 12544 / self.operand.rows)
         relu = self.layer.kind not in ("expand", "shortcut")
+        branch = NormedMap(
+            self.before, self.before_saved, self.before_norm.weight, self.before_norm.bias
+        )
         self.gradient = Operand.gradient(dz, out, saved, factors, relu=relu)
         if self.layer.kind in JOINING:
             assert y is not None
             self.inputs = Operand(y)
-            self.end = Epilogue(
-                MERGED, self.before, self.before_saved, y, self.map(self.layer.into),
-                self.residual, self.residual_saved,
-            )  # fmt: skip
-        elif self.layer.kind == "expand":
+            assert self.shortcut is not None
+            self.end = Epilogue.merged(branch, y, self.map(self.layer.into), self.shortcut)
+        elif self.layer.kind in NORMED:
             # As a block does: what a separate convolution has stored is kept.
             self.inputs = self.operand if y is None else Operand(y)
-            self.end = Epilogue(MASKED, self.before, self.before_saved)
+            self.end = Epilogue.masked(branch)
         else:
             self.inputs = self.operand
-            self.end = Epilogue(PLAIN, self.before)
+            self.end = Epilogue.plain(self.before)
 
     def backward(self) -> Gradients:
         return backward_product(
-            self.gradient, self.weight, self.inputs, self.end, wants_weight=True
+            self.gradient,
+            self.weight,
+            self.inputs,
+            self.end,
+            self.layer.stride,
+            wants_weight=True,
         )
 
     def bytes(self, key: str) -> int:
         """What the fused form has to read and write once."""
         rows, into, out = self.operand.rows, self.layer.into, self.layer.out
         operand = into * (3 if self.layer.kind in JOINING else 1)  # two maps read, one written
-        after = into * {"reduce": 4, "projected": 5, "expand": 2}.get(self.layer.kind, 1)
+        after = into * {"reduce": 4, "projected": 5, "expand": 2, "middle": 2}.get(
+            self.layer.kind, 1
+        )
+        out //= self.layer.stride**2
         gradient = 2 * out
         parts = {
             "forward": operand + out,
@@ -179,7 +219,7 @@ class Case:
             "backward": gradient * (1 if out * into <= 64 * 256 else 2) + after
             + (0 if out * into <= 64 * 256 else into),
         }  # fmt: skip
-        return 2 * rows * parts[key.split()[0]]
+        return 2 * rows * parts[key.removeprefix(f"{CUDNN} ").split()[0]]
 
 
 def away(ours: Tensor, theirs: Tensor) -> float:
@@ -201,18 +241,14 @@ def backward_results(case: Case) -> list[Tensor]:
     found = case.backward()
     assert found.weight is not None
     results = [found.weight]
-    if case.end.form == PLAIN:
-        return [*results, found.dx]
-    assert case.end.saved is not None
-    factors = found.factors(case.before_norm.weight, case.end.saved)
-    if (
-        case.end.form == MERGED
-    ):  # separate products leave the ReLU of the others to the norm's kernel
+    # Separate products leave the ReLU of the others to the norm's kernel.
+    if case.end.form in (PLAIN, MERGED):
         results.append(found.dx)
-    if case.residual_saved is not None:
-        others = found.factors(case.before_norm.weight, case.residual_saved, other=True)
-        results.append(others[0])
-    return [*results, factors[0], factors[1]]
+    for norm in (case.end.branch, case.end.shortcut):
+        if norm is not None:
+            factors = found.factors(norm, other=norm is case.end.shortcut)
+            results += [factors[0], factors[1]]
+    return results
 
 
 def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]]) -> None:
@@ -232,7 +268,10 @@ def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]])
             choices.chosen[key] = SEPARATE
             theirs = results(case)
             line["away"] = {}
-            for name in times:
+            kinds = {
+                name.split(" engine")[0]: name for name in times
+            }  # of cuDNN's, one of each form
+            for name in kinds.values():
                 if name != SEPARATE:
                     choices.chosen[key] = name
                     pairs = zip(results(case), theirs, strict=True)
@@ -281,8 +320,8 @@ def watch_shapes(given: argparse.Namespace, layers: list[Layer]) -> None:
     left, saved_ms = list(layers), 0.0
     while left:
         command = [
-            sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype, "--layers",
-            *(str(LAYERS.index(layer)) for layer in left),
+            sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype,
+            "--modes", *given.modes, "--layers", *(str(LAYERS.index(layer)) for layer in left),
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -312,9 +351,13 @@ def build(part: int, of: int, dtype: torch.dtype, layers: list[Layer]) -> None:
     """Builds the kernels of every `of`th form on small maps; later processes find them on disk."""
     number = -1
 
-    def build_some(key: str, forms: dict[str, Any], device: torch.device) -> str:
+    def build_some(
+        key: str, forms: dict[str, Any], device: torch.device, then: object = None
+    ) -> str:
         nonlocal number
-        fused = {name: call for name, call in forms.items() if name != SEPARATE}
+        fused = {
+            name: call for name, call in forms.items() if name.split()[0] not in (SEPARATE, "cudnn")
+        }
         for name, call in fused.items():
             outer = name == "fused"  # made of products that come here themselves
             number += not outer
@@ -326,12 +369,14 @@ def build(part: int, of: int, dtype: torch.dtype, layers: list[Layer]) -> None:
         if SEPARATE not in forms:  # a result of the right kind, without one more kernel
             gradient, weight = call.args[:2]
             end = call.keywords.get("end")
-            sums = torch.zeros(2, 1, weight.shape[1], device=device)
-            forms[SEPARATE] = lambda: weight if end is None else (end.x, sums, gradient.x)
+            sums = torch.zeros(4, 1, weight.shape[1], device=device)
+            forms[SEPARATE] = lambda: weight if end is None else (end.like, sums, gradient.x)
         return SEPARATE
 
     products.choose = build_some  # type: ignore[assignment]
     for layer in layers:
+        if layer.kernel > 1 or layer.stride > 1:
+            continue  # no kernels of Triton
         case = Case(Layer(layer.kind, 16, layer.into, layer.out, 1), 2, dtype)
         case.prepare_backward()
         case.backward()
@@ -350,22 +395,70 @@ def build_first(given: argparse.Namespace) -> None:
 
 def measure_steps(batch: int, steps: int, rounds: int, dtype: str, modes: list[str]) -> None:
     """Rows in turn, each in its own process."""
-    common = {
-        "kind": "ours", "model": "resnet50", "batch_size": batch, "image_size": 224, "classes": 1000,
-        "device": "cuda", "steps": steps, "warm_up": 8,
-    }  # fmt: skip
     for _ in range(rounds):
         for mode in modes:
-            recompute = mode == "recompute"
-            switches = {
-                "run.fused_convolutions": "auto" if recompute else mode,
-                "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
-            }  # fmt: skip
-            name = f"fused convolutions {'auto recompute' if recompute else mode}"
-            row = StepRow(name=name, switches=switches, **common)  # type: ignore[arg-type]
-            process = RowProcess(row, 120)
+            process = RowProcess(step_row(mode, batch, steps, dtype), 120)
             process.await_ready()
             emit(batch=batch, **process.measure())
+    for mode in modes:
+        if mode in ("auto", CUDNN):
+            product_choice.begin(mode, torch.device("cuda", torch.cuda.current_device()))
+            emit(mode=mode, file=str(choices.path), chosen=choices.chosen)
+
+
+def step_row(mode: str, batch: int, steps: int, dtype: str) -> StepRow:
+    recompute = mode == "recompute"
+    switches = {
+        "run.fused_convolutions": "auto" if recompute else mode,
+        "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
+    }  # fmt: skip
+    return StepRow(
+        name=f"fused convolutions {'auto recompute' if recompute else mode}", switches=switches,
+        kind="ours", model="resnet50", batch_size=batch, image_size=224, classes=1000, device="cuda",
+        steps=steps, warm_up=8,
+    )  # fmt: skip
+
+
+def profile_step(mode: str, batch: int, dtype: str) -> None:
+    """In this process. The profiler costs time: whole steps are those of `measure_steps`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    row = step_row(mode, batch, 10, dtype)
+    with profile(activities=[ProfilerActivity.CUDA]):  # before graphs are captured
+        torch.zeros(1, device="cuda")
+    found, launch, steps = profile(activities=[ProfilerActivity.CUDA]), TrainStep.launch, 0
+
+    def counted(step: TrainStep, *given: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return launch(step, *given)
+
+    def ready() -> None:
+        nonlocal steps
+        torch.cuda.synchronize()
+        found.start()
+        steps = 0  # more follow than `row.steps`: the rest of the warm-up, and those in flight
+
+    TrainStep.launch = counted  # type: ignore[method-assign]
+    measured = measure(row, ready)
+    torch.cuda.synchronize()
+    found.stop()
+    milliseconds: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    for event in found.key_averages():
+        ms = event.self_device_time_total / 1e3 / steps
+        kind = next(
+            (kind for kind, pattern in KERNELS.items() if re.search(pattern, event.key, re.I)),
+            "others",
+        )
+        milliseconds[kind] = milliseconds.get(kind, 0.0) + ms
+        kernels[f"{event.key[:100]} ×{event.count / steps:g}"] = ms
+    heaviest = sorted(kernels, key=lambda name: -kernels[name])[:40]
+    emit(
+        profile=mode, batch=batch, images_per_s=measured["images_per_s"], steps=steps,
+        ms={kind: round(ms, 3) for kind, ms in milliseconds.items()},
+        kernels={name: round(kernels[name], 4) for name in heaviest},
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -374,11 +467,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
-    parser.add_argument("--only", choices=("shapes", "large", "steps"))
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of the steps")
+    parser.add_argument("--only", choices=("shapes", "large", "steps", "profile"))
+    parser.add_argument(
+        "--modes", nargs="+", default=MODES, choices=(*MODES, CUDNN),
+        help="of the steps; with cudnn, its forms are timed too",
+    )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="forget earlier choices")
     parser.add_argument("--layers", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--build", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--profiled", help=argparse.SUPPRESS)
     given = parser.parse_args()
     dtype = torch.float16 if given.dtype == "fp16" else torch.bfloat16
     torch.backends.cudnn.benchmark = True
@@ -387,22 +484,36 @@ def main() -> None:
     if given.build:
         build(*given.build, dtype, layers)
         return
+    if given.profiled:
+        profile_step(given.profiled, given.batch, given.dtype)
+        return
     device = torch.device("cuda", torch.cuda.current_device())
+    mode = CUDNN if CUDNN in given.modes else "auto"
     if given.layers:
-        product_choice.begin("auto", device)
+        product_choice.begin(mode, device)
         choices.chosen.clear()  # all forms are timed, whatever was chosen before
         measure_shapes(given.batch, dtype, [LAYERS[number] for number in given.layers])
         return
-    emit(device=torch.cuda.get_device_name(), torch=torch.__version__, batch=given.batch)
+    emit(
+        device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        cudnn=torch.backends.cudnn.version(), batch=given.batch, modes=given.modes,
+    )  # fmt: skip
     if given.fresh:
-        product_choice.begin("auto", device)
-        if choices.path is not None:
-            choices.path.unlink(missing_ok=True)
-    if given.only != "steps":
+        for each in {"auto", mode}:
+            product_choice.begin(each, device)
+            if choices.path is not None:
+                choices.path.unlink(missing_ok=True)
+    if given.only not in ("steps", "profile"):
         build_first(given)
         watch_shapes(given, layers)
     if given.only in (None, "steps"):
         measure_steps(given.batch, given.steps, given.rounds, given.dtype, given.modes)
+    if given.only == "profile":
+        for each in given.modes:
+            own = [sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype]
+            code = subprocess.run([*own, "--profiled", each], check=False).returncode
+            if code:
+                emit(profile=each, error=f"the process ended with {code}")
 
 
 if __name__ == "__main__":

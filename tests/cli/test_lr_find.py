@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -109,6 +110,29 @@ def test_a_range_test_of_a_run(tmp_path: Path) -> None:
     root = ET.fromstring((tmp_path / "r/lr_find.svg").read_text())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "Learning-rate range test" in (tmp_path / "r/lr_find.html").read_text()
+
+
+def test_the_flags_of_train_are_taken(tmp_path: Path) -> None:
+    flags = ["--smoothing", "0.2", "--momentum", "0.5", "--weight-decay", "0.01", "--seed", "3"]
+    done = run([*LR_FIND, *flags, "--steps", "20", "--output", "r"], tmp_path)
+    assert done.code == 0, done.err
+    config = tomllib.loads((tmp_path / "r/config.toml").read_text())
+    assert config["run"]["smoothing"] == 0.2
+    assert config["optim"]["momentum"] == 0.5
+    assert config["optim"]["weight_decay"] == 0.01
+    assert config["run"]["seed"] == 3
+
+
+@pytest.mark.parametrize("command", [["lr-find"], ["tune", "--ranks", "1"]])
+def test_code_of_a_run_folder_needs_trust(tmp_path: Path, command: list[str]) -> None:
+    """As `paceline train` does: the folder may come from elsewhere."""
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.toml").write_text('[model]\nname = "own_net:make"\n')
+    (tmp_path / "own_net.py").write_text("open('ran', 'w').close()\n")
+    line = run([*command, "run/config.toml"], tmp_path).error_line()
+    assert "own_net" in line
+    assert "--trust" in line
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,17 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.core.units import plural
-from paceline.models import MODEL_NAMES
-from paceline.plan.cluster import accelerator
+from paceline.models import MODEL_NAMES, ModelSettings, create_model
+from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.layers import TRACED, is_network, network
 from paceline.plan.optimizer import best_plan
-from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
+from paceline.plan.plan_file import (
+    ClusterFacts,
+    LinkFacts,
+    ModelFacts,
+    PlanFile,
+    ProbedCluster,
+)
 from paceline.plan.rehearsal import RehearseSettings, cluster_clock
 from paceline.plan.scaling import predict_scaling
 from paceline.plan.workload import analytic_workload
@@ -227,7 +233,7 @@ def test_a_price_and_a_time_need_no_gpu_of_the_catalogue(tmp_path: Path) -> None
     assert found["chosen"]["total_s"] <= 12_000
     assert found["this"]["cost"] == pytest.approx(3 * found["this"]["gpu_hours"])
     assert found["this"]["energy_kwh"] == 0
-    told = ask(*flags, "--budget", "500")
+    told = " ".join(ask(*flags, "--budget", "500").split())
     assert "within a budget of 500" in told
     assert "energy is not known without --gpu" in told
     assert "kWh" not in told
@@ -282,6 +288,59 @@ def test_built_in_models_without_layers_are_counted(model: str, pixels: str) -> 
     with pytest.raises(ConfigError, match=f"paceline plan --model {model}"):
         predict_scaling(model)
     assert {name for name in MODEL_NAMES if not is_network(name)} == set(TRACED)
+
+
+@pytest.mark.parametrize("model", ["resnet_tiny", "resnet18"])
+def test_a_plan_for_few_classes_is_the_trained_models(tmp_path: Path, model: str) -> None:
+    """What `paceline train --plan` compares."""
+    path = tmp_path / "plan.toml"
+    size = "--image-size", "32", "--classes", "4", "--channels", "1"
+    ask("--gpu", "CPU", "--gpus-per-node", "2", "--model", model, *size, "-b", "8",
+        "--plan-out", str(path))  # fmt: skip
+    made = create_model(ModelSettings(model), num_classes=4, in_channels=1, image_size=32)
+    facts = ModelFacts.of((name, p.numel()) for name, p in made.named_parameters())
+    PlanFile.read(path).check(facts, ClusterFacts(2, 1), str(path))
+
+
+def test_the_library_has_the_models_ends_and_the_largest_batch() -> None:
+    flags = ("--gpu", "A100", "--nodes", "8", "--model", "resnet18", "--json")
+    ends = ("--classes", "21000", "--channels", "4", "--max-global-batch", "4096")
+    found = json.loads(ask(*flags, *ends))
+    told = predict_scaling(
+        "resnet18", accelerator="a100", nodes=8, batch_size=None, classes=21_000, channels=4,
+        max_global_batch=4096,
+    )  # fmt: skip
+    assert told.batch_size == found["batch_size"] <= 64
+    assert told.step_s == pytest.approx(found["step_s"])
+    assert found["step_s"] > json.loads(ask(*flags, "-b", str(told.batch_size)))["step_s"]
+    with pytest.raises(ConfigError, match="limit with max_global_batch="):
+        predict_scaling(nodes=10_000, batch_size=None)
+    for argument in ("classes", "channels", "max_global_batch"):
+        with pytest.raises(ConfigError) as caught:
+            predict_scaling(batch_size=None, **{argument: 0})
+        assert caught.value.field.startswith(argument)
+
+
+def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
+    chip = tmp_path / "own.toml"
+    chip.write_text(
+        "[X1]\ntflops = 500\nmemory_gb_per_s = 2000\nmemory_gb = 40\nnode_gb_per_s = 100\n"
+        "processors = 100\nclock_ghz = 1.5\nwatts = 500\ncompute_capability = 9.0\n"
+    )
+    found = json.loads(ask("--gpu", str(chip), "--nodes", "4", "--json"))
+    assert "X1" in found["source"]
+    assert found["memory"]["total"] < 40e9
+    this = found["this"]
+    assert this["energy_kwh"] == pytest.approx(this["gpu_hours"] * 0.5)
+    told = predict_scaling(accelerator=str(chip), nodes=4, batch_size=found["batch_size"])
+    assert told.step_s == pytest.approx(found["step_s"])
+    clock = RehearseSettings(nodes=4, gpu=str(chip))
+    assert clock.watts == 500
+    assert clock.place().intra == gpu_cluster(accelerator(str(chip)), 4).intra
+    plan = best_plan(
+        analytic_workload(network("resnet50"), accelerator(str(chip))), clock.place(), 8
+    )
+    assert clock.start_up(plan).backend_s > 0  # NCCL, as of any GPU
 
 
 def test_start_up_as_given_or_as_in_a_rehearsal() -> None:
@@ -456,6 +515,26 @@ def test_an_absurd_count_is_a_line(flag: str) -> None:
         assert caught.value.field == flag
 
 
+def test_a_slow_input_is_the_first_advice() -> None:
+    """Before twice the nodes, which gain more here; what it takes to keep up is worth trying first."""
+    flags = ("--gpu", "H100", "--nodes", "8", "-b", "64", "--cores-per-node", "32")
+    found = json.loads(ask(*flags, "--json"))
+    first, *others = found["advice"]
+    assert found["bound_by"] == "input"
+    assert "input" in first["change"]
+    assert max(advice["gain"] for advice in others) > first["gain"]
+    assert "times one GPU alone, whose input is as slow" in " ".join(ask(*flags).split())
+
+
+def test_small_and_large_numbers_can_be_read() -> None:
+    tiny = ask("--gpu", "H100", "--gpus-per-node", "1", "-b", "8", "--dataset-size", "1000",
+               "--epochs", "1", "--startup-s", "0")  # fmt: skip
+    assert not re.search(r"\b0\.0 (GPU-hours|kWh)", tiny)
+    slow = ask("--gpu", "H100", "--nodes", "2", "--node-gbps", "0.001", "-b", "32")
+    assert re.search(r"step +\d{3},\d{3}\.\d\d ms", slow)
+    assert re.search(r"speed +0\.\d+ images/s", slow)
+
+
 def test_slow_input_is_the_verdict() -> None:
     found = json.loads(ask("--gpu", "H100", "-b", "256", "--json", "--input-images-per-s", "1000"))
     assert found["bound_by"] == "input"
@@ -467,7 +546,10 @@ def test_slow_input_is_the_verdict() -> None:
     ("flags", "words"),
     [
         ((), "either --gpu or --profile"),
-        (("--gpu", "h101"), "did you mean 'H100'"),
+        (("--gpu", "h101"), r"did you mean 'H100'\?.*TOML file.*--profile"),
+        (("--gpu", "nowhere.toml"), "^--gpu = 'nowhere.toml': cannot be read"),
+        (("--gpu", "H100", "--classes", "0"), "^--classes"),
+        (("--gpu", "H100", "--model", "plan.any:net", "--channels", "0"), "^--channels"),
         (("--gpu", "H100", "--model", "resnet51"), "did you mean 'resnet50'"),
         (("--gpu", "H100", "--nodes", "0"), "--nodes"),
         (("--gpu", "H100", "--node-gbps", "-1"), "--node-gbps"),

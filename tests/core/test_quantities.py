@@ -9,6 +9,7 @@ def test_numbers() -> None:
     assert count(65536) == "65,536"
     assert [rate(value) for value in (12.34, 1430.4, 99.99)] == ["12.3", "1,430", "100.0"]
     assert [number(value) for value in (8.0, 0.0152231, 1e-7)] == ["8", "0.01522", "1e-07"]
+    assert [number(value) for value in (999.9, 1024.0, 16384.5)] == ["999.9", "1,024", "16,384"]
     assert [loss(value) for value in (0.5, 2.30258, 123456.0)] == ["0.5000", "2.3026", "1.235e+05"]
     assert [plural(n, "rank") for n in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
     assert [date(value) for value in (1_763_190_000, 1e30)] == ["2025-11-15 07:00 UTC", UNKNOWN]

@@ -7,6 +7,7 @@ import shutil
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
 from paceline.plan.answer import Answer, Question
-from paceline.plan.cluster import accelerator
+from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan, TensorSpec
+from paceline.plan.layers import network
+from paceline.plan.memory import step_memory
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
     ClusterFacts,
@@ -30,9 +33,10 @@ from paceline.plan.plan_file import (
     ProbedCluster,
 )
 from paceline.plan.prediction import predict
-from paceline.plan.recommend import Job, Limits, input_supply
+from paceline.plan.recommend import Job, Limits, input_supply, limits_of
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
+from paceline.plan.workload import analytic_workload
 from paceline.report import (
     Comparison,
     RunFiles,
@@ -66,6 +70,7 @@ def document_targets() -> Sequence[Target]:
         Target("toml cluster", _clusters(), _planner(None), 6, form="toml"),
         Target("toml profile", [_document("p.toml", work.to_table())], _planner(made_cluster()), 6,
                form="toml"),
+        Target("toml accelerator", _accelerators(), _accelerator, 3, form="toml"),
         Target("json input", [_json("input.json", _INPUT)], _input, 2, form="json"),
         Target("toml sizes", _clusters(), _sizes, 8, form="toml"),
         Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
@@ -169,6 +174,33 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         assert PlanFile.read(folder / "plan.toml").plan == plan
 
     return drive
+
+
+def _accelerators() -> list[Seed]:
+    text = (
+        resources.files("paceline.plan").joinpath("accelerators.toml").read_text(encoding="utf-8")
+    )
+    chips = tomllib.loads(text)
+    return [_document("chip.toml", {name: chips[name]}) for name in ("A100", "P100", "H200", "CPU")]
+
+
+def _accelerator(content: bytes, name: str, folder: Path) -> None:
+    """Every time, memory and price of a step on it."""
+    path = folder / name
+    path.write_bytes(content)
+    chip = accelerator(str(path))
+    net = network("resnet18")
+    work, place = analytic_workload(net, chip), gpu_cluster(chip, 2)
+    limits = limits_of(net, chip, price=2.0)
+    job = Job(90.0, 1000, chip.watts, limits.price)
+    plan = best_plan(work, place, 1)
+    answer = Answer.of(
+        Question(work, 1, algorithm_names()), place, plan, job=job, limits=limits, net=net, gpu=chip,
+        memory=step_memory(net, 1, work.in_half),
+    )  # fmt: skip
+    assert answer.now.step_s > 0
+    _strict_json(answer.to_json())
+    _check_page(plan_page(answer))
 
 
 _INPUT = {"rows": [{"kind": "ours", "workers": 2, "images_per_s": 1648.4}]}

@@ -14,16 +14,11 @@ import interpreted  # noqa: F401  (before any kernel)
 from models.norm_reference import as_map, assert_near, norm_for, random_map
 from paceline.models import products
 from paceline.models.fused import apply, norm_act, statistics
-from paceline.models.fused_blocks import Pending, _Reduce
+from paceline.models.fused_blocks import Link, Pending, _Convolve
+from paceline.models.operands import Epilogue, NormedMap, Operand
 from paceline.models.product_choice import SEPARATE
 from paceline.models.product_tiles import Tile
-from paceline.models.products import (
-    MASKED,
-    Epilogue,
-    Operand,
-    backward_product,
-    forward_product,
-)
+from paceline.models.products import backward_product, forward_product
 from paceline.models.recompute import recompute_norms
 from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_uses
 
@@ -88,7 +83,9 @@ def exactly(net: nn.Module) -> nn.Module:
 
 
 def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+    def choose(
+        key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
+    ) -> str:
         names = list(forms)
         fused = [name for name in names if name != SEPARATE]
         both = [name for name in names if name.split()[0] == form]
@@ -175,11 +172,11 @@ def test_a_first_convolution_without_a_gradient_gives_none(monkeypatch: pytest.M
     prefer(SEPARATE, 0, monkeypatch)
     block = made(True).blocks[0]
     x = images(torch.float32).requires_grad_()
-    branch, _, _ = _Reduce.apply(  # type: ignore[no-untyped-call]
-        x, block.conv1.weight, block.bn1.weight, block.bn1.bias, block.bn1
+    out, _ = _Convolve.apply(  # type: ignore[no-untyped-call]
+        x, block.conv1.weight, 1, block.bn1, Link(), True
     )
-    _Unused.apply(branch).sum().backward()  # type: ignore[no-untyped-call]
-    assert x.grad is block.conv1.weight.grad is block.bn1.weight.grad is None
+    _Unused.apply(out).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is block.conv1.weight.grad is None
 
 
 def test_half_precision_is_as_near_as_that_of_separate_operators(
@@ -331,8 +328,8 @@ def test_nan_spreads_as_in_separate_kernels() -> None:
     dz = as_map(torch.ones(2, 8, 4, 4))
     dz[1, 3, 2, 2] = torch.inf
     found = backward_product(
-        Operand(dz), weight, Operand.normalized(x, saved), Epilogue(MASKED, x, saved),
-        wants_weight=True,
+        Operand(dz), weight, Operand.normalized(x, saved),
+        Epilogue.masked(NormedMap(x, saved, norm.weight, norm.bias)), wants_weight=True,
     )  # fmt: skip
     assert found.weight is not None
     assert not found.weight[3].isfinite().all()

@@ -17,6 +17,10 @@ def test_in_tritons_interpreter() -> None:
     run_interpreted(HERE / "fused_cases.py", HERE / "product_cases.py", at_least=110)
 
 
+def test_graphs_of_cudnn_in_tritons_interpreter() -> None:
+    run_interpreted(HERE / "cudnn_cases.py", at_least=17)
+
+
 @pytest.mark.slow
 def test_nets_in_tritons_interpreter() -> None:
     run_interpreted(HERE / "fused_net_cases.py", at_least=9)

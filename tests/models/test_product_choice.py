@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models import product_choice
-from paceline.models.product_choice import SEPARATE, begin, choices, choose, settle
+from paceline.models import cudnn_graphs, product_choice
+from paceline.models.cudnn_graphs import CudnnError
+from paceline.models.product_choice import CUDNN, SEPARATE, begin, choices, choose, settle
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
+FILE = product_choice._file
 
 
 class Forms:
@@ -47,6 +49,82 @@ def _on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     begin("auto", GPU)
     yield
     begin("off", CPU)
+
+
+def test_what_follows_a_form_counts() -> None:
+    """A forward form that stores less may leave more to backward."""
+
+    def later(result: object) -> float:
+        assert isinstance(result, float)
+        return result + (5.0 if result == 1.0 else 0.5)
+
+    assert choose("forward x", Forms(a=1.0, separate=2.0)(), GPU, later) == SEPARATE
+    assert choices.times["forward x"] == {"a": 6.0, SEPARATE: 2.5}
+
+
+def test_cudnn_takes_part_in_its_mode_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_graphs, "version", lambda: 91900)
+    for mode in ("off", "on", "auto"):
+        begin(mode, GPU)
+        assert choices.wanted_of_cudnn("forward x") is None
+        assert "cuDNN" not in choices.describe()
+    begin(CUDNN, GPU)
+    assert choices.wanted_of_cudnn("forward x") == ""
+    forms = {"a": 2.0, "cudnn engine1": 1.0, SEPARATE: 3.0}
+    assert choose("forward x", Forms(**forms)(), GPU) == "cudnn engine1"
+    assert choose("backward x", Forms(a=1.0, separate=2.0)(), GPU) == "a"
+    choices.missing |= {"backward x": "needs fp16", "cudnn weight": "is part of another"}
+    assert choices.wanted_of_cudnn("forward x") == "cudnn engine1"
+    assert choices.wanted_of_cudnn("backward x") is None
+    assert choices.describe() == (
+        "2 of 2 kinds of products fused, 1 by cuDNN, whose sums have no fixed order (2 timed); no form "
+        "of cuDNN for 1 of them: needs fp16"
+    )
+    settle(choices.own())
+    # Shapes that the trial did not have are not asked for.
+    assert choices.wanted_of_cudnn("forward y") is None
+    begin(CUDNN, GPU)
+    assert choices.wanted_of_cudnn("forward x") == "cudnn engine1"
+    # A form that is gone is replaced.
+    assert choose("forward x", Forms(a=2.0, separate=3.0)(), GPU) == "a"
+
+
+def test_files_of_choices_are_those_of_a_device_versions_and_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    monkeypatch.setattr(cudnn_graphs, "version", lambda: 91900)
+    names = {}
+    for mode in ("auto", "on", CUDNN):
+        path = FILE(GPU, mode)
+        assert path is not None
+        names[mode] = path.name
+    assert len(set(names.values())) == 3
+    assert "91900" in names[CUDNN]
+    assert "91900" not in names["auto"]
+    monkeypatch.setattr(choices, "without_cudnn", "it is gone")
+    path = FILE(GPU, CUDNN)
+    assert path is not None
+    assert path.name not in names.values()
+
+
+def test_a_library_that_cannot_be_used_is_named_at_every_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing() -> int:
+        raise CudnnError("libcudnn.so.9 cannot be loaded (no such file)")
+
+    monkeypatch.setattr(cudnn_graphs, "version", missing)
+    for source in ("1 timed", "cached"):
+        begin(CUDNN, GPU)
+        assert choices.wanted_of_cudnn("forward x") is None
+        assert choose("forward x", Forms(a=1.0, separate=2.0)(), GPU) == "a"
+        assert choices.describe() == (
+            f"1 of 1 kinds of products fused, 0 by cuDNN ({source}); no form of cuDNN: libcudnn.so.9 "
+            "cannot be loaded (no such file)"
+        )
+        settle(choices.own())
 
 
 def test_the_fastest_form_is_taken_and_timed_once() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from full_products import full_products
-from paceline.models.product_choice import SEPARATE
+from paceline.models.product_choice import SEPARATE, choices
 from paceline.models.resnet import Bottleneck, ResNet, fuse_norms, fuse_products, split_uses
 
 pytestmark = [
@@ -25,6 +25,7 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NEAR = {"fp16": 5e-3, "bf16": 4e-2}
 # Channels of the block, and of its input: of ResNet-50, and such that nothing divides.
 WIDTHS = [(64, 64), (64, 256), (128, 256), (256, 1024), (24, 40), (72, 72)]
+CUDNN = ("cudnn statistics", "cudnn engine")
 
 
 @pytest.fixture(autouse=True)
@@ -69,15 +70,21 @@ def away(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
-def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first tile from `tile` on that the GPU can run."""
+def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first tile from `tile` on that the GPU can run. Returns what will have been taken of cuDNN."""
     from paceline.models import products
 
-    def choose(key: str, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+    def choose(
+        key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
+    ) -> str:
+        if form in CUDNN:
+            return of_cudnn(list(forms))
         both = [name for name in forms if name.split()[0] == "both"]
         if "fused" in forms and not (form == "both" and both):  # or none for so many channels
             return "fused"
-        fused = both or [name for name in forms if name != SEPARATE]
+        fused = both or [name for name in forms if name.split()[0] not in (SEPARATE, "cudnn")]
+        if not fused:  # a 3 × 3 convolution
+            return SEPARATE
         for step in range(len(fused)):
             name = fused[(tile + step) % len(fused)]
             try:
@@ -87,7 +94,23 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
             return name
         raise AssertionError(f"no tile runs: {key}")
 
+    def of_cudnn(names: list[str]) -> str:
+        """A convolution with statistics, or with all that is around it; a plan of a gradient; what
+        cuDNN has no graph for is separate."""
+        for start in (form, "cudnn"):
+            found = [name for name in names if name.startswith(start)]
+            if found:
+                taken.append(found[tile % len(found)])
+                return taken[-1]
+        return SEPARATE
+
     monkeypatch.setattr(products, "choose", choose)
+    taken: list[str] = []
+    if form in CUDNN:
+        monkeypatch.setattr(choices, "mode", "cudnn")
+        monkeypatch.setattr(choices, "open", True)
+        monkeypatch.setattr(choices, "missing", {})
+    return taken
 
 
 @pytest.mark.parametrize(
@@ -96,13 +119,15 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("form", "tile"), [*(("fused", n) for n in range(4)), *(("both", n) for n in range(4))]
+    ("form", "tile"), [(f, n) for f in ("fused", "both", *CUDNN) for n in range(4)]
 )
 def test_blocks_have_the_gradients_of_separate_operators(
     width: tuple[int, int], kind: str, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within what rounding gives the separate ones, from float64."""
-    prefer(form, tile, monkeypatch)
+    if form in CUDNN and kind != "fp16":
+        pytest.skip("cuDNN has these kernels in fp16 only")
+    taken = prefer(form, tile, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(*width)
     for norm in net.modules():
@@ -120,12 +145,19 @@ def test_blocks_have_the_gradients_of_separate_operators(
     for name, value in wanted.items():
         limit = 2 * away(theirs[name], value) + NEAR[kind]
         assert away(ours[name], value) < limit, name
+    if form in CUDNN:
+        assert any(name.startswith(form) for name in taken), choices.missing
+        assert "cudnn" in taken, choices.missing
 
 
-@pytest.mark.parametrize(("form", "tile"), [("fused", 0), ("fused", 1), ("both", 0), ("both", 1)])
-def test_repetitions_are_bit_identical(
+@pytest.mark.parametrize(
+    ("form", "tile"),
+    [(f, n) for f in ("fused", "both") for n in range(2)] + [(f, 0) for f in CUDNN],
+)
+def test_repetitions_are_bit_identical_or_near(
     form: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """cuDNN's sums have no order: what follows from them differs by rounding."""
     prefer(form, tile, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(64, 256)
@@ -135,7 +167,22 @@ def test_repetitions_are_bit_identical(
     for _ in range(5):
         again = run(prepared(net, torch.float16, True), x)
         for name, value in first.items():
-            assert torch.equal(again[name], value), name
+            if form in CUDNN:
+                assert away(again[name], value) < NEAR["fp16"], name
+            else:
+                assert torch.equal(again[name], value), name
+
+
+def test_an_overflow_reaches_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the step is skipped; the maximum of a GPU may drop NaN."""
+    prefer("cudnn engine", 0, monkeypatch)
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 8, 8, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    x[1, 3, 2, 2] = torch.inf
+    found = run(prepared(Blocks(64, 64), torch.float16, True), x)
+    for name in ("blocks.0.conv1.weight", "blocks.0.bn1.weight", "blocks.1.conv1.weight"):
+        assert not found[name].isfinite().all(), name
 
 
 def losses(fused: bool, kind: torch.dtype, steps: int, graph: bool = False) -> Tensor:
@@ -179,24 +226,28 @@ def losses(fused: bool, kind: torch.dtype, steps: int, graph: bool = False) -> T
     return found
 
 
-@pytest.mark.parametrize("kind", HALF)
+@pytest.mark.parametrize(
+    ("form", "kind"), [("fused", "fp16"), ("fused", "bf16"), *((f, "fp16") for f in CUDNN)]
+)
 def test_resnet50_learns_as_with_separate_convolutions(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    form: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefer("fused", 0, monkeypatch)
+    prefer(form, 0, monkeypatch)
     ours, theirs = (losses(fused, HALF[kind], 20) for fused in (True, False))
     assert ours.isfinite().all()
     assert theirs[-1] < 0.8 * theirs[0]
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
 
 
-def test_a_captured_step_equals_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefer("fused", 0, monkeypatch)
+@pytest.mark.parametrize("form", ["fused", *CUDNN])
+def test_a_captured_step_equals_an_eager_one(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(form, 0, monkeypatch)
     eager, captured = (losses(True, torch.float16, 8, graph) for graph in (False, True))
     torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
-def test_choices_are_timed_once_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["auto", "cudnn"])
+def test_choices_are_timed_once_and_kept(mode: str, tmp_path: Path) -> None:
     from paceline.models import product_choice
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -204,12 +255,38 @@ def test_choices_are_timed_once_and_kept(tmp_path: Path) -> None:
     net = prepared(Blocks(64, 256), torch.float16, True)
     x = torch.randn(8, 256, 28, 28, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
-    product_choice.begin("auto", device)
+    product_choice.begin(mode, device)
     run(net, x)
     chosen = product_choice.choices.own()
-    assert product_choice.choices.timed == len(chosen) > 0
+    assert choices.timed == len(chosen) > 0
+    assert any("3/" in key for key in chosen) == (mode == "cudnn"), choices.describe()
+    assert "no form of cuDNN" not in choices.describe()
     product_choice.settle(chosen)
-    product_choice.begin("auto", device)
+    product_choice.begin(mode, device)
     run(net, x)
-    assert product_choice.choices.timed == 0
-    assert product_choice.choices.chosen == chosen
+    assert choices.timed == 0
+    assert choices.chosen == chosen
+
+
+def test_kernels_of_cudnn_wait_for_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's handle follows torch's current stream."""
+    taken = prefer("cudnn engine", 0, monkeypatch)
+    torch.manual_seed(0)
+    net = Blocks(64, 64)
+    x = torch.randn(8, 64, 28, 28, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    wanted = run(prepared(net, torch.float16, True), x)
+    stream = torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            busy = busy @ busy
+            busy /= busy.norm()
+        # Made by what is still under way on this stream.
+        late = x + 0 * busy.sum().clamp(0, 0).half()
+        found = run(prepared(net, torch.float16, True), late)
+    stream.synchronize()
+    assert taken, choices.missing
+    for name, value in wanted.items():
+        assert away(found[name], value) < NEAR["fp16"], name

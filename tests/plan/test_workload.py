@@ -67,6 +67,14 @@ def test_more_multiprocessors_need_larger_batches() -> None:
     assert other.compute_s(512) == pytest.approx(one.compute_s(512), rel=1e-3)
 
 
+def test_a_round_that_changes_nothing_says_so() -> None:
+    def source(gpu: str, software: str) -> str:
+        return analytic_workload(network("resnet50"), accelerator(gpu), software).source
+
+    assert source("H100", "v2.1").endswith("software of v2.1")
+    assert source("H100", "v0.6").endswith("software of v0.6 (not known to be slower)")
+
+
 def test_power_and_software_change_the_products_alone() -> None:
     gpu = accelerator("A100")
     net = network("resnet50")
@@ -274,9 +282,27 @@ def test_small_images_are_not_shrunk_by_the_stem() -> None:
     assert network("resnet18", 32, 10, "imagenet").flops == pytest.approx(0.074e9, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["resnet50", "resnet_fast", "alexnet_bn"])
+def test_classes_and_channels_are_those_of_training(name: str) -> None:
+    from paceline.models.registry import create_model
+    from paceline.models.settings import ModelSettings
+
+    model = create_model(ModelSettings(name), num_classes=7, in_channels=1, image_size=96)
+    found = network(name, 96, 7, channels=1)
+    assert {t.name: t.elements for t in found.tensors} == {
+        name: p.numel() for name, p in model.named_parameters()
+    }
+    for classes, channels, field in ((0, 3, "--classes"), (10, 0, "--channels")):
+        with pytest.raises(ConfigError) as caught:
+            network(name, 96, classes, channels=channels)
+        assert caught.value.field == field
+
+
 def test_an_unknown_model_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'resnet50'"):
         network("resnet5")
+    with pytest.raises(ConfigError, match=r"known: .*resnet_tiny.*timm:NAME or module:factory"):
+        network("vgg16")
     for size in (8, 1_000_000):
         with pytest.raises(ConfigError, match="image-size"):
             network("resnet50", size)
@@ -287,6 +313,84 @@ def test_no_figure_may_be_nothing(flag: str) -> None:
     values = {"nodes": 2, "gpus_per_node": 2, "node_gbps": 100.0, "latency_us": 5.0, "links": 1}
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):
         gpu_cluster(accelerator("V100"), **{**values, flag: 0})  # type: ignore[arg-type]
+
+
+OWN = """
+["Own GPU"]
+tflops = 989
+memory_gb_per_s = 3350
+memory_gb = 80
+node_gb_per_s = 450
+processors = 132
+clock_ghz = 1.83
+watts = 700
+compute_capability = 9.0
+"""
+
+
+def own(path: Path, text: str = OWN) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_an_accelerator_of_ones_own(tmp_path: Path) -> None:
+    """The figures of an H100 give its times; that the law was not fitted to them costs certainty."""
+    found, known = accelerator(own(tmp_path / "own.toml")), accelerator("H100")
+    assert found == replace(
+        known, name="Own GPU", family="Own GPU", source=found.source, is_own=True
+    )
+    ours, theirs = (analytic_workload(network("resnet50"), chip) for chip in (found, known))
+    assert ours.compute_s(64) == theirs.compute_s(64)
+    assert ours.spread > theirs.spread
+    assert "Own GPU, from its peaks as given" in ours.source
+
+
+def test_an_own_accelerator_is_scaled_to_a_measured_training(tmp_path: Path) -> None:
+    text = OWN + "measured = { images_per_s = 5000, batch = 256, ranks = 8 }\n"
+    chip = accelerator(own(tmp_path / "own.toml", text))
+    place = gpu_cluster(chip, nodes=1)
+    work = analytic_workload(network("resnet50"), chip)
+    plan = best_plan(work, place, 256)
+    assert predict(work, place, plan, 256).images_per_s_per_gpu == pytest.approx(5000, rel=0.02)
+    like = accelerator(own(tmp_path / "like.toml", OWN + 'like = "H200"\nfamily = "H100"\n'))
+    slower = analytic_workload(network("resnet50"), like).compute_s(256)
+    assert slower > analytic_workload(network("resnet50"), accelerator("H100")).compute_s(256)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "tables = 0"),
+        (OWN + OWN.replace("Own", "Other"), "tables = 2"),
+        ("x = 3", "x = 3: is not a table"),
+        ("[x", "is not TOML"),
+        (OWN.replace("tflops = 989\n", ""), "Own GPU.tflops: is missing"),
+        (OWN.replace("compute_capability = 9.0\n", ""), "compute_capability: is missing"),
+        (OWN.replace("989", "nan"), "Own GPU.tflops"),
+        (OWN.replace("3350", "0"), "Own GPU.memory_gb_per_s = 0"),
+        (OWN.replace("132", "1.5"), "Own GPU.processors"),
+        (OWN + "tensor_cores = 5", "tensor_cores: unknown setting"),
+        (OWN + 'like = "H100"', "like = 'H100': is none of the catalog; use one of P40, H200"),
+        (OWN + 'family = "B"', "family = 'B'"),
+        (OWN + "measured = { images_per_s = 0, batch = 8 }", "measured.images_per_s = 0"),
+        (OWN + "measured = { images_per_s = 9 }", "measured.batch: is missing"),
+    ],
+)
+def test_a_mistake_in_an_own_accelerator_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        accelerator(own(tmp_path / "own.toml", text))
+    assert caught.value.field == "--gpu"
+    assert "own.toml" in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("rate", [1e6, 1.0])
+def test_a_measured_training_that_cannot_be(tmp_path: Path, rate: float) -> None:
+    """Faster than the latency of the layers, or far below the peaks."""
+    text = OWN + f"measured = {{ images_per_s = {rate}, batch = 64 }}"
+    chip = accelerator(own(tmp_path / "own.toml", text))
+    with pytest.raises(ConfigError, match=r"Own GPU.measured.*check the peaks"):
+        analytic_workload(network("resnet50"), chip)
 
 
 def test_what_bounds_a_ring() -> None:

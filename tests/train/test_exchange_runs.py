@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.config import RECIPES, load_config
 from paceline.core.events import read_events
 from paceline.plan import FusionPlan, SizeTable
 from paceline.plan.plan_file import ClusterFacts, PlanFile
@@ -150,6 +151,36 @@ def test_settings_for_several_ranks_are_named_on_one(
     found = exchange_plan.describe_idle(config, 1)
     assert found.partition(": for several ranks")[0] == (idle or "")
     assert exchange_plan.describe_idle(config, 2) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"optim__bits": 16}, "optim.bits = 16: with optim.name = 'sgd'"),
+        ({"optim__name": "adamw", "optim__momentum": 0.5, "optim__nesterov": True},
+         "optim.momentum = 0.5, optim.nesterov = True: with optim.name = 'adamw'"),
+        ({"optim__name": "torch.optim:RAdam", "optim__lr": 0.1, "optim__beta1": 0.5},
+         "optim.beta1 = 0.5: with optim.name = 'torch.optim:RAdam'"),
+        ({"optim__cycle_momentum": (), "optim__rms_rate": 1.0},
+         "optim.rms_rate = 1.0: with optim.name = 'sgd'; "
+         "optim.cycle_momentum = []: with optim.schedule = 'cosine'"),
+        ({"optim__batch_rate": "sqrt"}, "optim.batch_rate = 'sqrt': with no optim.batch_schedule"),
+        ({"optim__name": "lamb", "optim__clip": True, "optim__adam_eps": 1e-6}, ""),
+        ({"optim__schedule": "step", "optim__decay_epochs": (1.0,), "optim__decay_rate": 0.5}, ""),
+        ({"optim__schedule": "range", "optim__decay_epochs": (1.0,)}, ""),
+    ],
+)  # fmt: skip
+def test_settings_of_another_optimizer_or_schedule_are_named(
+    tmp_path: Path, values: dict[str, Any], idle: str
+) -> None:
+    config = small_config(tmp_path, **{"optim__schedule": "cosine", **values})
+    assert exchange_plan.describe_idle(config, 2) == idle
+
+
+def test_no_shipped_recipe_has_settings_without_effect() -> None:
+    idle = {path.stem: load_config(path.stem, {}).optim.idle for path in RECIPES.glob("*.toml")}
+    assert len(idle) > 30
+    assert not {name: found for name, found in idle.items() if found}
 
 
 def test_a_run_on_one_rank_says_what_has_no_effect(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
 
     model = bottlenecks()
     assert (choose(GPU, model).products, switched(model)) == ("off", {False})
-    for value in ("auto", "on"):
+    for value in ("auto", "on", "cudnn"):
         path = choose(GPU, model, fused_convolutions=value)
         assert (path.products, switched(model)) == (value, {True})
     settings = RunSettings(fused_convolutions="auto")
@@ -216,7 +216,7 @@ def test_norms_are_recomputed_where_asked_for_and_not_compiled() -> None:
     [
         (
             {"fused_convolutions": "yes"},
-            "run.fused_convolutions = 'yes': unknown; known: auto, off, on",
+            "run.fused_convolutions = 'yes': unknown; known: auto, cudnn, off, on",
         ),
         (
             {"fused_convolutions": "on", "fused_norm": "off"},

@@ -13,9 +13,16 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import Failure
-from paceline.cli.options import AsJson, MasterPort, NprocPerNode, check_at_least
-from paceline.cli.train import launch_ranks, resolve
-from paceline.config import RunConfig, parse_value
+from paceline.cli.options import AsJson, check_at_least
+from paceline.cli.train import (
+    FLAGS,
+    launch_ranks,
+    parse_flags,
+    resolve_trusted,
+    take_signature,
+    train,
+)
+from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
@@ -26,44 +33,41 @@ if TYPE_CHECKING:
     from paceline.train.callbacks import RangeResult
 
 
-def find_rate(
-    recipe: str | None = typer.Argument(None, help="As for `paceline train`."),
-    data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
-    model: str | None = typer.Option(None, help="As for `paceline train`."),
-    batch_size: str | None = typer.Option(
-        None, "--batch-size", "-b", help="Of one process.", metavar="N"),
-    global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
-    opt: str | None = typer.Option(None, help="As for `paceline train`."),
-    output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-lr-find-NNN."),
-    device: str | None = typer.Option(None, help="auto, cpu or cuda."),
+# Flags of `train` without meaning here: the range has its own rates, schedule and length.
+_OTHER = ("epochs", "lr", "warmup_epochs", "resume", "target_top1")
+_FLAGS = {name: setting for name, setting in FLAGS.items() if name not in _OTHER}
+_OWN = ("low", "high", "steps", "as_json")
+
+
+def _range_flags(
     low: float = typer.Option(1e-5, "--from", help="First rate."),
     high: float = typer.Option(10.0, "--to", help="Last rate."),
     steps: int = typer.Option(100, help="Steps from the first rate to the last."),
-    nproc_per_node: NprocPerNode = 1,
-    master_port: MasterPort = 0,
     as_json: AsJson = False,
-    settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
-) -> int:  # fmt: skip
+) -> None:
+    """The flags that `lr-find` has beside those of `train`."""
+
+
+def find_rate(**given: Any) -> int:
     """Find a learning rate: train briefly with a growing rate, and plot the loss."""
-    given = {
-        "data.dir": data_dir, "model.name": model, "run.batch_size": batch_size,
-        "run.global_batch_size": global_batch_size, "optim.name": opt, "run.output": output,
-        "run.device": device,
-    }  # fmt: skip
+    low, high, steps = given["low"], given["high"], given["steps"]
     if not 0 < low < high < math.inf:
         raise ConfigError("--from", low, f"must be above 0 and below --to {high:g}", "try 1e-5")
     if steps < 20:
         raise ConfigError("--steps", steps, "must be at least 20: slopes need losses", "try 100")
-    check_at_least(1, {"--nproc-per-node": nproc_per_node})
-    flags: dict[str, Any] = {
-        n: parse_value(n, text) for n, text in given.items() if text is not None
-    }
+    ranks = given["nproc_per_node"]
+    check_at_least(1, {"--nproc-per-node": ranks})
     # A class without a default rate needs one; the range replaces it.
-    config = resolve(recipe, {"optim.lr": high, **flags}, settings)
-    config = range_config(config, low, high, steps, nproc_per_node)
-    if nproc_per_node > 1:
-        return launch_ranks(config, nproc_per_node, master_port, 0)
-    return _run(config, steps, as_json)
+    flags = {"optim.lr": high, **parse_flags(given, _FLAGS)}
+    config = resolve_trusted(given["recipe"], flags, given["settings"], given["trust"])
+    config = range_config(config, low, high, steps, ranks)
+    if ranks > 1:
+        return launch_ranks(config, ranks, given["master_port"], 0)
+    return _run(config, steps, given["as_json"])
+
+
+_SHARED = ("recipe", *_FLAGS, "nproc_per_node", "master_port", "trust", "settings")
+take_signature(find_rate, {*_SHARED, *_OWN}, train, _range_flags)
 
 
 def range_config(

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from rich import box
@@ -30,6 +30,7 @@ from paceline.plan.fusion_plan import FusionPlan, wire_names
 from paceline.plan.layers import (
     TRACED,
     Network,
+    check_ends,
     check_image_size,
     known_network,
     network,
@@ -72,7 +73,10 @@ def plan(
         "",
         help="Which model: a built-in name, timm:NAME or module:factory; resnet50, or the profile's.",
     ),
-    gpu: str = typer.Option("", help="An accelerator of the catalogue, such as H100."),
+    gpu: str = typer.Option(
+        "",
+        help="An accelerator of the catalogue, such as H100, or a TOML file that describes another.",
+    ),
     software: str = typer.Option(
         "", help="Round of MLPerf Training whose libraries are used, such as v0.7; the newest."
     ),
@@ -92,6 +96,8 @@ def plan(
     epochs: float = typer.Option(90.0, help="Epochs of the job."),
     dataset_size: int = typer.Option(1_281_167, help="Training images."),
     image_size: int | None = typer.Option(None, help="Edge of the images in pixels; 224."),
+    classes: int | None = typer.Option(None, help="Outputs of the model; 1000."),
+    channels: int | None = typer.Option(None, help="Channels of an image; 3."),
     max_global_batch: int | None = typer.Option(
         None,
         help="Largest batch of all GPUs together that keeps the accuracy; 65536, or less for a small "
@@ -140,10 +146,11 @@ def plan(
         epochs, dataset_size, chip.watts if chip else 0.0, price_per_gpu_hour,
         _meets_over_nccl(chip, file), startup_s,
     )  # fmt: skip
-    net = _network(model, file.workload, image_size)
+    images = _Images(image_size, classes, channels)
+    net = _network(model, file.workload, images)
     if recompute_norms:
         net = _recomputing_norms(net, file.workload)
-    work = _workload(model, chip, net, file.workload, image_size, software)
+    work = _workload(model, chip, net, file.workload, images, software)
     place = _gpu_cluster(chip, nodes, given) if cluster is None else file.planned_cluster()
     place = place if nodes is None else place.with_nodes(nodes)
     _check_input(input_images_per_s, cores_per_node, packed, nvjpeg, input_bench)
@@ -177,6 +184,27 @@ def plan(
     if html is not None:
         typer.echo(f"page: {write_page(plan_page(answer), html, PAGE_NAME)}", err=as_json)
     return 0
+
+
+class _Images(NamedTuple):
+    """What is classified, as far as it is given."""
+
+    size: int | None
+    classes: int | None
+    channels: int | None
+
+    def network(self, name: str) -> Network:
+        """The layers of a model for these images, counted from a trace where the planner has none."""
+        pixels = 224 if self.size is None else self.size
+        classes = 1000 if self.classes is None else self.classes
+        channels = 3 if self.channels is None else self.channels
+        if ":" not in name and name not in TRACED:
+            return network(name, pixels, classes, channels=channels)
+        check_image_size(pixels)
+        check_ends(classes, channels)
+        from paceline.train.layer_count import count_layers
+
+        return count_layers(name, pixels, classes, channels)
 
 
 def _is_gpu(chip: Accelerator | None, file: PlanFile) -> bool:
@@ -254,7 +282,7 @@ def _fusion_plan(
     return file.plan
 
 
-def _network(model: str, profiled: Workload | None, image_size: int | None) -> Network | None:
+def _network(model: str, profiled: Workload | None, images: _Images) -> Network | None:
     """The layers of the model, counted from a trace where the planner has none of them; None where it is
     profiled and they are not known, or not the size of the images. The code that a profile names is not
     run: only our own models are counted for it."""
@@ -264,21 +292,10 @@ def _network(model: str, profiled: Workload | None, image_size: int | None) -> N
         if known is not None or name not in TRACED or not pixels or not find_spec("torch"):
             return known
         try:
-            return _counted(name, pixels)
+            return _Images(pixels, None, None).network(name)
         except ConfigError:  # images that are too small for the model
             return None
-    name = model or "resnet50"
-    pixels = 224 if image_size is None else image_size
-    if ":" in name or name in TRACED:
-        return _counted(name, pixels)
-    return network(name, pixels)
-
-
-def _counted(name: str, pixels: int) -> Network:
-    check_image_size(pixels)
-    from paceline.train.layer_count import count_layers
-
-    return count_layers(name, pixels)
+    return images.network(model or "resnet50")
 
 
 def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Network:
@@ -297,10 +314,13 @@ def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Networ
 
 def _workload(
     model: str, chip: Accelerator | None, net: Network | None, profiled: Workload | None,
-    image_size: int | None, software: str,
+    images: _Images, software: str,
 ) -> Workload:  # fmt: skip
     if profiled is not None:
-        for flag, value in (("--image-size", image_size), ("--software", software or None)):
+        for flag, value in (
+            ("--image-size", images.size), ("--classes", images.classes),
+            ("--channels", images.channels), ("--software", software or None),
+        ):  # fmt: skip
             if value is not None:
                 raise ConfigError(flag, value, "a profile has its own", "leave it out")
         if model and profiled.model != model:

@@ -126,8 +126,8 @@ def resolve_trusted(
 ) -> RunConfig:
     """`resolve`; the code that a run folder names runs with `trust` only."""
     config = resolve(recipe, flags, settings)
-    if recipe is not None and not trust and is_run_config(recipe):
-        _check_origin(config, recipe, flags | dict(parse_assignment(text) for text in settings))
+    if not trust:
+        check_origin(config, recipe, flags | dict(parse_assignment(text) for text in settings))
     return config
 
 
@@ -142,8 +142,10 @@ def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
     return load_config(recipe, overrides)
 
 
-def _check_origin(config: RunConfig, recipe: str, given: Collection[str]) -> None:
+def check_origin(config: RunConfig, recipe: str | None, given: Collection[str]) -> None:
     """Refuses foreign code that the configuration of a run names and this command line does not."""
+    if recipe is None or not is_run_config(recipe):
+        return
     if "model.name" not in given:
         check_trust(config.model, recipe, False)
     for name, value in (("optim.name", config.optim.name), ("run.loss", config.run.loss)):
@@ -230,14 +232,15 @@ _CLUSTER = {
         "watts_per_gpu",
     )
 }  # fmt: skip
-# Flags of `train` that a rehearsal has too.
+# Parameters of `train` that a rehearsal has too.
 _SHARED = ("recipe", *FLAGS, "trust", "settings")
 
 
 def _cluster_flags(
     nodes: str | None = typer.Option(None, help="Nodes of the cluster to rehearse.", metavar="N"),
     gpus_per_node: str | None = typer.Option(None, help="Ranks of a node; 8.", metavar="N"),
-    gpu: str | None = typer.Option(None, help="Its accelerator, such as H100, for the clock."),
+    gpu: str | None = typer.Option(
+        None, help="Its accelerator, such as H100, or a TOML file of one, for the clock."),
     profile: str | None = typer.Option(
         None, help="What paceline profile or tune wrote: the step of this model, for the clock."),
     cluster: str | None = typer.Option(
@@ -267,18 +270,21 @@ def rehearse(**given: Any) -> int:
         return train_here(config)
 
 
-def _take_signature(command: Callable[..., int], *functions: Callable[..., Any]) -> None:
-    """Gives `command` the parameters of `functions`, from which Typer makes its flags."""
+def take_signature(
+    command: Callable[..., int], names: Collection[str], *functions: Callable[..., Any]
+) -> None:
+    """Gives `command` those parameters of `functions` that are in `names`, from which Typer makes its
+    flags."""
     parameters: list[inspect.Parameter] = []
     hints: dict[str, Any] = {"return": int}
     for function in functions:
         known = get_type_hints(function, include_extras=True)
         for name, parameter in inspect.signature(function).parameters.items():
-            if name in _SHARED or name in _CLUSTER:
+            if name in names:
                 hints[name] = known[name]
                 parameters.append(parameter.replace(annotation=known[name]))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = hints
 
 
-_take_signature(rehearse, train, _cluster_flags)
+take_signature(rehearse, {*_SHARED, *_CLUSTER}, train, _cluster_flags)

@@ -28,6 +28,7 @@ from paceline.cli.options import (
     parse_size_range,
     run_on_ranks,
 )
+from paceline.cli.train import check_origin
 from paceline.config import RunConfig, load_config, parse_assignment
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.topology import Topology
@@ -72,13 +73,17 @@ def tune(
     accept_noise: bool = typer.Option(
         False, "--accept-noise", help="Write it even where repeated samples differ widely."
     ),
+    trust: bool = typer.Option(
+        False, "--trust", help="Run the code that the config.toml of a run names."
+    ),
 ) -> int:
     """Measure this cluster, profile a model on it, and write the plan for training."""
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
     trained = {"model.name": model, "run.batch_size": batch_size, "data.image_size": image_size,
                "model.num_classes": classes}  # fmt: skip
-    config = _config(recipe, {name: value for name, value in trained.items() if value}, settings)
+    given = {name: value for name, value in trained.items() if value}
+    config = _config(recipe, given, settings, trust)
     names = parse_algorithms(algorithms) or tuned_names()
     check_at_least(3, {"--iterations": iterations})
     check_at_least(1, {"--limit-s": limit_s})
@@ -150,8 +155,11 @@ def _ignore(text: str) -> None:
     """Of ranks that print nothing."""
 
 
-def _config(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig | None:
-    """What is to be trained; None where neither a recipe nor a model is given."""
+def _config(
+    recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool
+) -> RunConfig | None:
+    """What is to be trained; None where neither a recipe nor a model is given. The code that a run folder
+    names runs with `trust` only."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if recipe is None and "model.name" not in overrides:
         if overrides:
@@ -160,7 +168,10 @@ def _config(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
         return None
     if overrides.get("data.image_size"):
         overrides.setdefault("data.eval_resize", 0)
-    return load_config(recipe, overrides)
+    config = load_config(recipe, overrides)
+    if not trust:
+        check_origin(config, recipe, overrides)
+    return config
 
 
 def _profile(config: RunConfig, here: RunConfig) -> tuple[Workload, int]:

@@ -67,8 +67,10 @@ class RunSettings:
     a GPU, for models that have them)."""
     fused_convolutions: str = "off"
     """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
-    precision on a GPU: `on`, `off`, or `auto` (where a timing at the first start shows that they are
-    faster; kept in `~/.cache/paceline/products`)."""
+    precision on a GPU: `on`, `off`, `auto` (where a timing at the first start shows that they are
+    faster; kept in `~/.cache/paceline/products`), or `cudnn` (as `auto`, with kernels of cuDNN's graph
+    API in fp16, also for other convolutions; their sums have no fixed order, so that repetitions agree
+    within rounding only)."""
     recompute_norms: bool = False
     """Do not store outputs of batch norm and ReLU that convolutions read: backward computes them again.
     Less memory, the same bits, a slower step. For ResNets and `alexnet_bn`, without torch.compile."""
@@ -164,7 +166,7 @@ class RunSettings:
         check.known("device", DEVICES)
         check.known("eval_details", SWITCHES)
         check.known("fused_norm", SWITCHES)
-        check.known("fused_convolutions", SWITCHES)
+        check.known("fused_convolutions", (*SWITCHES, "cudnn"))
         check.known("compile", COMPILE_MODES)
         check.known("cuda_graphs", SWITCHES)
         if self.fused_norm == "on" and self.compile not in ("auto", "off"):

@@ -94,8 +94,14 @@ def rate(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, without trailing zeros."""
-    return UNKNOWN if value is None else f"{value:.4g}"
+    """Four significant digits, without trailing zeros; from 1,000 on whole, with separators.
+
+    >>> number(0.5), number(16384), number(1e20)
+    ('0.5', '16,384', '1e+20')
+    """
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}" if 999.95 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def loss(value: float | None) -> str:

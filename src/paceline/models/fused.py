@@ -9,6 +9,8 @@ Tile shapes depend on sizes alone, so equal runs on equal devices round alike.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,7 +105,7 @@ def norm_act(
     The `bias` of a convolution before batch norm affects the running mean only: the norm removes it
     again, and its gradient is zero. It is therefore neither added nor differentiated here.
     """
-    check_rows(x)
+    check_rows(x.shape)
     out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, residual, norm, relu, False, bias, None
     )
@@ -118,7 +120,7 @@ def norm_act_twice(
     Autograd then passes the gradients of both uses separately, and the backward kernel adds them
     instead of an extra pass over the largest maps.
     """
-    check_rows(x)
+    check_rows(x.shape)
     out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, residual, norm, True, True, None, None
     )
@@ -129,7 +131,7 @@ def norm_act_recomputed(
     x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, bias: Tensor | None = None
 ) -> RecomputedMap:
     """`norm_act_twice` for an output that no one stores. The residual is a stored map."""
-    check_rows(x)
+    check_rows(x.shape)
     source = MapSource()
     with source.not_stored():
         branch, shortcut = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -138,11 +140,12 @@ def norm_act_recomputed(
     return RecomputedMap(branch, shortcut, source)
 
 
-def check_rows(x: Tensor) -> None:
+def check_rows(shape: Sequence[int]) -> None:
     """Raises the error of torch's batch norm, which callers may look for."""
-    if x.numel() == x.shape[1]:
+    if math.prod(shape) == shape[1]:
         raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {x.shape}"
+            "Expected more than 1 value per channel when training, got input size "
+            f"{torch.Size(shape)}"
         )
 
 
@@ -197,11 +200,13 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) ->
 @dataclass(frozen=True)
 class Moments:
     """Mean and sum of squared deviations of parts of `span` rows, [2, parts, channels]. Without a
-    `span`, the sums and sums of squares of differences to the running mean, as products leave them."""
+    `span`, the sums and sums of squares of differences to the running mean, as products leave them, or,
+    not `centred`, to 0, as cuDNN does."""
 
     parts: Tensor
     rows: int
     span: int = 0
+    centred: bool = True
 
 
 def moments(x: Tensor) -> Moments:
@@ -215,19 +220,24 @@ def moments(x: Tensor) -> Moments:
     return Moments(parts, rows, c.span)
 
 
-def join_moments(found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
-    """The rows of `statistics`; updates the running statistics."""
+def join_moments(
+    found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None, *, halves: bool = False
+) -> Tensor:
+    """The rows of `statistics`; updates the running statistics. `halves`: a fifth row has scale and shift
+    once more in fp16, as cuDNN reads them."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
     parts, channels = found.parts.shape[1:]
-    saved = found.parts.new_empty((4, channels))
+    saved = found.parts.new_empty((5 if halves else 4, channels))
     kernel = kernels.statistics_kernel if found.span else kernels.centred_statistics_kernel
     kernel[(-(-channels // _JOIN_CHANNELS),)](
         found.parts, norm.weight, norm.bias, norm.running_mean, norm.running_var,
         norm.num_batches_tracked, saved, norm.bias if offset is None else offset,
         found.rows, channels, found.span, parts, norm.momentum, norm.eps,
+        saved[4].view(torch.float16) if halves else None,
         OFFSET=offset is not None, BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
+        **({} if found.span else {"CENTRED": found.centred}),
     )  # fmt: skip
     return saved
 
@@ -301,7 +311,7 @@ def norm_act_pool(
 ) -> tuple[Tensor, Tensor]:
     """max_pool2d(relu(norm(x + bias)), 3, 2, padding) for a padding of 0 or 1, returned twice (see
     `norm_act_twice`). `bias` affects the running mean only (see `norm_act`)."""
-    check_rows(x)
+    check_rows(x.shape)
     assert padding in (0, 1), padding
     out: tuple[Tensor, Tensor] = _NormActPool.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, norm, padding, bias

@@ -1,49 +1,33 @@
-"""A bottleneck whose 1 × 1 convolutions are fused with the norms around them, as autograd functions.
+"""A bottleneck whose convolutions are fused with the norms around them, as autograd functions.
 
     conv1 → norm → ReLU → conv2 (3 × 3) → norm → ReLU → conv3 → norm → + shortcut → ReLU
 
 The convolutions' outputs are stored, not the normalized maps, but for those that the shortcut and,
 unless `recompute` is on, a convolution of torch read. The last norm, sum and ReLU of a block are computed
 by the block that follows: a block returns a `Pending` map, and the product of the next conv1 computes
-and stores it while it loads it. In backward, the product that gives the gradient of that map applies sum
-and ReLU and sums the gradients of γ and β.
+and stores it while it loads it. In backward, the product that gives the gradient of a normalized map
+applies sum and ReLU and sums the gradients of γ and β.
 
-The gradient of a `Pending` map's convolution output is a · dz + b · x + c (see
-`kernels.backward_factors_kernel`). It is never stored: autograd passes dz in its place, and `Link` the
-factors, to the products of conv3. So a `Pending` map has exactly one user, which this module ensures.
+The gradient of a convolution's output is a · dz + b · x + c (see `kernels.backward_factors_kernel`),
+where dz is that of the norm's output. Autograd passes dz in its place, and `Link` the factors, to the
+products of that convolution. So such a map has exactly one user, which this module ensures.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from paceline.models.fused import (
-    apply,
-    as_map,
-    backward_input,
-    backward_sums,
-    can_fuse,
-    check_rows,
-    statistics,
-)
-from paceline.models.products import (
-    MASKED,
-    MERGED,
-    PLAIN,
-    Epilogue,
-    Operand,
-    backward_product,
-    forward_product,
-)
-from paceline.models.recompute import MapSource, RecomputedMap, not_stored
-from paceline.models.resnet import convolve, norm_can_fuse, split_uses
+from paceline.models.fused import as_map, backward_sums, can_fuse
+from paceline.models.operands import Epilogue, NormedMap, Operand
+from paceline.models.product_choice import CUDNN, choices
+from paceline.models.products import backward_product, forward_product
+from paceline.models.recompute import not_stored
+from paceline.models.resnet import norm_can_fuse, split_uses
 
 if TYPE_CHECKING:
     from paceline.models.resnet import Bottleneck, Uses
@@ -52,7 +36,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Link:
-    """Passes the factors of a norm's gradient from the user of a `Pending` map to its block."""
+    """Passes the factors of a norm's gradient from the only user of its output to the convolution."""
 
     def __init__(self) -> None:
         self._given: tuple[int, Tensor] | None = None
@@ -61,9 +45,9 @@ class Link:
         self._given = (dz.data_ptr(), factors)
 
     def take(self, dz: Tensor) -> Tensor:
-        assert self._given is not None, "a pending map has no other user than the next block"
+        assert self._given is not None, "the user of a normalized map is fused too"
         place, factors = self._given
-        assert place == dz.data_ptr(), "a pending map has one user"
+        assert place == dz.data_ptr(), "a normalized map has one user"
         self._given = None
         return factors
 
@@ -115,42 +99,56 @@ def can_fuse_block(block: Bottleneck, x: Uses) -> bool:
         and norm_can_fuse(block.bn2)
         and norm_can_fuse(block.bn3)
         and (maps.dtype in _HALF or not maps.is_cuda)
-        and block.conv1.weight.dtype == block.conv3.weight.dtype == maps.dtype
+        and all(
+            convolution.weight.dtype == maps.dtype and _is_plain(convolution)
+            for convolution in (block.conv1, block.conv2, block.conv3)
+        )
+    )
+
+
+def _is_plain(convolution: nn.Conv2d) -> bool:
+    """As ResNets have them; someone may have put another one in its place."""
+    sizes = convolution.kernel_size
+    return (
+        type(convolution).forward is nn.Conv2d.forward
+        and convolution.padding == (sizes[0] // 2, sizes[1] // 2)
+        and convolution.stride[0] == convolution.stride[1]
+        and convolution.dilation == (1, 1)
+        and convolution.groups == 1
+        and convolution.bias is None
+        and convolution.padding_mode == "zeros"
     )
 
 
 def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
-    norm1, norm2, norm3 = block.bn1, block.bn2, block.bn3
+    link = Link()
     if isinstance(x, Pending):
-        check_rows(x.branch.x)
-        branch, shortcut, raw, raw_saved = _JoinReduce.apply(  # type: ignore[no-untyped-call]
-            *x.tensors(), block.conv1.weight, norm1.weight, norm1.bias, norm1, x.links()
+        raw, saved, shortcut = _JoinReduce.apply(  # type: ignore[no-untyped-call]
+            *x.tensors(), block.conv1.weight, block.bn1, x.links(), link
         )
     else:
         inputs, shortcut = split_uses(x)
-        check_rows(inputs)
         with not_stored(x):
-            branch, raw, raw_saved = _Reduce.apply(  # type: ignore[no-untyped-call]
-                inputs, block.conv1.weight, norm1.weight, norm1.bias, norm1
+            raw, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
+                inputs, block.conv1.weight, 1, block.bn1, link, True
             )
-    middle = as_map(_convolve_middle(block, branch, raw, raw_saved))
-    check_rows(middle)
-    link = Link()
-    out, saved = _Expand.apply(  # type: ignore[no-untyped-call]
-        middle, norm2.weight, norm2.bias, block.conv3.weight, norm2, norm3, link, block.recompute
-    )
+    branch = Normed(raw, saved, block.bn1, link)
+    branch = _convolve_normed(branch, block.conv2, block.bn2, True, block.recompute)
+    branch = _convolve_normed(branch, block.conv3, block.bn3, False, block.recompute)
     with not_stored(x):
-        return Pending(Normed(out, saved, norm3, link), _shortcut(block, shortcut))
+        return Pending(branch, _shortcut(block, shortcut))
 
 
-def _convolve_middle(block: Bottleneck, y: Tensor, x: Tensor, saved: Tensor) -> Tensor:
-    """conv2 of y = relu(norm(x))."""
-    given: Uses = y
-    if block.recompute:
-        source = MapSource()
-        source.set(y, partial(apply, x, saved, None, relu=True))
-        given = RecomputedMap(y, y, source)
-    return convolve(block.conv2, given)
+def _convolve_normed(
+    x: Normed, convolution: nn.Conv2d, norm: nn.BatchNorm2d, relu: bool, recompute: bool
+) -> Normed:
+    """`relu`: follows `norm`."""
+    link = Link()
+    out, saved = _ConvolveNormed.apply(  # type: ignore[no-untyped-call]
+        *x.tensors(), convolution.weight, convolution.stride[0], norm, (x.link, link), relu,
+        recompute,
+    )  # fmt: skip
+    return Normed(out, saved, norm, link)
 
 
 def _shortcut(block: Bottleneck, x: Tensor) -> Normed | Tensor:
@@ -159,166 +157,136 @@ def _shortcut(block: Bottleneck, x: Tensor) -> Normed | Tensor:
     convolution, norm = block.downsample
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
-    if not norm_can_fuse(norm) or convolution.weight.dtype != x.dtype:
+    if not norm_can_fuse(norm) or convolution.weight.dtype != x.dtype or not _is_plain(convolution):
         return as_map(block.shortcut(x))
     link = Link()
-    out, saved = _Project.apply(  # type: ignore[no-untyped-call]
-        x, convolution.weight, convolution.stride, norm, link
+    out, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
+        x, convolution.weight, convolution.stride[0], norm, link, False
     )
     return Normed(out, saved, norm, link)
 
 
-class _Reduce(torch.autograd.Function):
-    """relu(norm(conv1(inputs))) of a stored map; and conv1(inputs), with its statistics."""
+class _Convolve(torch.autograd.Function):
+    """The convolution of a stored map, and the statistics of its norm on it. `relu`: follows the
+    norm."""
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x, saved, _ = forward_product(Operand(inputs), weight, norm)
-        ctx.save_for_backward(inputs, weight, gamma, x, saved)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(x, saved)
-        return apply(x, saved, None, relu=True), x, saved
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> Any:
-        if dy is None:
-            return (None,) * 5
-        inputs, weight, gamma, x, saved = ctx.saved_tensors
-        dy = as_map(dy)
-        found, _ = backward_sums(dy, None, x, None, saved, gamma, relu=True)
-        gradients = backward_product(
-            Operand.gradient(dy, x, saved, found, relu=True), weight, Operand(inputs),
-            Epilogue(PLAIN, inputs), wants_weight=ctx.needs_input_grad[1],
-        )  # fmt: skip
-        return gradients.dx, gradients.weight, found[0], found[1], None
-
-
-class _JoinReduce(torch.autograd.Function):
-    """relu(norm(conv1(y))) and y = relu(norm_before(before) + shortcut), see `Pending.tensors`; and
-    conv1(y), with its statistics."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, before: Tensor, before_saved: Tensor, before_gamma: Tensor, before_beta: Tensor,
-        residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
-        residual_beta: Tensor | None, weight: Tensor, gamma: Tensor, beta: Tensor,
-        norm: nn.BatchNorm2d, links: tuple[Link, Link | None],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        joined = Operand.joined(before, before_saved, residual, residual_saved)
-        x, saved, y = forward_product(joined, weight, norm, keep=True)
-        assert y is not None
-        projected = () if residual_saved is None else (residual, residual_saved, residual_gamma)
-        ctx.save_for_backward(
-            before, before_saved, before_gamma, y, weight, gamma, x, saved, *projected
-        )
-        ctx.links = links
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(x, saved)
-        return apply(x, saved, None, relu=True), y, x, saved
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dy_shortcut: Tensor | None, *unused: Any) -> Any:
-        before, before_saved, before_gamma, y, weight, gamma, x, saved, *projected = (
-            ctx.saved_tensors
-        )
-        residual, residual_saved, residual_gamma = projected or (None,) * 3
-        assert dy is not None, "a block's branch is always used"
-        dy = as_map(dy)
-        found, _ = backward_sums(dy, None, x, None, saved, gamma, relu=True)
-        add = None if dy_shortcut is None else as_map(dy_shortcut)
-        gradients = backward_product(
-            Operand.gradient(dy, x, saved, found, relu=True), weight, Operand(y),
-            Epilogue(MERGED, before, before_saved, y, add, residual, residual_saved),
-            wants_weight=ctx.needs_input_grad[8],
-        )  # fmt: skip
-        dz, (link, residual_link) = gradients.dx, ctx.links
-        factors = gradients.factors(before_gamma, before_saved)
-        link.put(dz, factors)
-        of_residual: tuple[Tensor | None, Tensor | None] = (None, None)
-        if residual_link is not None:
-            assert residual_gamma is not None
-            assert residual_saved is not None
-            others = gradients.factors(residual_gamma, residual_saved, other=True)
-            residual_link.put(dz, others)
-            of_residual = (others[0], others[1])
-        return (
-            dz, None, factors[0], factors[1], dz, None, *of_residual,
-            gradients.weight, found[0], found[1], None, None,
-        )  # fmt: skip
-
-
-class _Expand(torch.autograd.Function):
-    """conv3(relu(norm2(x))), and the statistics of norm3 on it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, norm: nn.BatchNorm2d,
-        next_norm: nn.BatchNorm2d, link: Link, recompute: bool,
+        ctx: Any, x: Tensor, weight: Tensor, stride: int, norm: nn.BatchNorm2d, link: Link,
+        relu: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        saved = statistics(x, norm)
-        out, next_saved, y = forward_product(Operand.normalized(x, saved), weight, next_norm)
-        # A separate convolution has stored its input: kept for backward, it need not be made again.
-        kept = [] if y is None or recompute else [y]
-        ctx.save_for_backward(x, saved, gamma, weight, out, next_saved, *kept)
-        ctx.link = link
-        ctx.mark_non_differentiable(next_saved)
-        return out, next_saved
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor, _: Any) -> Any:
-        x, saved, gamma, weight, out, next_saved, *kept = ctx.saved_tensors
-        factors = ctx.link.take(dz)
-        gradients = backward_product(
-            Operand.gradient(dz, out, next_saved, factors, relu=False), weight,
-            Operand(kept[0]) if kept else Operand.normalized(x, saved), Epilogue(MASKED, x, saved),
-            wants_weight=ctx.needs_input_grad[3],
-        )  # fmt: skip
-        found = gradients.factors(gamma, saved)
-        # Separate products leave the ReLU to this; for fused ones it changes nothing.
-        dx = backward_input(gradients.dx, None, x, saved, found, relu=True)
-        return dx, found[0], found[1], gradients.weight, None, None, None, None
-
-
-class _Project(torch.autograd.Function):
-    """The convolution of a shortcut, and the statistics of its norm on it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, int], norm: nn.BatchNorm2d,
-        link: Link,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if stride == (1, 1):
-            out, saved, _ = forward_product(Operand(x), weight, norm)
-        else:
-            out = as_map(F.conv2d(x, weight, None, stride))
-            check_rows(out)
-            saved = statistics(out, norm)
+        out, saved, _ = forward_product(Operand(x), weight, norm, stride)
         ctx.save_for_backward(x, weight, out, saved)
-        ctx.stride, ctx.link = stride, link
+        ctx.stride, ctx.link, ctx.relu = stride, link, relu
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(saved)
         return out, saved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, dz: Tensor | None, _: Any) -> Any:
+        if dz is None:
+            return (None,) * 6
         x, weight, out, saved = ctx.saved_tensors
-        gradient = Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=False)
-        wants_weight = ctx.needs_input_grad[1]
-        if ctx.stride == (1, 1):
-            found = backward_product(
-                gradient, weight, Operand(x), Epilogue(PLAIN, x), wants_weight=wants_weight
-            )
-            return found.dx, found.weight, None, None, None
-        dx, dweight, _ = torch.ops.aten.convolution_backward(
-            gradient.stored(), x, weight, None, ctx.stride, [0, 0], [1, 1], False, [0, 0], 1,
-            [True, wants_weight, False],
+        gradients = backward_product(
+            Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=ctx.relu), weight, Operand(x),
+            Epilogue.plain(x), ctx.stride, wants_weight=ctx.needs_input_grad[1],
         )  # fmt: skip
-        return dx, dweight, None, None, None
+        return gradients.dx, gradients.weight, None, None, None, None
+
+
+class _JoinReduce(torch.autograd.Function):
+    """conv1(y), the statistics of its norm on it, and y = relu(norm_before(before) + shortcut), see
+    `Pending.tensors`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, before: Tensor, before_saved: Tensor, before_gamma: Tensor, before_beta: Tensor,
+        residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
+        residual_beta: Tensor | None, weight: Tensor, norm: nn.BatchNorm2d,
+        links: tuple[Link, Link | None], link: Link,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        joined = Operand.joined(before, before_saved, residual, residual_saved)
+        out, saved, y = forward_product(joined, weight, norm, keep=True)
+        assert y is not None
+        projected = residual_saved is not None
+        # Only the forms of cuDNN read a stored residual again.
+        kept = residual if projected or choices.mode == CUDNN else None
+        ctx.save_for_backward(
+            before, before_saved, before_gamma, before_beta, y, weight, out, saved,
+            kept, residual_saved, residual_gamma, residual_beta,
+        )  # fmt: skip
+        ctx.links, ctx.link = links, link
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(saved)
+        return out, saved, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor | None, _: Any, dy_shortcut: Tensor | None) -> Any:
+        branch, (y, weight, out, saved) = NormedMap(*ctx.saved_tensors[:4]), ctx.saved_tensors[4:8]
+        residual, *norm = ctx.saved_tensors[8:]
+        shortcut = residual if norm[0] is None else NormedMap(residual, *norm)
+        assert dz is not None, "a block's branch is always used"
+        add = None if dy_shortcut is None else as_map(dy_shortcut)
+        gradients = backward_product(
+            Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=True), weight, Operand(y),
+            Epilogue.merged(branch, y, add, shortcut), wants_weight=ctx.needs_input_grad[8],
+        )  # fmt: skip
+        given, (link, residual_link) = gradients.dx, ctx.links
+        factors = gradients.factors(branch)
+        link.put(given, factors)
+        of_residual: tuple[Tensor | None, Tensor | None] = (None, None)
+        if residual_link is not None:
+            assert isinstance(shortcut, NormedMap)
+            others = gradients.factors(shortcut, other=True)
+            residual_link.put(given, others)
+            of_residual = (others[0], others[1])
+        return (
+            given, None, factors[0], factors[1], given, None, *of_residual, gradients.weight,
+            None, None, None,
+        )  # fmt: skip
+
+
+class _ConvolveNormed(torch.autograd.Function):
+    """The convolution of relu(norm(x)), and the statistics of its norm on it. `relu`: follows that
+    norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, saved: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, stride: int,
+        next_norm: nn.BatchNorm2d, links: tuple[Link, Link], relu: bool, recompute: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        operand = Operand.normalized(x, saved)
+        out, next_saved, y = forward_product(
+            operand, weight, next_norm, stride, recompute=recompute
+        )
+        # A convolution of a stored input: kept for backward, it need not be made again.
+        kept = [] if y is None else [y]
+        ctx.save_for_backward(x, saved, gamma, beta, weight, out, next_saved, *kept)
+        ctx.stride, ctx.links, ctx.relu = stride, links, relu
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(next_saved)
+        return out, next_saved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor | None, _: Any) -> Any:
+        assert dz is not None, "a block's branch is always used"
+        x, saved, gamma, beta, weight, out, next_saved, *kept = ctx.saved_tensors
+        branch, (before, link) = NormedMap(x, saved, gamma, beta), ctx.links
+        gradients = backward_product(
+            Operand.gradient(dz, out, next_saved, link.take(dz), relu=ctx.relu), weight,
+            Operand(kept[0]) if kept else Operand.normalized(x, saved),
+            Epilogue.masked(branch), ctx.stride, wants_weight=ctx.needs_input_grad[4],
+        )  # fmt: skip
+        factors = gradients.factors(branch)
+        # Separate products leave the ReLU to those of the convolution before.
+        before.put(gradients.dx, factors)
+        return (
+            gradients.dx, None, factors[0], factors[1], gradients.weight,
+            None, None, None, None, None,
+        )  # fmt: skip
 
 
 class _Join(torch.autograd.Function):

@@ -53,10 +53,10 @@ def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_
 @triton.jit
 def store_statistics(
     mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
-    rows, channels, momentum, eps, cols, col_ok, OFFSET: tl.constexpr,
+    rows, channels, momentum, eps, cols, col_ok, halves, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """The four rows of `saved`, mean, 1/σ, scale, shift, from mean and sum of squared deviations of
-    `rows` rows, and the running statistics."""
+    `rows` rows, and the running statistics; the last two rows in fp16 as `halves`, unless None."""
     inverse = 1.0 / tl.sqrt(m2 / rows + eps)
     scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
     shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale
@@ -64,6 +64,9 @@ def store_statistics(
     tl.store(saved + channels + cols, inverse, mask=col_ok)
     tl.store(saved + 2 * channels + cols, scale, mask=col_ok)
     tl.store(saved + 3 * channels + cols, shift, mask=col_ok)
+    if halves is not None:
+        tl.store(halves + cols, scale.to(tl.float16), mask=col_ok)
+        tl.store(halves + channels + cols, shift.to(tl.float16), mask=col_ok)
     old_mean = tl.load(running_mean + cols, mask=col_ok, other=0.0)
     old_var = tl.load(running_var + cols, mask=col_ok, other=0.0)
     if OFFSET:
@@ -78,7 +81,7 @@ def store_statistics(
 @triton.jit
 def statistics_kernel(
     means, weight, bias, running_mean, running_var, tracked, saved, offset,
-    rows, channels, span, parts, momentum, eps,
+    rows, channels, span, parts, momentum, eps, halves,
     OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts into the four rows of `saved`: mean, 1/σ, scale, shift; y = scale · x + shift."""
@@ -104,7 +107,7 @@ def statistics_kernel(
     m2 = tl.sum(spread, 0)
     store_statistics(
         mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
-        rows, channels, momentum, eps, cols, col_ok, OFFSET,
+        rows, channels, momentum, eps, cols, col_ok, halves, OFFSET,
     )  # fmt: skip
 
 
@@ -119,10 +122,10 @@ def centre_of(running_mean, cols, col_ok):
 @triton.jit
 def centred_statistics_kernel(
     sums, weight, bias, running_mean, running_var, tracked, saved, offset,
-    rows, channels, span, parts, momentum, eps,
-    OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    rows, channels, span, parts, momentum, eps, halves,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`statistics_kernel` for parts that are sums, and sums of squares, of y − centre."""
+    """`statistics_kernel` for parts that are sums, and sums of squares, of y − centre, or of y."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -137,10 +140,12 @@ def centred_statistics_kernel(
     m2 = tl.sum(square, 0) - away * away * rows
     # Rounding may leave less than nothing of a constant channel; NaN stays.
     m2 = tl.maximum(m2, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    mean = away
+    if CENTRED:
+        mean = centre_of(running_mean, cols, col_ok) + away
     store_statistics(
-        centre_of(running_mean, cols, col_ok) + away, m2,
-        weight, bias, running_mean, running_var, tracked, saved, offset,
-        rows, channels, momentum, eps, cols, col_ok, OFFSET,
+        mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
+        rows, channels, momentum, eps, cols, col_ok, halves, OFFSET,
     )  # fmt: skip
 
 

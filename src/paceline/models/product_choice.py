@@ -3,8 +3,8 @@
 A form is timed on the very maps of its first call, between `begin` and `settle`, in the trial pass at
 the start of a run. Afterwards nothing is timed: shapes that the trial did not have, such as those of a
 short last micro-batch, take the separate form. `settle` gets the choices that ranks have agreed on and
-keeps them in `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file for each kind of GPU and
-version of torch and Triton, so that later runs choose alike without timing.
+keeps them in `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file for each kind of GPU, version
+of torch, Triton and, where it takes part, cuDNN, so that later runs choose alike without timing.
 """
 
 from __future__ import annotations
@@ -12,35 +12,46 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.core.files import whole_file
 from paceline.core.untrusted import parse_json
+from paceline.models import cudnn_graphs
+from paceline.models.cudnn_graphs import CudnnError
 
 SEPARATE = "separate"
-MODES = ("off", "auto", "on")
+# How the names of cuDNN's forms begin.
+CUDNN = "cudnn"
+MODES = ("off", "auto", "on", CUDNN)
 # Calls that are timed together, and how often; the fastest time counts.
 _CALLS, _REPEATS = 4, 3
 # Cycles of a kernel that waits, so that the host launches all calls before the first one starts.
 _WAIT_CYCLES = 3_000_000
 _VERSION = 2
+# Keys of whole products; others are parts of them.
+_OUTER = ("forward", "backward")
+# Of cuDNN that are printed.
+_MOST_REASONS = 3
 # Threads that build kernels; the compiler holds Python's lock for part of the time.
 _BUILDERS = 4
 
 
 @dataclass
 class Choices:
-    """`mode` is `off`, where no product is fused, `auto`, which times the separate form too, or `on`,
-    which takes it only where no other works. `open`: products are timed. `used`: keys that were asked
-    for since `begin`. `times` has the milliseconds of all forms that were timed by this process, and
-    `problems` the reasons of those that failed. `building`: a form builds its kernels, and does not run
-    them."""
+    """`mode` is `off`, where no product is fused, `auto`, which times the separate form too, `on`, which
+    takes it only where no other works, or `cudnn`, which is `auto` with the forms of cuDNN. `open`:
+    products are timed. `used`: keys that were asked for since `begin`. `times` has the milliseconds of
+    all forms that were timed by this process, `problems` the reasons of those that failed, and `missing`
+    why cuDNN has none for a key; `without_cudnn`, why it cannot be used at all. `building`: a form
+    builds its kernels, and does not run them."""
 
     mode: str = "off"
     open: bool = False
@@ -48,6 +59,8 @@ class Choices:
     used: set[str] = field(default_factory=set)
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    without_cudnn: str = ""
     timed: int = 0
     path: Path | None = None
     building: bool = False
@@ -57,12 +70,29 @@ class Choices:
         return {key: name for key, name in self.chosen.items() if key in self.used}
 
     def describe(self) -> str:
-        """The number of products and of fused ones, and of forms that failed."""
-        ends = [name for key, name in self.own().items() if key.startswith(("forward", "backward"))]
+        """The number of products and of fused ones, of forms that failed, and why cuDNN has none."""
+        ends = [name for key, name in self.own().items() if key.startswith(_OUTER)]
         fused = sum(name != SEPARATE for name in ends)
+        cudnn = sum(name.startswith(CUDNN) for name in ends)
+        by_cudnn = f", {cudnn} by cuDNN" if self.mode == CUDNN else ""
+        by_cudnn += ", whose sums have no fixed order" if cudnn else ""
         source = f"{self.timed} timed" if self.timed else "cached"
         failed = f", {len(self.problems)} forms failed" if self.problems else ""
-        return f"{fused} of {len(ends)} kinds of products fused ({source}{failed})"
+        missing = [why for key, why in self.missing.items() if key.startswith(_OUTER)]
+        without = f"; no form of cuDNN: {self.without_cudnn}" if self.without_cudnn else ""
+        for reason, count in Counter(missing).most_common(_MOST_REASONS):
+            without += f"; no form of cuDNN for {count} of them: {reason}"
+        return (
+            f"{fused} of {len(ends)} kinds of products fused{by_cudnn} ({source}{failed}){without}"
+        )
+
+    def wanted_of_cudnn(self, key: str) -> str | None:
+        """The form of cuDNN that was chosen for `key`; empty where all of them are to be timed, None
+        where none is used."""
+        name = self.chosen.get(key)
+        if self.mode != CUDNN or self.without_cudnn or (name is None and not self.open):
+            return None
+        return "" if name is None else name if name.startswith(CUDNN) else None
 
 
 choices = Choices()
@@ -72,7 +102,13 @@ def begin(mode: str, device: torch.device) -> None:
     """Forgets all choices, reads those of the disk for `device`, and lets products be timed."""
     assert mode in MODES, mode
     choices.mode, choices.open, choices.timed = mode, mode != "off", 0
-    choices.chosen, choices.used, choices.times, choices.problems = {}, set(), {}, {}
+    choices.chosen, choices.used, choices.times = {}, set(), {}
+    choices.problems, choices.missing, choices.without_cudnn = {}, {}, ""
+    if mode == CUDNN:
+        try:
+            cudnn_graphs.version()
+        except CudnnError as error:
+            choices.without_cudnn = str(error)
     choices.path = _file(device, mode) if device.type == "cuda" and mode != "off" else None
     if choices.path is not None:
         choices.chosen.update(_read(choices.path))
@@ -94,8 +130,12 @@ def kind() -> str:
     return choices.path.name if choices.path is not None else ""
 
 
-def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """The name of the fastest of `forms`, which must have no effect but their result."""
+def choose(
+    key: str, forms: Mapping[str, Callable[[], object]], device: torch.device,
+    then: Callable[[Any], object] | None = None,
+) -> str:  # fmt: skip
+    """The name of the fastest of `forms`, which must have no effect but their result; with what `then`
+    does with that result, where later work depends on the form."""
     timing = choices.open and device.type == "cuda" and not choices.building
     timing = timing and not torch.cuda.is_current_stream_capturing()
     if timing:
@@ -110,11 +150,12 @@ def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.de
         return names[0]
     if not timing:
         return SEPARATE if device.type == "cuda" and SEPARATE in forms else names[0]
-    _build([forms[name] for name in names if name != SEPARATE])
+    # Those of cuDNN and torch have nothing to build, and would run.
+    _build([forms[name] for name in names if not name.startswith((SEPARATE, CUDNN))])
     times = {}
     for name in names:
         try:
-            times[name] = _milliseconds(forms[name])
+            times[name] = _milliseconds(_followed(forms[name], then))
         except Exception as error:  # compilers raise what they like
             if _is_fatal(error):
                 raise
@@ -132,11 +173,19 @@ def choose(key: str, forms: Mapping[str, Callable[[], object]], device: torch.de
     return best
 
 
+def _followed(
+    call: Callable[[], object], then: Callable[[Any], object] | None
+) -> Callable[[], object]:
+    return call if then is None else lambda: then(call())
+
+
 def _build(calls: Sequence[Callable[[], object]]) -> None:
     """Builds the kernels of all forms of a product by several threads; they are timed one by one.
     Errors are left to the form's own call."""
     import triton
 
+    if not calls:
+        return
     workers = min(len(calls), _BUILDERS)
     choices.building = True
     try:
@@ -185,7 +234,9 @@ def _file(device: torch.device, mode: str) -> Path | None:
             base = Path.home() / ".cache"
         except RuntimeError:
             return None
-    names = (torch.cuda.get_device_name(device), torch.__version__, triton.__version__, mode)
+    names = [torch.cuda.get_device_name(device), torch.__version__, triton.__version__, mode]
+    if mode == CUDNN:  # whose numbers of kernels are those of a version
+        names.append("none" if choices.without_cudnn else str(cudnn_graphs.version()))
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join((*names, f"v{_VERSION}")))
     return base / "paceline" / "products" / f"{name}.json"
 

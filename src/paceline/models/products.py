@@ -1,38 +1,46 @@
-"""1 × 1 convolutions of stride 1 with what is around them: forward, and both gradients.
+"""Convolutions of a fused block with what is around them: forward, and both gradients.
 
-Each of them has a fused form, one of the `TILES` of `product_kernels`, and a separate one: the norm's
-kernels around a convolution of torch. Both give the same values within rounding; `product_choice`
-times them and keeps the faster one for each shape and device.
-
-Maps are in channels-last memory, in half precision on a GPU. An `Operand` is a map that a fused product
-computes while it loads it, and `Operand.stored` the same map in memory.
+Each has several forms: the `TILES` of `product_kernels`, for 1 × 1 convolutions of stride 1; where asked
+for, kernels of cuDNN (`cudnn_forms`), in fp16; and the separate one, the norm's kernels around a
+convolution of torch. All give the same values within rounding; `product_choice` times them and keeps the
+fastest one for each shape and device.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from paceline.models import cudnn_forms
 from paceline.models import product_kernels as kernels
+from paceline.models.cudnn_graphs import CudnnError
 from paceline.models.fused import (
     Moments,
-    apply,
     as_map,
-    backward_input,
+    check_rows,
     gradient_sums,
     join_moments,
-    join_sums,
     moments,
 )
-from paceline.models.product_choice import SEPARATE, choices, choose
+from paceline.models.operands import (
+    FORMS,
+    MERGED,
+    MOMENTS,
+    NORMALIZED,
+    PLAIN,
+    Epilogue,
+    Gradients,
+    Operand,
+    out_dims,
+)
+from paceline.models.product_choice import CUDNN, SEPARATE, choices, choose
 from paceline.models.product_tiles import (
     BOTH_TILES,
     TILES,
@@ -43,91 +51,12 @@ from paceline.models.product_tiles import (
     weight_fits,
 )
 
-PLAIN, NORMALIZED, JOINED, GRADIENT, MOMENTS, MASKED, MERGED, PROJECTED = range(8)
-_FORMS = (
-    "plain", "normalized", "joined", "gradient", "moments", "masked", "merged", "projected",
-)  # fmt: skip
 # Offsets inside a part are counted in 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
 # Parts and elements per program that adds up partial products.
 _JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
 # Without a GPU, in Triton's interpreter.
 _INTERPRETED_PROCESSORS = 3
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A map as stored, or what `form` computes from `x`, `other` and statistics."""
-
-    x: Tensor
-    form: int = PLAIN
-    other: Tensor | None = None
-    saved: Tensor | None = None
-    found: Tensor | None = None
-    relu: bool = False
-
-    @classmethod
-    def normalized(cls, x: Tensor, saved: Tensor) -> Operand:
-        """relu(norm(x))."""
-        return cls(x, NORMALIZED, saved=saved)
-
-    @classmethod
-    def joined(
-        cls, x: Tensor, saved: Tensor, residual: Tensor, residual_saved: Tensor | None = None
-    ) -> Operand:
-        """relu(norm(x) + residual), or + norm(residual) where its statistics are given."""
-        form = JOINED if residual_saved is None else PROJECTED
-        return cls(x, form, residual, saved, residual_saved)
-
-    @classmethod
-    def gradient(
-        cls, dz: Tensor, x: Tensor, saved: Tensor, found: Tensor, *, relu: bool
-    ) -> Operand:
-        """The gradient of a norm's input `x`; with `relu`, `dz` is the one behind its ReLU."""
-        return cls(dz, GRADIENT, x, saved, found, relu)
-
-    @property
-    def rows(self) -> int:
-        return self.x.numel() // self.x.shape[1]
-
-    def stored(self) -> Tensor:
-        if self.form == PLAIN:
-            return self.x
-        assert self.saved is not None
-        if self.form == GRADIENT:
-            assert self.other is not None
-            assert self.found is not None
-            return backward_input(self.x, None, self.other, self.saved, self.found, self.relu)
-        residual = self.other
-        if self.form == PROJECTED:
-            assert residual is not None
-            assert self.found is not None
-            residual = apply(residual, self.found, None, relu=False)
-        return apply(self.x, self.saved, residual, relu=True)
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """Where a gradient goes behind the product: `MASKED`, through the ReLU of a norm of `x`;
-    `MERGED`, through sum and ReLU of a block with output `y`, `add` being the gradient of the output's
-    other use; `PLAIN`, nowhere. `x` is the norm's input with statistics `saved`, or, for `PLAIN`, any
-    map of the result's shape. `other` is a normalized residual's, likewise."""
-
-    form: int
-    x: Tensor
-    saved: Tensor | None = None
-    y: Tensor | None = None
-    add: Tensor | None = None
-    other: Tensor | None = None
-    other_saved: Tensor | None = None
-
-    def maps(self) -> list[Tensor]:
-        """What the product reads behind it."""
-        given = (self.x, self.y, self.add, self.other)
-        return [] if self.form == PLAIN else [each for each in given if each is not None]
-
-    def describe(self) -> str:
-        return _FORMS[self.form] + ("" if self.other is None else " projected")
 
 
 @functools.cache
@@ -165,7 +94,7 @@ def _launch(
     images, k, height, width = x.shape
     n = weight.shape[0] if forward else weight.shape[1]
     blocks = -(-n // tile.block_n)
-    end = end or Epilogue(PLAIN, x)
+    end = end or Epilogue.plain(x)
     programs = max(_resident(tile, operand, end), 1) * _processors(x.device)
     span = _span(rows, max(k, n), tile.block_m, programs // blocks)
     parts = -(-rows // span)
@@ -173,7 +102,7 @@ def _launch(
         (images, n, height, width), dtype=x.dtype, device=x.device,
         memory_format=torch.channels_last,
     )  # fmt: skip
-    sums, project = None, end.other is not None
+    sums, project = None, end.shortcut is not None
     if epilogue != PLAIN:
         sums = torch.empty((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
     kept = torch.empty_like(x) if side else None
@@ -183,8 +112,7 @@ def _launch(
     _run(
         kernels.product_kernel, parts * blocks,
         x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
-        *maps, _or(end.saved, x), _or(end.other_saved, x), _or(centre, x), _or(sums, x), rows, span,
-        k, n,
+        *maps, *_saved(end, x), _or(centre, x), _or(sums, x), rows, span, k, n,
         FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
         ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
         EVEN_N=n % tile.block_n == 0, STAGES=tile.stages, TURNED=tile.turned, DESCRIBED=described,
@@ -201,7 +129,8 @@ def _maps(
     """What an epilogue stores and reads, `block` columns at a time, and whether as descriptors: those of
     Hopper's copy engine, which need rows of whole 16 bytes."""
     n = out.shape[1]
-    maps = (out, end.x, end.y, end.add, end.other)
+    other = None if end.shortcut is None else end.shortcut.x
+    maps = (out, end.like, end.y, end.add, other)
     described = tile.turned and all(
         given is None or (given.data_ptr() % 16 == 0 and n * given.element_size() % 16 == 0)
         for given in maps
@@ -214,35 +143,100 @@ def _maps(
     ], True
 
 
+def _saved(end: Epilogue, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics of the norms of an epilogue."""
+    return (
+        unused if end.branch is None else end.branch.saved,
+        unused if end.shortcut is None else end.shortcut.saved,
+    )
+
+
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
     """A kernel takes some pointer also where it reads nothing."""
     return unused if tensor is None else tensor
 
 
-def _key(what: str, operand: Operand, weight: Tensor, *more: object) -> str:
-    out, into = weight.shape[:2]
-    form = _FORMS[operand.form] + (" relu" if operand.relu else "")
+def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object) -> str:
+    out, into, size, _ = weight.shape
+    form = FORMS[operand.form] + (" relu" if operand.relu else "")
     kind = str(weight.dtype).removeprefix("torch.")
-    words = [f"{what} {operand.rows}x{into}x{out} {kind} {form}", *map(str, more)]
+    height, width = operand.x.shape[2:]
+    window = "" if size == stride == 1 else f"{size}/{stride} {height}x{width}"
+    words = [f"{what} {operand.rows}x{into}x{out} {kind} {form}", window, *map(str, more)]
     return " ".join(filter(None, words))
 
 
+def is_product(weight: Tensor, stride: int) -> bool:
+    """Whether the convolution is a product of matrices of rows × channels."""
+    return stride == 1 and tuple(weight.shape[2:]) == (1, 1)
+
+
 def forward_product(
-    operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, *, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, stride: int = 1, *, keep: bool = False,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The convolution, the statistics of `norm` on it (see `fused.statistics`), which updates the
-    running ones, and the stored operand if `keep`."""
+    running ones, and the stored operand if `keep`, else where there is one and not `recompute`. The
+    padding is half the size of the weight."""
+    check_rows(out_dims(tuple(operand.x.shape), tuple(weight.shape), stride))
     out, into = weight.shape[:2]
     forms: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
         tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
-        for tile in TILES
+        for tile in (TILES if is_product(weight, stride) else ())
         if fits(tile, into, out, reads=False, sums=True)
-        and _resident(tile, operand, Epilogue(PLAIN, operand.x))
+        and _resident(tile, operand, Epilogue.plain(operand.x))
     }
-    forms[SEPARATE] = partial(_separate_forward, operand, weight)
-    name = choose(_key("forward", operand, weight, "kept" if keep else ""), forms, operand.x.device)
-    found, sums, kept = forms[name]()
-    return found, join_moments(sums, norm), kept
+    cudnn = choices.mode == CUDNN
+    # Only cuDNN's times depend on what is kept for backward.
+    how = "kept" if keep else "recomputed" if recompute and cudnn else ""
+    key = _key("forward", operand, weight, stride, how)
+    forms.update(_of_cudnn(key, partial(cudnn_forms.forward, operand, weight, stride, keep)))
+    then = None
+    if cudnn and operand.form == NORMALIZED:
+        # A form that does not store the operand leaves more to the weight's gradient.
+        then = partial(_weight_gradient_after, operand, weight, stride, recompute)
+    forms[SEPARATE] = partial(_separate_forward, operand, weight, stride)
+    found, sums, kept = _fastest(key, forms, is_product(weight, stride), operand.x.device, then)
+    halves = cudnn and weight.dtype == torch.float16
+    return found, join_moments(sums, norm, halves=halves), None if recompute else kept
+
+
+Result = TypeVar("Result")
+
+
+def _of_cudnn(
+    key: str, make: Callable[[str], dict[str, Callable[[], Result]]]
+) -> dict[str, Callable[[], Result]]:
+    """Forms of cuDNN where the run asks for them. Why there are none is part of `Choices.describe`."""
+    wanted = choices.wanted_of_cudnn(key)
+    if wanted is None:
+        return {}
+    try:
+        return make(wanted)
+    except CudnnError as error:
+        choices.missing[key] = str(error)
+        return {}
+
+
+def _fastest(
+    key: str, forms: dict[str, Callable[[], Result]], product: bool, device: torch.device,
+    then: Callable[[Result], object] | None = None,
+) -> Result:  # fmt: skip
+    """The result of the fastest form. Where only cuDNN could have others, and has none, there is nothing
+    to choose."""
+    if not product and len(forms) == 1:
+        return forms[SEPARATE]()
+    return forms[choose(key, forms, device, then)]()
+
+
+def _weight_gradient_after(
+    operand: Operand, weight: Tensor, stride: int, recompute: bool,
+    found: tuple[Tensor, Moments, Tensor | None],
+) -> Tensor:  # fmt: skip
+    """For its time: the output is in the place of its gradient."""
+    out, _, kept = found
+    inputs = operand if kept is None or recompute else Operand(kept)
+    return _stored_weight_gradient(out, weight, inputs, stride)
 
 
 def _fused_forward(
@@ -255,48 +249,47 @@ def _fused_forward(
     return out, Moments(sums, operand.rows), kept
 
 
-def _separate_forward(operand: Operand, weight: Tensor) -> tuple[Tensor, Moments, Tensor | None]:
+def _separate_forward(
+    operand: Operand, weight: Tensor, stride: int
+) -> tuple[Tensor, Moments, Tensor | None]:
     stored = operand.stored()
-    out = as_map(F.conv2d(stored, weight))
+    out = as_map(F.conv2d(stored, weight, None, stride, _padding(weight)))
     return out, moments(out), stored
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """`dx` behind the epilogue, its partial sums, and the weight's gradient where it is wanted."""
-
-    dx: Tensor
-    parts: Tensor | None
-    weight: Tensor | None
-
-    def factors(self, gamma: Tensor, saved: Tensor, *, other: bool = False) -> Tensor:
-        """The rows of `fused.join_sums`, of the norm or of that of a residual."""
-        assert self.parts is not None
-        parts = self.parts[2:] if other else self.parts[:2]
-        return join_sums(parts, gamma, saved, self.dx.numel() // self.dx.shape[1])
+def _padding(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[2] // 2, weight.shape[3] // 2
 
 
 def backward_product(
-    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, *, wants_weight: bool
-) -> Gradients:
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int = 1, *,
+    wants_weight: bool,
+) -> Gradients:  # fmt: skip
     """Both gradients of a convolution of `inputs`.
 
     Either each product computes the gradient of the convolution's output for itself, or, with few
-    channels, one kernel gives both, or separate kernels store that gradient for those of torch. (That
+    channels, one kernel gives both, or that gradient is stored for kernels of cuDNN or of torch. (That
     the first product stores it for the second was slower than all of these.)
     """
-    forms: dict[str, Callable[[], Gradients]] = {
-        "fused": partial(_fused_backward, gradient, weight, inputs, end, wants_weight),
-        SEPARATE: partial(_separate_backward, gradient, weight, inputs, end, wants_weight),
-    }
-    if wants_weight:
+    forms: dict[str, Callable[[], Gradients]] = {}
+    if is_product(weight, stride):
+        forms["fused"] = partial(_fused_backward, gradient, weight, inputs, end, wants_weight)
+    forms[SEPARATE] = partial(
+        _separate_backward, gradient, weight, inputs, end, stride, wants_weight
+    )
+    if wants_weight and is_product(weight, stride):
         for tile in BOTH_TILES:
             if both_fits(tile, weight.shape[1], weight.shape[0]):
                 forms[f"both {tile.name}"] = partial(
                     _both_gradients, gradient, weight, inputs, end, tile
                 )
-    key = _key("backward", gradient, weight, end.describe(), _FORMS[inputs.form], wants_weight)
-    return forms[choose(key, forms, gradient.x.device)]()
+    key = _key(
+        "backward", gradient, weight, stride, end.describe(), FORMS[inputs.form], wants_weight
+    )
+    if end.form != PLAIN:
+        make = partial(_cudnn_backward_forms, gradient, weight, inputs, end, stride, wants_weight)
+        forms.update(_of_cudnn(key, make))
+    return _fastest(key, forms, is_product(weight, stride), gradient.x.device)
 
 
 def _fused_backward(
@@ -319,7 +312,7 @@ def input_gradient(
         if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
         and _resident(tile, gradient, end)
     }
-    key = _key("input", gradient, weight, end.describe())
+    key = _key("input", gradient, weight, 1, end.describe())
     dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
     return dx, parts
 
@@ -332,7 +325,7 @@ def weight_gradient(gradient: Operand, weight: Tensor, inputs: Operand) -> Tenso
         for tile in WEIGHT_TILES
         if weight_fits(tile, into, out)
     }
-    key = _key("weight", gradient, weight, _FORMS[inputs.form])
+    key = _key("weight", gradient, weight, 1, FORMS[inputs.form])
     return forms[choose(key, forms, gradient.x.device)]()
 
 
@@ -372,9 +365,9 @@ def _both_gradients(
     (out, into), rows = weight.shape[:2], gradient.rows
     span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
     parts = -(-rows // span)
-    x, source, project = gradient.x, inputs.x, end.other is not None
+    x, source, project = gradient.x, inputs.x, end.shortcut is not None
     assert end.form != MERGED or source is end.y
-    dx = torch.empty_like(end.x)
+    dx = torch.empty_like(end.like)
     sums = None
     if end.form != PLAIN:
         sums = torch.empty((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
@@ -384,8 +377,8 @@ def _both_gradients(
     _run(
         kernels.both_gradients_kernel, parts,
         x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
-        source, _or(inputs.saved, source), *maps, _or(end.saved, x), _or(end.other_saved, x),
-        _or(sums, x), partial_products, rows, span, out, into,
+        source, _or(inputs.saved, source), *maps, *_saved(end, x), _or(sums, x), partial_products,
+        rows, span, out, into,
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
         ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
         TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
@@ -399,33 +392,84 @@ def _both_gradients(
 
 
 def _torch_backward(
-    gradient: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+    gradient: Tensor, inputs: Tensor, weight: Tensor, stride: int, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (
         torch.ops.aten.convolution_backward(
-            gradient, inputs, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
-            [*wanted, False],
+            gradient, inputs, weight, None, [stride, stride], [*_padding(weight)], [1, 1], False,
+            [0, 0], 1, [*wanted, False],
         )
     )  # fmt: skip
     return found[0], found[1]
 
 
 def _separate_backward(
-    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, wants_weight: bool
-) -> Gradients:
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
+    wants_weight: bool,
+) -> Gradients:  # fmt: skip
     stored = gradient.stored()
     # The gradient of the input needs only the shape of the input.
-    source = inputs.stored() if wants_weight else end.x
-    dx, found = _torch_backward(stored, source, weight, (True, wants_weight))
+    source = inputs.stored() if wants_weight else end.like
+    dx, found = _torch_backward(stored, source, weight, stride, (True, wants_weight))
     assert dx is not None
     dx = as_map(dx)
-    if end.form == PLAIN:
+    if end.branch is None:
         return Gradients(dx, None, found)
-    assert end.saved is not None
-    parts, dz = gradient_sums(dx, end.add, end.x, end.y, end.saved, relu=True)
+    parts, dz = gradient_sums(dx, end.add, end.branch.x, end.y, end.branch.saved, relu=True)
     dz = dx if dz is None else dz
-    if end.other is not None:
-        assert end.other_saved is not None
-        more, _ = gradient_sums(dz, None, end.other, None, end.other_saved, relu=False)
+    if end.shortcut is not None:
+        more, _ = gradient_sums(dz, None, end.shortcut.x, None, end.shortcut.saved, relu=False)
         parts = torch.cat((parts, more))
     return Gradients(dz, parts, found)
+
+
+def _cudnn_backward_forms(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
+    wants_weight: bool, wanted: str,
+) -> dict[str, Callable[[], Gradients]]:  # fmt: skip
+    """One form; its two gradients have several each."""
+    # In the place of the gradient's map, which is not stored yet: the same shape and memory.
+    key, chosen = _cudnn_input_key(gradient, weight, end, stride), ""
+    if wanted:
+        chosen = choices.wanted_of_cudnn(key) or ""
+    cudnn_forms.input_gradient(gradient.x, weight, end, stride, chosen)
+    call = partial(_cudnn_backward, gradient, weight, inputs, end, stride, wants_weight)
+    return {CUDNN: call}
+
+
+def _cudnn_input_key(gradient: Operand, weight: Tensor, end: Epilogue, stride: int) -> str:
+    add = "" if end.add is None else "add"
+    return _key(f"{CUDNN} input", gradient, weight, stride, end.describe(), add)
+
+
+def _cudnn_backward(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
+    wants_weight: bool,
+) -> Gradients:  # fmt: skip
+    stored = gradient.stored()
+    key = _cudnn_input_key(gradient, weight, end, stride)
+    wanted = choices.wanted_of_cudnn(key) or ""
+    forms = cudnn_forms.input_gradient(stored, weight, end, stride, wanted)
+    dz, factors = forms[choose(key, forms, stored.device)]()
+    found = _stored_weight_gradient(stored, weight, inputs, stride) if wants_weight else None
+    return Gradients(dz, None, found, factors)
+
+
+def _stored_weight_gradient(
+    gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
+) -> Tensor:
+    separate = partial(_torch_weight_gradient, gradient, weight, inputs, stride)
+    if inputs.form != NORMALIZED:
+        return separate()
+    key = _key(f"{CUDNN} weight", inputs, weight, stride)
+    forms = _of_cudnn(key, partial(cudnn_forms.weight_gradient, gradient, weight, inputs, stride))
+    forms[SEPARATE] = separate
+    return _fastest(key, forms, False, gradient.device)
+
+
+def _torch_weight_gradient(
+    gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
+) -> Tensor:
+    _, found = _torch_backward(gradient, inputs.stored(), weight, stride, (False, True))
+    assert found is not None
+    return found

@@ -30,6 +30,26 @@ SHARES = ("auto", "on", "off")
 PRODUCTS = ("auto", "kernels", "torch")
 CYCLES = ("one_cycle", "triangular")
 SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
+# Settings that only some optimizers, or schedules, read.
+_WITH_TRUST_RATIO = ("lamb", "lars", "muon", "soap")
+_OF_OPTIMIZERS = {
+    "momentum": OPTIMIZERS_OF_SGD, "nesterov": ("lars", "muon", "sgd", "soap"),
+    "beta1": ("adamw", "lamb"), "beta2": ("adamw", "lamb", "soap"),
+    "adam_eps": ("adamw", "lamb", "rmsprop_warmup"), "bits": ("halp", "lp_svrg", "lp_sgd"),
+    "halp_mu": ("halp",), "lp_span": ("lp_svrg", "lp_sgd"), "center_epochs": ANCHORED,
+    "trust_coefficient": ("lars", "muon", "soap"), "eps": _WITH_TRUST_RATIO,
+    "adapt_bias_norm": _WITH_TRUST_RATIO, "lr_in_momentum": ("lars",), "clip": ("lars", "lamb"),
+    "soap_interval": ("soap",), "muon_products": ("muon",),
+    **dict.fromkeys(("rms_rate", "rms_beta", "rms_center_epochs", "rms_width_epochs"),
+                    ("rmsprop_warmup",)),
+}  # fmt: skip
+_OF_SCHEDULES = {
+    "decay_epochs": ("step", "piecewise"), "decay_factors": ("piecewise",), "decay_rate": ("step",),
+    "poly_power": ("poly",), "lr_end": ("cosine", "poly", "one_cycle"),
+    "decay_over_epochs": ("cosine", "poly"), "cycle_floor": CYCLES, "cycle_momentum": CYCLES,
+    "cycle_tail": ("one_cycle",), "cycle_epochs": ("triangular",), "cycle_decay": ("triangular",),
+    "range_lr": ("range",), "range_steps": ("range",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,6 +220,24 @@ class OptimSettings:
     def batch_growth(self) -> BatchGrowth:
         """`batch_schedule`, read."""
         return BatchGrowth.parse(self.batch_schedule)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Settings that are given but have no effect, and why: those of another optimizer or schedule.
+        They are not refused, because a recipe has them and the command line chooses another."""
+        if self.scaling != "off" or self.schedule == "range":  # these choose what a recipe has
+            return {}
+        usual, found = OptimSettings(), {}
+        for names, chosen, what in (
+            (_OF_OPTIMIZERS, self.name, "name"),
+            (_OF_SCHEDULES, self.schedule, "schedule"),
+        ):
+            for name, users in names.items():
+                if chosen not in users and getattr(self, name) != getattr(usual, name):
+                    found[name] = f"optim.{what} = {chosen!r}"
+        if self.batch_rate != usual.batch_rate and not self.batch_schedule:
+            found["batch_rate"] = "no optim.batch_schedule"
+        return found
 
     def arguments_table(self) -> dict[str, Any]:
         """`arguments` as a dictionary."""

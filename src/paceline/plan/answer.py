@@ -33,6 +33,7 @@ from paceline.plan.start_up import StartUp
 from paceline.plan.workload import Workload, analytic_workload
 
 MOST_RANKS = 65_536
+_INPUT = "an input that keeps up"
 _HALF_WIRE = "gradients rounded to 16 bits for the wire (--wire fp16)"
 
 
@@ -106,6 +107,16 @@ def useful_ranks(question: Question, cluster: Cluster, noise_scale: float, sampl
     return place.ranks
 
 
+def bound_by(now: Prediction) -> str:
+    """The verdict: what the step waits for."""
+    if now.input_stall_s > max(now.exposed_comm_s, 0.05 * now.step_s):
+        return "input"
+    if now.exposed_comm_s > 0.05 * now.step_s:
+        return "exposed communication"
+    slowed = now.hidden_comm_s > 0.05 * now.step_s
+    return "compute that hidden communication slows" if slowed else "compute"
+
+
 @dataclass(frozen=True)
 class Advice:
     """`gain` is in images/s, relative; `price` is what the change takes."""
@@ -123,8 +134,9 @@ def advise(
     question: Question, cluster: Cluster, now: Prediction, limits: Limits | None = None,
     faster: Mapping[str, Workload] | None = None,
 ) -> list[Advice]:  # fmt: skip
-    """Single changes that one can make, the most helpful first, each with the best plan for it.
-    `faster` are the same model on other accelerators."""
+    """Single changes that one can make, the most helpful first, each with the best plan for it; an input
+    that the step waits for most goes before all others, which leave it as it is. `faster` are the same
+    model on other accelerators."""
     limits = limits or Limits()
     found: list[tuple[str, str, Callable[[], Prediction]]] = [
         ("the best plan instead of this one", "--plan-out writes it", lambda: question.answer(cluster)),
@@ -150,7 +162,7 @@ def advise(
         ))  # fmt: skip
     if now.input_stall_s:
         found.append((
-            "an input that keeps up", "more cores, packed shards or nvJPEG (docs/data.md)",
+            _INPUT, "more cores, packed shards or nvJPEG (docs/data.md)",
             lambda: replace(question, workload=question.workload.well_fed()).answer(cluster),
         ))  # fmt: skip
     if cluster.has_network and 2 * cluster.ranks <= MOST_RANKS:
@@ -168,7 +180,11 @@ def advise(
         found.append((name, "other GPUs", partial(there.answer, cluster)))
     advice = [Advice(change, ask().images_per_s / now.images_per_s - 1, price)
               for change, price, ask in found]  # fmt: skip
-    return sorted((one for one in advice if one.gain >= _LEAST_GAIN), key=lambda one: -one.gain)
+    starved = bound_by(now) == "input"
+    return sorted(
+        (one for one in advice if one.gain >= _LEAST_GAIN),
+        key=lambda one: (not (starved and one.change == _INPUT), -one.gain),
+    )
 
 
 def faster_accelerators(
@@ -298,14 +314,7 @@ class Answer:
 
     @property
     def bound_by(self) -> str:
-        """The verdict: what the step waits for."""
-        now = self.now
-        if now.input_stall_s > max(now.exposed_comm_s, 0.05 * now.step_s):
-            return "input"
-        if now.exposed_comm_s > 0.05 * now.step_s:
-            return "exposed communication"
-        slowed = now.hidden_comm_s > 0.05 * now.step_s
-        return "compute that hidden communication slows" if slowed else "compute"
+        return bound_by(self.now)
 
     def to_json(self) -> dict[str, Any]:
         now = self.now

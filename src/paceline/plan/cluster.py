@@ -3,7 +3,7 @@
 In: flags and a GPU of the catalogue (`gpu_cluster`), or the file that `paceline tune` wrote on the real
 cluster (`paceline.plan.plan_file`). Out: start-up time and time a byte inside a node and between nodes,
 links, contention; and a ConfigError for figures that cannot be. The catalogue of accelerators is
-`accelerators.toml` beside this file, with a source for each figure.
+`accelerators.toml` beside this file, with a source for each figure; a user's file has the same form.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.untrusted import LONGEST_S
+from paceline.core.settings import from_table
+from paceline.core.untrusted import LONGEST_S, ParseError, one_line, parse_toml
 
 if TYPE_CHECKING:
     import numpy as np
@@ -189,8 +191,8 @@ class Measured:
 
     images_per_s: float
     batch: int
-    ranks: int
-    source: str
+    ranks: int = 1
+    source: str = "as given"
 
 
 # Triton has no back end for earlier chips.
@@ -202,7 +204,8 @@ class Accelerator:
     """Peaks in FLOP/s and bytes/s; `processors` (multiprocessors), `clock_hz`, `memory_bytes` and
     `watts` of the board, which has `reference_watts` where the peaks hold. `measured`, where the law of
     the step does not hold as it is, may be a sister chip's, then `like` names it. `family` is the chip
-    whose software it shares. `compute_capability` is CUDA's, 0 for a CPU."""
+    whose software it shares. `compute_capability` is CUDA's, 0 for a CPU. `is_own`: from a user's file,
+    so that the law of the step was not fitted to it."""
 
     name: str
     flops_per_s: float
@@ -218,6 +221,7 @@ class Accelerator:
     compute_capability: float
     like: str = ""
     measured: Measured | None = None
+    is_own: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -240,36 +244,125 @@ def catalogue() -> dict[str, Accelerator]:
     return {name: _read(name, table) for name, table in tomllib.loads(text).items()}
 
 
-def _read(name: str, table: dict[str, Any]) -> Accelerator:
-    measured = table.get("measured")
-    return Accelerator(
-        name=name,
-        flops_per_s=table["tflops"] * 1e12,
-        memory_bytes_per_s=table["memory_gb_per_s"] * 1e9,
-        node_bytes_per_s=table["node_gb_per_s"] * 1e9,
-        source=table["source"],
-        processors=table["processors"],
-        clock_hz=table["clock_ghz"] * 1e9,
-        memory_bytes=table["memory_gb"] * 1e9,
-        watts=table["watts"],
-        reference_watts=table.get("reference_watts", table["watts"]),
-        family=table.get("family", name),
-        compute_capability=table.get("compute_capability", 0.0),
-        like=table.get("like", ""),
-        measured=None if measured is None else Measured(**measured),
-    )
+@dataclass(frozen=True)
+class _Table:
+    """An accelerator as it is written in TOML; `accelerators.toml` explains the keys."""
+
+    tflops: float
+    memory_gb_per_s: float
+    memory_gb: float
+    node_gb_per_s: float
+    processors: int
+    clock_ghz: float
+    watts: float
+    compute_capability: float
+    source: str = ""
+    reference_watts: float | None = None
+    family: str = ""
+    like: str = ""
+    measured: Measured | None = None
+
+    def accelerator(self, name: str, *, is_own: bool) -> Accelerator:
+        return Accelerator(
+            name=name,
+            flops_per_s=self.tflops * 1e12,
+            memory_bytes_per_s=self.memory_gb_per_s * 1e9,
+            node_bytes_per_s=self.node_gb_per_s * 1e9,
+            source=self.source,
+            processors=self.processors,
+            clock_hz=self.clock_ghz * 1e9,
+            memory_bytes=self.memory_gb * 1e9,
+            watts=self.watts,
+            reference_watts=self.reference_watts or self.watts,
+            family=self.family or name,
+            compute_capability=self.compute_capability,
+            like=self.like,
+            measured=self.measured,
+            is_own=is_own,
+        )
+
+
+def _read(name: str, table: Any) -> Accelerator:
+    return from_table(_Table, name, table).accelerator(name, is_own=False)
 
 
 def accelerator(name: str) -> Accelerator:
-    """ConfigError, with the nearest name, for one that is not in the catalogue."""
+    """Of the catalogue, or of a file in its form where `name` ends in `.toml`. ConfigError, with the
+    nearest name, for one that is unknown."""
+    if name.lower().endswith(".toml"):
+        return own_accelerator(Path(name))
     known = catalogue()
     for key, found in known.items():
         if key.lower() == name.lower():
             return found
     raise ConfigError(
         "--gpu", name, "unknown accelerator",
-        nearest(name.upper(), tuple(known)) or f"known are {', '.join(known)}; or give --profile",
+        f"{nearest(name.upper(), tuple(known))} (or describe it in a TOML file, "
+        "docs/planner.md#own-accelerators, or give --profile)",
     )  # fmt: skip
+
+
+# Far outside of what chips have; within them no time of a step overflows.
+_RANGES = {
+    "tflops": (1e-3, 1e6), "memory_gb_per_s": (0.1, 1e7), "memory_gb": (0.1, 1e6),
+    "node_gb_per_s": (1e-3, 1e6), "processors": (1, 1e6), "clock_ghz": (0.01, 100), "watts": (1, 1e6),
+    "reference_watts": (1, 1e6), "compute_capability": (0, 100),
+}  # fmt: skip
+_MEASURED_RANGES = {"images_per_s": (1e-3, 1e9), "batch": (1, 1 << 20), "ranks": (1, RANKS_LIMIT)}
+_LONGEST_NAME = 60
+
+
+def own_accelerator(path: Path) -> Accelerator:
+    """The one accelerator of a user's file. ConfigError for a file that cannot be read, or that has
+    figures which no chip has."""
+    try:
+        tables = parse_toml(path.read_bytes())
+    except OSError as error:
+        problem, remedy = f"cannot be read ({error.strerror})", "check the path"
+        raise ConfigError("--gpu", str(path), problem, remedy) from None
+    except ParseError as error:
+        problem = f"cannot be read (is not TOML: {error})"
+        raise ConfigError("--gpu", str(path), problem, "fix it") from None
+    try:
+        if len(tables) != 1:
+            raise ConfigError(
+                "tables", len(tables), "there must be one, named after the accelerator",
+                'write it as ["My GPU"]',
+            )  # fmt: skip
+        ((key, table),) = tables.items()
+        name = one_line(key)[:_LONGEST_NAME]
+        found = from_table(_Table, name, table)
+        _check_ranges(name, found, _RANGES)
+        if found.measured is not None:
+            _check_ranges(f"{name}.measured", found.measured, _MEASURED_RANGES)
+        _check_sisters(name, found)
+        return found.accelerator(name, is_own=True)
+    except ConfigError as error:
+        remedy = error.remedy or "docs/planner.md#own-accelerators has an example"
+        raise ConfigError("--gpu", str(path), error.cause, remedy) from None
+
+
+def _check_ranges(
+    section: str, settings: object, ranges: Mapping[str, tuple[float, float]]
+) -> None:
+    for key, (least, most) in ranges.items():
+        value = getattr(settings, key)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{section}.{key}", value, f"must be from {least:g} to {most:g}")
+
+
+def _check_sisters(name: str, table: _Table) -> None:
+    """`like` and `family` are of the catalogue."""
+    known = catalogue()
+    measured = [key for key, chip in known.items() if chip.measured is not None]
+    for key, value, names in (
+        ("like", table.like, measured),
+        ("family", table.family, list(known)),
+    ):
+        if value and value not in names:
+            raise ConfigError(
+                f"{name}.{key}", value, "is none of the catalog", f"use one of {', '.join(names)}"
+            )
 
 
 # Of a link's signalling rate, what an all-reduce's payload gets.

@@ -208,12 +208,15 @@ class Tracer:
         self.layers.append(Layer(name, 2.0 * features * out, moved, tensors, features, kept))
 
 
-Build = Callable[[int, int, str], list[Layer]]
+# Of image size, classes, stem and channels of an image.
+Build = Callable[[int, int, str, int], list[Layer]]
 # Residual nets have the small stem (3 × 3, no pool) for images up to this size, as in `ModelSettings`.
 SMALL_STEM_MAX_PIXELS = 64
 _LEAST_PIXELS = 32
 # Far more than images have; within it no time of a step overflows.
 MOST_PIXELS = 1 << 16
+_MOST_CLASSES = 10_000_000
+_MOST_CHANNELS = 1024
 
 
 # Our other models, whose layers are counted from a trace.
@@ -225,15 +228,15 @@ def is_network(name: str) -> bool:
 
 
 def known_network(
-    name: str, image_size: int, num_classes: int = 1000, stem: str = "auto"
+    name: str, image_size: int, num_classes: int = 1000, stem: str = "auto", channels: int = 3
 ) -> Network | None:
     """As `network`; None where the model is not known, or its images are too small or of unknown size."""
     known = is_network(name) and _LEAST_PIXELS <= image_size <= MOST_PIXELS
-    return network(name, image_size, num_classes, stem) if known else None
+    return network(name, image_size, num_classes, stem, channels) if known else None
 
 
 def network(
-    name: str, image_size: int = 224, num_classes: int = 1000, stem: str = "auto"
+    name: str, image_size: int = 224, num_classes: int = 1000, stem: str = "auto", channels: int = 3
 ) -> Network:
     """ConfigError where the model has no analytic form. `stem` is that of a residual net: `imagenet`,
     `small`, or `auto` (by the image size, as in training)."""
@@ -241,16 +244,28 @@ def network(
         stem = "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"
     known: dict[str, Build] = {**RESNETS, **ALEXNETS}
     if name not in known:
-        remedy = nearest(name, tuple(known)) or "give timm:NAME or module:factory, or --profile"
+        names = (*known, *TRACED)
+        remedy = f"{nearest(name, names)} (others as timm:NAME or module:factory, or by --profile)"
         raise ConfigError("--model", name, "unknown to the planner", remedy)
     check_image_size(image_size, _LEAST_PIXELS)
-    return Network(name, image_size, tuple(known[name](image_size, num_classes, stem)))
+    check_ends(num_classes, channels)
+    return Network(name, image_size, tuple(known[name](image_size, num_classes, stem, channels)))
 
 
 def check_image_size(pixels: int, least: int = 1) -> None:
     if not least <= pixels <= MOST_PIXELS:
         problem = f"must be from {least} to {MOST_PIXELS:,}"
         raise ConfigError("--image-size", pixels, problem, "224 is usual")
+
+
+def check_ends(classes: int, channels: int) -> None:
+    """Of a model: its outputs, and the channels of its images."""
+    for flag, value, most in (
+        ("--classes", classes, _MOST_CLASSES),
+        ("--channels", channels, _MOST_CHANNELS),
+    ):
+        if not 1 <= value <= most:
+            raise ConfigError(flag, value, f"must be from 1 to {most:,}")
 
 
 _DEPTHS = {
@@ -263,8 +278,10 @@ _DEPTHS = {
 _WIDE = ("resnet50", "resnet101", "resnet152")
 
 
-def _layers(name: str, image_size: int, num_classes: int, stem: str) -> list[Layer]:
-    trace = Tracer(3, image_size)
+def _layers(
+    name: str, image_size: int, num_classes: int, stem: str, image_channels: int
+) -> list[Layer]:
+    trace = Tracer(image_channels, image_size)
     if stem == "small":
         trace.conv("conv1", 64, 3)
         trace.norm("bn1")
@@ -300,8 +317,8 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
 _FAST_CHANNELS = (64, 64, 256, 256)
 
 
-def _layers_fast(image_size: int, num_classes: int, _stem: str) -> list[Layer]:
-    trace = Tracer(3, image_size)
+def _layers_fast(image_size: int, num_classes: int, _stem: str, image_channels: int) -> list[Layer]:
+    trace = Tracer(image_channels, image_size)
     trace.conv("conv1", _FAST_CHANNELS[0], 3)
     trace.norm("bn1")
     for number, channels in enumerate(_FAST_CHANNELS[1:], 1):
@@ -332,9 +349,9 @@ _HIDDEN, _POOLED = 4096, 6
 
 
 def _layers_network_alexnet(
-    norms: bool, image_size: int, num_classes: int, _stem: str
+    norms: bool, image_size: int, num_classes: int, _stem: str, image_channels: int
 ) -> list[Layer]:
-    trace = Tracer(3, image_size)
+    trace = Tracer(image_channels, image_size)
     for number, channels, kernel, stride, padding, pooled in _CONVOLUTIONS:
         trace.conv(f"features.{number}", channels, kernel, stride, padding, bias=True)
         if norms:

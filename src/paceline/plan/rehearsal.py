@@ -49,7 +49,8 @@ class RehearseSettings:
     gpus_per_node: int = GPUS_PER_NODE
     """Ranks of each of its nodes."""
     gpu: str = ""
-    """Its accelerator, from the planner's catalog, such as `H100`; for the predicted times."""
+    """Its accelerator, from the planner's catalog, such as `H100`, or a TOML file that describes another
+    (docs/planner.md); for the predicted times."""
     profile: str = ""
     """File of `paceline profile` or `tune` with the measured step of this model, in place of one that is
     predicted from its layers."""
@@ -241,7 +242,10 @@ class RehearseSettings:
         algorithms = {
             name for bucket in plan.buckets for name in (bucket.algorithm, bucket.beside_algorithm)
         }
-        nccl = self.gpu.upper() != "CPU" if probed is None else probed.backend == "nccl"
+        if probed is not None:
+            nccl = probed.backend == "nccl"
+        else:
+            nccl = not self.gpu or accelerator(self.gpu).is_gpu
         return StartUp.of(
             self.nodes, self.gpus_per_node, algorithms, buckets=len(plan.buckets), nccl=nccl
         )

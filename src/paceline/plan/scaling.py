@@ -11,19 +11,21 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.plan.answer import Question, node_counts
-from paceline.plan.cluster import Cluster, catalogue, gpu_cluster
+from paceline.plan.cluster import Cluster, gpu_cluster
 from paceline.plan.cluster import accelerator as find_accelerator
 from paceline.plan.fusion_plan import wire_names
-from paceline.plan.layers import TRACED, known_network, network
+from paceline.plan.layers import TRACED, Network, known_network, network
 from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
-from paceline.plan.recommend import limits_of, recommended_batch
+from paceline.plan.recommend import accurate_batch, limits_of, recommended_batch
 from paceline.plan.schedules import algorithm_names, check_name
 from paceline.plan.workload import Workload, analytic_workload, check_input_rate
 
 # Names of the command line, which the planner's errors have, and ours.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
+# The data set is not said: it limits no batch.
+_ANY_SAMPLES = 10**12
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ def predict_scaling(
     batch_size: int | None = 64,
     software: str = "",
     image_size: int = 224,
+    classes: int = 1000,
+    channels: int = 3,
+    max_global_batch: int | None = None,
     node_gbps: float | None = None,
     latency_us: float | None = None,
     links: int | None = None,
@@ -100,14 +105,18 @@ def predict_scaling(
         model: a built-in model; with `profile`, the model that was profiled. For `resnet_tiny`,
             `alexnet2012`, `timm:NAME` and `module:factory` without a profile there is `paceline plan
             --model`, which needs torch.
-        accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`.
+        accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`, or a TOML file that
+            describes another (docs/planner.md).
         nodes: 1, or as in the cluster file; the rows double from one node to at least twice as many.
         gpus_per_node: ranks of a node; 8.
         batch_size: of one rank; None recommends one: the smallest that is nearly as fast as the fastest
-            within the accelerator's memory and a global batch of 65,536. For a profiled model without
+            within the accelerator's memory and the largest global batch. For a profiled model without
             known layers it is at most twice the largest batch that was timed.
         software: a round of MLPerf Training whose libraries are used, such as `v0.7`; the newest.
         image_size: edge of the images in pixels.
+        classes: outputs of the model; a profile has its own.
+        channels: of an image; a profile has its own.
+        max_global_batch: largest batch of all ranks that is recommended; 65,536.
         node_gbps: all links of a node, in Gb/s; 100.
         latency_us: start of a message between nodes; 10.
         links: links of a node; 1.
@@ -129,7 +138,9 @@ def predict_scaling(
         128
     """
     with _python_names():
-        work = _workload(model, accelerator, image_size, profile, input_images_per_s, software)
+        limit = accurate_batch(max_global_batch, 0.0, _ANY_SAMPLES, epochs=90.0)
+        net = None if profile is not None else _network(model, image_size, classes, channels)
+        work = _workload(model, accelerator, net, profile, input_images_per_s, software)
         place = _cluster(cluster, accelerator, nodes, {
             "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
             "links": links, "oversubscription": oversubscription,
@@ -138,11 +149,13 @@ def predict_scaling(
             check_name(name, "algorithms")
         known = place.probed.algorithms if place.probed else algorithm_names()
         question = Question(work, batch_size or 1, tuple(algorithms) or known, wire_names(wires))
-        net = known_network(model, work.image_size)
+        net = net or known_network(model, work.image_size)
         if batch_size is None:
             # A profile may be of another format than is usual on the accelerator.
             half = None if profile is None else work.in_half
-            limits = limits_of(net, find_accelerator(accelerator), half=half).near_timed(work)
+            limits = limits_of(net, find_accelerator(accelerator), limit, half=half).near_timed(
+                work
+            )
             batch_size = recommended_batch(question, place, limits)
         elif net is not None and profile is None:
             check_memory(net, find_accelerator(accelerator), batch_size)
@@ -184,18 +197,23 @@ def _row(question: Question, place: Cluster) -> ScalingRow:
     )  # fmt: skip
 
 
-def _workload(
-    model: str, gpu: str, image_size: int, profile: str | PathLike[str] | None, input_rate: float,
-    software: str,
-) -> Workload:  # fmt: skip
-    check_input_rate(input_rate)
-    if profile is None and (":" in model or model in TRACED):
+def _network(model: str, image_size: int, classes: int, channels: int) -> Network:
+    if ":" in model or model in TRACED:
         raise ConfigError(
             "model", model, "its layers are counted with torch, which predict_scaling does without",
             f"use paceline plan --model {model}, or measure it with paceline profile and give profile=",
         )  # fmt: skip
+    return network(model, image_size, classes, channels=channels)
+
+
+def _workload(
+    model: str, gpu: str, net: Network | None, profile: str | PathLike[str] | None, input_rate: float,
+    software: str,
+) -> Workload:  # fmt: skip
+    check_input_rate(input_rate)
     if profile is None:
-        work = analytic_workload(network(model, image_size), find_accelerator(gpu), software)
+        assert net is not None
+        work = analytic_workload(net, find_accelerator(gpu), software)
     else:
         work = PlanFile.read(Path(profile), "profile").profile
         if work.model != model:
@@ -214,6 +232,5 @@ def _python_names() -> Iterator[None]:
         name = _ARGUMENTS.get(error.field, error.field[2:].replace("-", "_"))
         shown, _, problem = error.cause.removeprefix(error.field).partition(": ")
         remedy = error.remedy.replace("--gpu", "accelerator=").replace("--profile", "profile=")
-        if name == "accelerator" and not remedy:
-            remedy = f"known are {', '.join(catalogue())}"
+        remedy = remedy.replace("--max-global-batch", "max_global_batch=")
         raise ConfigError(f"{name}{shown}", None, problem, remedy) from None

@@ -145,11 +145,12 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("cluster", _cluster_words(answer)),
         ("batch", f"{now.batch:,} a GPU, {now.batch * now.ranks:,} in all{picked}"),
         ("batch limit", _limit_words(answer)),
-        ("step", f"{1e3 * now.step_s:.2f} ms {sure}: compute {1e3 * now.compute_s:.2f}, exposed "
-                 f"communication {1e3 * now.exposed_comm_s:.2f}{_slowed(now)}, input "
-                 f"{1e3 * now.input_stall_s:.2f}"),
-        ("speed", f"{now.images_per_s:,.0f} images/s {sure}, {now.images_per_s_per_gpu:,.0f} a GPU"),
-        ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"),
+        ("step", f"{1e3 * now.step_s:,.2f} ms {sure}: compute {1e3 * now.compute_s:,.2f}, exposed "
+                 f"communication {1e3 * now.exposed_comm_s:,.2f}{_slowed(now)}, input "
+                 f"{1e3 * now.input_stall_s:,.2f}"),
+        ("speed", f"{_few(now.images_per_s)} images/s {sure}, {_few(now.images_per_s_per_gpu)} a GPU"),
+        ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"
+                       + (", whose input is as slow" if now.input_stall_s else "")),
         ("time", f"{answer.job.epochs:g} epochs of {answer.job.samples:,} images, "
                  f"{now.steps(answer.job.epochs, answer.job.samples):,} steps, in "
                  f"{format_duration(answer.train_s)} {sure}, training alone"),
@@ -242,11 +243,11 @@ def _memory_rows(answer: Answer) -> list[Row]:
 def _input_words(answer: Answer) -> str:
     """What a node needs, and what it has or would take."""
     need = answer.needed_images_per_s
-    words = f"{need:,.0f} images/s a node needed"
+    words = f"{_few(need)} images/s a node needed"
     if answer.supply is not None:
         return f"{words}, {answer.supply.images_per_s:,.0f} there: {answer.supply.source}"
     cores = math.ceil(need / CORE_IMAGES_PER_S)
-    return f"{words}: {cores:,} cores for full-size JPEGs, or {_packed(need):,} for packed shards"
+    return f"{words}: {plural(cores, 'core')} for full-size JPEGs, or {_packed(need):,} for packed shards"
 
 
 def _packed(need: float) -> int:
@@ -257,19 +258,37 @@ def _cost_rows(answer: Answer) -> list[Row]:
     this, limits, watts = answer.option, answer.limits, answer.job.watts
     cost = f", {this.cost:,.2f} at {limits.price:g} a GPU-hour" if limits.price else ""
     energy = (
-        f"; {this.energy_kwh:,.1f} kWh with every GPU at {watts:g} W (an estimate; hosts not counted)"
+        f"; {_tenths(this.energy_kwh)} kWh with every GPU at {watts:g} W (an estimate; hosts not counted)"
         if watts
         else "; energy is not known without --gpu"
     )
     rows: list[Row] = [(
-        "price", f"{this.gpu_hours:,.1f} GPU-hours, start-up of {format_duration(this.startup_s)} "
+        "price", f"{_tenths(this.gpu_hours)} GPU-hours, start-up of {format_duration(this.startup_s)} "
                  f"included{cost}{energy}",
     )]  # fmt: skip
     if limits.minutes or limits.budget:
         wanted = [f"{limits.minutes:g} min"] if limits.minutes else []
         wanted += [f"a budget of {limits.budget:,.2f}"] if limits.budget else []
-        rows.append(("within " + " and ".join(wanted), _chosen_words(answer)))
+        rows.append(("target", f"within {' and '.join(wanted)}: {_chosen_words(answer)}"))
     return rows
+
+
+def _few(value: float) -> str:
+    """Whole from 100 on, with three digits below.
+
+    >>> _few(94208.4), _few(0.0241), _few(0.0)
+    ('94,208', '0.0241', '0')
+    """
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _tenths(value: float) -> str:
+    """One decimal, and two digits of what would be 0.0.
+
+    >>> _tenths(4.76), _tenths(0.0123), _tenths(0.0)
+    ('4.8', '0.012', '0.0')
+    """
+    return f"{value:,.1f}" if value >= 0.095 or not value else f"{value:.2g}"
 
 
 def _chosen_words(answer: Answer) -> str:
@@ -278,8 +297,8 @@ def _chosen_words(answer: Answer) -> str:
         cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
         return (
             f"{plural(chosen.nodes, 'node')}, batch {chosen.batch:,} a GPU: "
-            f"{format_duration(chosen.total_s)} with start-up, {chosen.gpu_hours:,.1f} GPU-hours{cost}"
-            f"{_why_chosen(answer, chosen)}"
+            f"{format_duration(chosen.total_s)} with start-up, {_tenths(chosen.gpu_hours)} GPU-hours"
+            f"{cost}{_why_chosen(answer, chosen)}"
         )
     if not answer.options:
         return "none of the numbers of nodes has a price"
@@ -311,7 +330,7 @@ def _slowed(now: Prediction) -> str:
     """Only where it was measured."""
     if not now.hidden_comm_s:
         return ""
-    return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:.2f}"
+    return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:,.2f}"
 
 
 def _or_more(answer: Answer) -> str:
@@ -338,7 +357,7 @@ def bucket_rows(answer: Answer) -> list[Row]:
     rows: list[Row] = [
         (
             str(number), str(score.tensors), f"{score.bytes / 2**20:.2f}", _way(score),
-            f"{1e3 * made.ready_s:.2f}", f"{1e3 * made.start_s:.2f}", f"{1e3 * made.end_s:.2f}",
+            f"{1e3 * made.ready_s:,.2f}", f"{1e3 * made.start_s:,.2f}", f"{1e3 * made.end_s:,.2f}",
         )
         for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1)
     ]  # fmt: skip
@@ -361,8 +380,8 @@ def curve_columns(answer: Answer) -> tuple[str, ...]:
 
 def curve_rows(answer: Answer) -> list[Row]:
     return [
-        (f"{p.ranks:,}", f"{p.images_per_s:,.0f}", f"{p.efficiency:.1%}",
-         f"{1e3 * p.exposed_comm_s:.2f}",
+        (f"{p.ranks:,}", _few(p.images_per_s), f"{p.efficiency:.1%}",
+         f"{1e3 * p.exposed_comm_s:,.2f}",
          *((f"{answer.same_loss(p):.1%}",) if answer.noise_scale else ()))
         for p in answer.curve
     ]  # fmt: skip
@@ -383,9 +402,9 @@ def option_columns(answer: Answer) -> tuple[str, ...]:
 
 def option_rows(answer: Answer) -> list[Row]:
     return [
-        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), f"{o.gpu_hours:,.1f}",
+        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), _tenths(o.gpu_hours),
          *((f"{o.cost:,.2f}",) if answer.limits.price else ()),
-         *((f"{o.energy_kwh:,.1f}",) if answer.job.watts else ()), f"{o.images_per_s:,.0f}",
+         *((_tenths(o.energy_kwh),) if answer.job.watts else ()), _few(o.images_per_s),
          f"{o.efficiency:.1%}", f"{o.global_batch:,}")
         for o in answer.options
     ]  # fmt: skip

@@ -237,10 +237,21 @@ def describe_exchange(
 
 
 def describe_idle(config: RunConfig, ranks: int) -> str:
-    """The settings that have no effect on one rank, such as `comm.mode = 'asynchronous'`; empty where
-    there are none. A rehearsal has the ranks of its cluster."""
-    if ranks > 1:
-        return ""
+    """The settings that have no effect, such as `comm.mode = 'asynchronous'` on one rank or `optim.bits`
+    of another optimizer; empty where there are none. A rehearsal has the ranks of its cluster."""
+    found = []
+    if ranks == 1 and (idle := _idle_on_one_rank(config)):
+        found.append(f"{', '.join(idle)}: for several ranks, and this is one")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in config.optim.idle.items():
+        value = getattr(config.optim, name)
+        shown = list(value) if isinstance(value, tuple) else value
+        reasons.setdefault(reason, []).append(f"optim.{name} = {shown!r}")
+    found += [f"{', '.join(idle)}: with {reason}" for reason, idle in reasons.items()]
+    return "; ".join(found)
+
+
+def _idle_on_one_rank(config: RunConfig) -> list[str]:
     comm, usual = config.comm, CommSettings()
     names = ["mode", "hook", "algorithm", "group_size"]
     if comm.algorithm == "auto":
@@ -255,7 +266,7 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
         idle.append(f"run.shares = {config.run.shares!r}")
     if config.run.rebalance:
         idle.append("run.rebalance = True")
-    return f"{', '.join(idle)}: for several ranks, and this is one" if idle else ""
+    return idle
 
 
 def describe_option(settings: CommSettings, ranks: int) -> str:

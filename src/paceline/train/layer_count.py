@@ -50,10 +50,17 @@ _PASSES = ("norm", "pool", "softmax", "upsample", "grid_sampler")
 _JOINS = ("add", "mul", "sub", "div", "cat")
 
 
-def count_layers(name: str, image_size: int = 224, num_classes: int = 1000) -> Network:
+def count_layers(
+    name: str, image_size: int = 224, num_classes: int = 1000, channels: int = 3
+) -> Network:
     """ConfigError where the model cannot be made or does not run on the meta device."""
-    model = create_model(ModelSettings(name=name), num_classes=num_classes, image_size=image_size)
-    return count_module(model.to("meta").train(), name, image_size)
+    model = create_model(
+        ModelSettings(name=name),
+        num_classes=num_classes,
+        in_channels=channels,
+        image_size=image_size,
+    )
+    return count_module(model.to("meta").train(), name, image_size, channels)
 
 
 def count_trained(model: nn.Module, name: str, image_size: int, channels: int) -> Network:
