@@ -41,6 +41,39 @@ def ask(*flags: str) -> str:
     return found.output
 
 
+def test_a_noise_scale_says_which_ranks_save_time_not_only_images_per_s(tmp_path: Path) -> None:
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64")
+    plain = json.loads(ask(*flags, "--json"))
+    found = json.loads(ask(*flags, "--noise-scale", "500", "--json"))
+    assert (plain["noise_scale"], plain["largest_ranks_that_save_time"]) == (None, None)
+    assert found["noise_scale"] == 500
+    times = []
+    for point in found["scaling"]:
+        batch = 64 * point["ranks"]
+        times.append((1 + 500 / batch) * batch / point["images_per_s"])
+    shares = [time / times[0] for time in times]
+    assert [p["time_to_same_loss"] for p in found["scaling"]] == pytest.approx(shares)
+    # Images/s grow with every doubling, and the loss is not reached sooner.
+    assert found["scaling"][2]["images_per_s"] > 1.5 * found["scaling"][1]["images_per_s"]
+    assert shares[2] > shares[1]
+    assert found["largest_ranks_that_save_time"] == 8
+    page = tmp_path / "p.html"
+    told = ask(*flags, "--noise-scale", "500", "--html", str(page))
+    for where in (told, page.read_text()):
+        assert "time to the same loss" in where
+        assert "useful ranks" in where
+    assert "same loss" not in ask(*flags)
+    # A noisier gradient has use for more ranks, up to an epoch in one step.
+    many = [
+        json.loads(ask(*flags, "--noise-scale", noise, "--json", "--dataset-size", "20000"))
+        for noise in ("5e3", "5e4", "5e9")
+    ]
+    ranks = [one["largest_ranks_that_save_time"] for one in many]
+    assert ranks == sorted(ranks)
+    assert ranks[0] > 8
+    assert ranks[-1] == 256
+
+
 def test_json_table_page_and_plan(tmp_path: Path) -> None:
     flags = ("--gpu", "V100", "--nodes", "4", "-b", "64")
     page, plan = tmp_path / "p.html", tmp_path / "p.toml"

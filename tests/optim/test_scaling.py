@@ -16,7 +16,16 @@ import torch
 from paceline.config import RunConfig, load_config
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim import OptimSettings
-from paceline.optim.scaling import MOST_PACE, PACE, SCALED, Recipe, Scaling, Target, scale_recipe
+from paceline.optim.scaling import (
+    MOST_PACE,
+    PACE,
+    SCALED,
+    Recipe,
+    Scaling,
+    Target,
+    describe_in_lines,
+    scale_recipe,
+)
 from paceline.train.batch_sizes import apply_scaling
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
@@ -291,6 +300,46 @@ def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
     told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
     assert loss in told
     assert bool(loss) == bool(told)
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars", "adamw", "lamb"])
+def test_optimizers_other_than_muon_say_what_they_lose(name: str) -> None:
+    recipe = Recipe(OptimSettings(name=name, lr=0.01), 256, name, kept=frozenset({"optim.name"}))
+    for batch in (10_000, 2500, 1000):
+        (loss,) = scale_recipe(recipe, Target(batch, 50_000, 30)).losses
+        assert f"{50_000 // batch} steps an epoch with {name}" in loss
+    assert not scale_recipe(recipe, Target(2500, 1_281_167, 90)).losses
+
+
+def test_a_smaller_batch_and_a_long_run_lose_nothing() -> None:
+    large = replace(MUON, batch=4000)
+    for batch, epochs in ((1000, 15), (2000, 15)):
+        assert not scale_recipe(large, Target(batch, 12_000, epochs)).losses
+    # Short runs say so at every number of steps an epoch for which Muon is chosen.
+    for batch, loss in ((1000, "up to 2 points"), (1500, "1 to 5"), (600, "up to 2 points")):
+        epochs = 10 if batch > 600 else 11
+        assert loss in scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses[0]
+
+
+def test_the_layers_of_muon_are_chosen_by_the_net_unless_the_recipe_is_for_muon() -> None:
+    assert scale_recipe(CIFAR, Target(2500, 50_000, 30)).values["optim.orthogonal"] == "auto"
+    for recipe in (MUON, replace(CIFAR, kept=frozenset({"optim.orthogonal"}))):
+        assert "optim.orthogonal" not in scale_recipe(recipe, Target(1000, 12_000, 15)).values
+
+
+def test_the_description_has_a_line_for_each_choice_and_names_what_was_kept() -> None:
+    kept = frozenset({"run.average_epochs", "optim.warmup_epochs", "optim.lr"})
+    asked = replace(CIFAR, optim=replace(SGD, lr=1.0), kept=kept)
+    found = scale_recipe(asked, Target(10_000, 50_000, 30))
+    assert "\n" not in found.describe()
+    first, *lines = describe_in_lines(found.describe(), indent="  ").splitlines()
+    assert first.endswith("150 in all:")
+    assert len(lines) == len(found.choices) + 1 + len(found.losses)
+    assert [line.partition(" = ")[0].strip() for line in lines[: len(found.choices)]] == [
+        choice.name for choice in found.choices
+    ]
+    # The warm-up that was given is the one that the rule would choose.
+    assert "  kept as given: optim.lr, run.average_epochs" in lines
 
 
 def test_what_one_batch_loses_is_said_where_the_batch_does_not_grow() -> None:

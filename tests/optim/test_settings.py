@@ -264,6 +264,31 @@ def test_muon_orthogonalizes_filters_or_all_weights_and_no_bias(
     assert [group["orthogonal"] for group in only.param_groups] == [True], "no empty group"
 
 
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(8, 3, 3, 3), (8, 8, 3, 3), (1000, 8)], "filters"),  # the classifier does not count
+        ([(16, 3, 4, 4), (16, 16), (64, 16), (16, 64), (10, 16)], "all"),  # a transformer
+        ([(32, 1, 7, 7), (128, 32), (32, 128), (10, 32)], "all"),  # ConvNeXt
+        ([(32, 64), (10, 32)], "all"),
+        ([(10, 64)], "all"),
+    ],
+    ids=["resnet", "vit", "convnext", "perceptron", "linear"],
+)
+def test_muon_finds_out_whether_linear_layers_carry_the_net(
+    shapes: list[tuple[int, ...]], expected: str
+) -> None:
+    made = {}
+    for orthogonal in ("auto", expected):
+        settings = OptimSettings(name="muon", orthogonal=orthogonal)
+        optimizer = create_optimizer(settings, groups_of(*shapes, bias=((16,),)), 0.1)
+        made[orthogonal] = [
+            (g["orthogonal"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups
+        ]
+        assert ("linear layers" in optimizer.describe()) == (expected == "all")
+    assert made["auto"] == made[expected]
+
+
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])
 def test_the_implementation_and_the_ablation_are_passed_on(
     name: str, monkeypatch: pytest.MonkeyPatch

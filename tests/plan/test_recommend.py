@@ -158,13 +158,18 @@ def test_limits_hold() -> None:
     assert candidate_batches(32) == [8, 12, 16, 24, 32]
 
 
-def test_a_noise_scale_sets_the_largest_batch() -> None:
+def test_a_noise_scale_lowers_the_largest_batch() -> None:
     found = accurate_batch(None, 1000.0, *IMAGENET)
     assert found.images == int(useful_batch(1000.0)) < 65_536
     assert "noise scale of 1000" in found.why
-    for most, noise in ((3200, 1000.0), (None, -1.0), (None, float("nan"))):
+    for noise in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match="--noise-scale"):
-            accurate_batch(most, noise, *IMAGENET)
+            accurate_batch(None, noise, *IMAGENET)
+    # It does not lift the limits of accuracy, nor the one that is given.
+    assert accurate_batch(None, 1e6, *IMAGENET) == accurate_batch(None, 0.0, *IMAGENET)
+    assert accurate_batch(None, 1e6, 50_000, 30).images == 16_666
+    assert accurate_batch(3200, 1000.0, *IMAGENET) == accurate_batch(3200, 0.0, *IMAGENET)
+    assert accurate_batch(8000, 1000.0, *IMAGENET).images == int(useful_batch(1000.0))
     tiny = accurate_batch(None, 1e-4, *IMAGENET)
     with pytest.raises(ConfigError, match="--noise-scale = 0.0001"):
         recommended_batch(ASK, PLACE, limits_of(None, None, tiny))

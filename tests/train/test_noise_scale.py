@@ -128,6 +128,24 @@ def test_one_micro_batch_a_step_is_said_to_be_too_few(tmp_path: Path) -> None:
     assert all(event["grad_signal"] is None for event in steps(tmp_path / "run"))
 
 
+def test_a_batch_that_grows_is_judged_by_what_it_becomes(tmp_path: Path) -> None:
+    grows = {"run__noise_scale": True, "run__batch_size": 8, "run__global_batch_size": 8,
+             "optim__batch_schedule": "1:16", "run__epochs": 2}  # fmt: skip
+    found = run_small(tmp_path / "run", **grows).summary
+    assert found["chosen"]["noise scale"].startswith("not available until the batch grows")
+    known = [event["grad_signal"] is not None for event in steps(tmp_path / "run")]
+    assert not known[0]
+    assert known[-2]  # the last step is short
+    more = run_small(tmp_path / "more", **grows | {"run__batch_size": 4}).summary
+    assert "2 to 4 micro-batches of 4" in more["chosen"]["noise scale"]
+    run = RunFiles.read(tmp_path / "run")
+    run = replace(run, summary={**(run.summary or {}), "noise_scale": 48.0})
+    rows = dict(summary_rows(run))
+    assert rows["global batch"] == "8, at the end 16"
+    # 48 / (2 · (16 + 48)) at the last batch.
+    assert "would save 38% of the time" in rows["gradient noise scale"]
+
+
 def test_the_report_shows_it(tmp_path: Path) -> None:
     run_small(tmp_path / "run", run__epochs=1, **MICRO)
     run = RunFiles.read(tmp_path / "run")

@@ -44,6 +44,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     rehearsal one process computes all virtual ranks, one after the other."""
     from paceline.comm.group import Group
     from paceline.data import BatchPlan
+    from paceline.optim.scaling import describe_in_lines
     from paceline.optim.settings import ANCHORED
     from paceline.train.batch_sizes import (
         apply_scaling,
@@ -69,7 +70,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     check_num_classes(config, classes)
     config, scaling = apply_scaling(config, samples, ranks)
     if scaling:
-        _show("scaling", scaling)
+        _show("scaling", describe_in_lines(scaling, indent="  "))
     asked = requested_batch(config, ranks)
     sizes = resolve_batch_sizes(*asked, samples=samples)
     stages = batch_stages(config.optim, sizes, ranks)

@@ -58,6 +58,7 @@ from paceline.report.plan_page import (
     PAGE_NAME,
     advice_rows,
     bucket_rows,
+    curve_columns,
     curve_rows,
     fact_rows,
     option_columns,
@@ -103,7 +104,8 @@ def plan(
         "data set or few epochs.",
     ),
     noise_scale: float = typer.Option(
-        0.0, help="As a run with run.noise_scale measured it; sets the largest batch instead."
+        0.0,
+        help="As a run with run.noise_scale measured it: up to which batch and ranks time is saved.",
     ),
     target_minutes: float = typer.Option(0.0, help="Recommend nodes that train in this time."),
     price_per_gpu_hour: float = typer.Option(0.0, help="In any currency; none is built in."),
@@ -171,7 +173,7 @@ def plan(
     chosen = _fusion_plan(with_plan, question, place, restricted=bool(algorithm or wire))
     answer = Answer.of(
         question, place, chosen, job=job, limits=limits, net=net, gpu=chip, memory=memory,
-        supply=supply, recommended=batch_size is None,
+        supply=supply, recommended=batch_size is None, noise_scale=noise_scale,
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)
@@ -382,7 +384,7 @@ def _print(answer: Answer) -> None:
         for head, rows, caption in (
             (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
              bucket_rows(answer), FROM_BACKWARD),
-            (("ranks", "images/s", "efficiency", "exposed ms"), curve_rows(answer), ""),
+            (curve_columns(answer), curve_rows(answer), ""),
             (option_columns(answer), option_rows(answer), ""),
             (("what would help", "images/s", "price"), advice_rows(answer), ""),
         )

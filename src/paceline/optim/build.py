@@ -118,9 +118,20 @@ def _is_adapted(settings: OptimSettings, group: dict[str, Any]) -> bool:
     return settings.adapt_bias_norm or group.get("role") != "bias_norm"
 
 
+def orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
+    """What `auto` means for these groups: `all` in a perceptron, a transformer or ConvNeXt. The last
+    linear layer, the classifier, does not count: with many classes it is large in every net."""
+    if wanted != "auto":
+        return wanted
+    matrices = [p for group in groups for p in split_matrices(group, 2)[0]]
+    linear = [p.numel() for p in matrices if p.dim() == 2][:-1]
+    filters = [p.numel() for p in matrices if p.dim() > 2]
+    return "all" if sum(linear) >= sum(filters) else "filters"
+
+
 def _muon_groups(settings: OptimSettings, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Splits a group in two where only some of its tensors are orthogonalized."""
-    least_dims = 3 if settings.orthogonal == "filters" else 2
+    least_dims = 3 if orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
     # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
     eta = settings.trust_coefficient / (1 - settings.momentum)
     made = []

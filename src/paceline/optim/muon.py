@@ -128,10 +128,12 @@ class Muon(LARS):
 
     def describe(self) -> str:
         shared = f", products shared by {self.shared.ranks} ranks" if self.shared else ""
+        matrices = [p for g in self.param_groups if g["orthogonal"] for p in g["params"]]
+        linear = ", linear layers orthogonalized too" if any(p.dim() == 2 for p in matrices) else ""
         directions = ""
         if self.directions_in_kernels and self.path == "triton" and self._products_in_torch():
             directions = ", directions by torch"
-        return f"{super().describe()}{directions}{shared}"
+        return f"{super().describe()}{linear}{directions}{shared}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, or two where the group does not say whether it is `orthogonal`."""

@@ -24,7 +24,7 @@ OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
 PATHS = ("auto", "foreach", "triton")
-ORTHOGONALS = ("filters", "all")
+ORTHOGONALS = ("filters", "all", "auto")
 SCALINGS = ("off", "auto")
 SHARES = ("auto", "on", "off")
 PRODUCTS = ("auto", "kernels", "torch")
@@ -185,8 +185,8 @@ class OptimSettings:
     adapt_bias_norm: bool = False
     """Apply the trust ratio to biases and normalization parameters too."""
     orthogonal: str = "filters"
-    """Muon: layers with orthogonalized momentum, `filters` (convolutions) or `all` (linear layers
-    too)."""
+    """Muon: layers with orthogonalized momentum, `filters` (convolutions), `all` (linear layers too) or
+    `auto` (`all` where hidden linear layers have more weights than convolutions)."""
     soap_interval: int = 10
     """SOAP: steps between two updates of the basis."""
     share_products: str = "auto"

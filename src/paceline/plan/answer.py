@@ -17,6 +17,7 @@ from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import FusionPlan, keeps_float32
 from paceline.plan.layers import Network
 from paceline.plan.memory import MemoryEstimate, memory_on, usable_bytes
+from paceline.plan.noise import LEAST_SAVING, relative_steps, time_saved
 from paceline.plan.optimizer import best_plan
 from paceline.plan.prediction import Prediction, predict
 from paceline.plan.recommend import (
@@ -87,6 +88,23 @@ def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9)
         middle = (low + high) // 2
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low * cluster.ranks_per_node
+
+
+def useful_ranks(question: Question, cluster: Cluster, noise_scale: float, samples: int) -> int:
+    """The ranks, from one node by doubling, up to which twice the ranks and batch still save a tenth of
+    the time to the same loss, by predicted steps; no batch is larger than an epoch of `samples`."""
+    place = cluster.with_nodes(1)
+    now = question.answer(place)
+    while place.has_network and 2 * place.ranks <= MOST_RANKS:
+        double = cluster.with_nodes(2 * place.nodes)
+        batch = question.batch * place.ranks
+        if not question.reaches(double) or 2 * batch > samples:
+            break
+        then = question.answer(double)
+        if time_saved(noise_scale, batch, 2 * batch, then.step_s / now.step_s) < LEAST_SAVING:
+            break
+        place, now = double, then
+    return place.ranks
 
 
 def bound_by(now: Prediction) -> str:
@@ -235,24 +253,30 @@ class Answer:
     memory: MemoryEstimate | None = None
     memory_bytes: float = 0.0
     supply: InputSupply | None = None
+    # Where a noise scale was given: up to which ranks a doubling saves time to the same loss.
+    noise_scale: float = 0.0
+    useful_ranks: int | None = None
 
     @classmethod
     def of(
         cls, question: Question, cluster: Cluster, plan: FusionPlan, *, job: Job, limits: Limits,
-        net: Network | None = None, gpu: Accelerator | None = None, **known: Any,
+        net: Network | None = None, gpu: Accelerator | None = None, noise_scale: float = 0.0,
+        **known: Any,
     ) -> Answer:  # fmt: skip
         """What `plan` takes, and what else could be chosen. `net` and `gpu` are the layers and the chip
         behind the workload, None where it was profiled; `known` are further fields of the answer."""
         work = question.workload
         now = predict(work, cluster, plan, question.batch)
         faster = faster_accelerators(net, gpu, work, question.batch)
+        if noise_scale:
+            known["useful_ranks"] = useful_ranks(question, cluster, noise_scale, job.samples)
         return cls(
             workload=work, cluster=cluster, now=now, job=job, limits=limits,
             curve=tuple(scaling_curve(question, cluster)),
             most_ranks=largest_ranks(question, cluster),
             advice=tuple(advise(question, cluster, now, limits, faster)),
             options=tuple(options(question, cluster, limits, job)),
-            memory_bytes=gpu.memory_bytes if gpu else 0.0, **known,
+            memory_bytes=gpu.memory_bytes if gpu else 0.0, noise_scale=noise_scale, **known,
         )  # fmt: skip
 
     @property
@@ -279,6 +303,14 @@ class Answer:
     def start_up(self) -> StartUp:
         """Predicted parts of the time until the first step; the job may have another time as given."""
         return start_up(self.now, self.cluster.nodes, nccl=self.job.nccl)
+
+    def same_loss(self, point: Prediction) -> float:
+        """Time to the same loss with a point of the curve, as a share of that with its first point."""
+
+        def time_of(one: Prediction) -> float:
+            return relative_steps(self.noise_scale, one.ranks * one.batch) * one.step_s
+
+        return time_of(point) / time_of(self.curve[0])
 
     @property
     def bound_by(self) -> str:
@@ -318,9 +350,12 @@ class Answer:
                     "efficiency": point.efficiency,
                     "exposed_comm_s": point.exposed_comm_s,
                     "uncertainty": point.uncertainty,
+                    "time_to_same_loss": self.same_loss(point) if self.noise_scale else None,
                 }
                 for point in self.curve
             ],
+            "noise_scale": self.noise_scale or None,
+            "largest_ranks_that_save_time": self.useful_ranks,
             "advice": [asdict(advice) for advice in self.advice],
             "recommended_batch": self.recommended,
             "memory": None

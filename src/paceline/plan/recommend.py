@@ -254,12 +254,10 @@ class BatchLimit(NamedTuple):
 
 
 def accurate_batch(most: int | None, noise_scale: float, samples: int, epochs: float) -> BatchLimit:
-    """The largest global batch: as given; or up to which a doubling saves a tenth of the time according
-    to a measured noise scale; or the largest that is known to keep the accuracy and that the large-batch
-    rule covers for so many images and epochs. No batch is larger than an epoch."""
-    if noise_scale:
-        found = _noise_limit(most, noise_scale)
-    elif most is not None:
+    """The largest global batch: as given, or the largest that is known to keep the accuracy and that the
+    large-batch rule covers for so many images and epochs. Less where a measured noise scale says that a
+    doubling saves less than a tenth of the time. No batch is larger than an epoch."""
+    if most is not None:
         if not 1 <= most <= _MOST:
             raise ConfigError("--max-global-batch", most, f"must be from 1 to {_MOST:g}")
         found = BatchLimit(most, "as given", ("--max-global-batch", most))
@@ -274,19 +272,16 @@ def accurate_batch(most: int | None, noise_scale: float, samples: int, epochs: f
                 f"epoch and {LEAST_STEPS} in all; few steps cost accuracy before that",
                 ("--dataset-size", samples) if few else ("--epochs", epochs),
             )  # fmt: skip
+    if noise_scale:
+        found = min(found, _noise_limit(noise_scale), key=lambda limit: limit.images)
     if samples < found.images:
         return BatchLimit(samples, _EPOCH_WHY, ("--dataset-size", samples))
     return found
 
 
-def _noise_limit(most: int | None, noise_scale: float) -> BatchLimit:
+def _noise_limit(noise_scale: float) -> BatchLimit:
     if not 0 < noise_scale <= _MOST:
         raise ConfigError("--noise-scale", noise_scale, f"must be above 0, at most {_MOST:g}")
-    if most is not None:
-        raise ConfigError(
-            "--noise-scale", noise_scale, "sets the largest batch, as --max-global-batch does",
-            "leave out one of them",
-        )  # fmt: skip
     images = max(1, min(LARGEST_BATCH, int(useful_batch(noise_scale))))
     why = f"with a noise scale of {noise_scale:g} a larger one saves too little time"
     return BatchLimit(images, why, ("--noise-scale", noise_scale))

@@ -105,6 +105,7 @@ class Outcome:
     resumes: int
     read_retries: int
     damaged_cache_entries: int
+    grown_batch: int | None = None
     noise_scale: float | None = None
     state_bytes_per_parameter: float | None = None
     exchange_state_bytes: float | None = None
@@ -112,12 +113,16 @@ class Outcome:
     exchange_bytes_per_step: float | None = None
     rehearsed: Rehearsed | None = None
 
+    @property
+    def largest_batch(self) -> int | None:
+        return self.grown_batch or self.global_batch_size
+
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> Outcome:
         summary, start, steps = run.summary or {}, run.start, run.steps()
         top1, top5 = run.eval_curve("top1").value, run.eval_curve("top5").value
-        noise = steps.known("noise_scale")
+        noise, batches = steps.known("noise_scale"), steps.known("batch_size")
         stopped_by = _stopped_by(run)
         counters = summary.get("input_counters")
         counters = counters if isinstance(counters, dict) else {}
@@ -152,6 +157,7 @@ class Outcome:
             resumes=len(run.resumes),
             read_retries=integer(counters, "read_retries") or 0,
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
+            grown_batch=int(batches.max()) if len(batches) else None,
             noise_scale=first("noise_scale", float(noise[-1]) if len(noise) else None),
             state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
             exchange_state_bytes=finite(summary, "exchange_state_bytes"),

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from paceline.core.units import format_duration, markup, plural
 from paceline.plan.answer import MOST_RANKS, Answer, format_gbps, node_gbps
+from paceline.plan.noise import LEAST_SAVING
 from paceline.plan.prediction import BucketScore, Prediction
 from paceline.plan.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
 from paceline.report.chart import Bar, Chart, Line, gantt_chart
@@ -40,8 +41,7 @@ def plan_page(answer: Answer) -> str:
                                                advice_rows(answer), {0, 2})]),
             section("Nodes and batches", [_table("", option_columns(answer), option_rows(answer),
                                                  set())]),
-            section("Scaling", [_table("", ("ranks", "images/s", "efficiency", "exposed ms"),
-                                       curve_rows(answer), set())]),
+            section("Scaling", [_table("", curve_columns(answer), curve_rows(answer), set())]),
             section(f"Buckets, {FROM_BACKWARD}", [_table(
                 "", ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
                 bucket_rows(answer), {3})]),
@@ -157,6 +157,7 @@ def fact_rows(answer: Answer) -> list[Row]:
         *_profile_rows(answer),
         ("start-up", _start_up_words(answer)),
         ("ranks at 90 %", most + _or_more(answer)),
+        *_noise_rows(answer),
         *_memory_rows(answer),
         ("input", _input_words(answer)),
         *_cost_rows(answer),
@@ -208,6 +209,21 @@ def _start_up_words(answer: Answer) -> str:
     else:
         words = f"{took} (--startup-s sets it): {answer.start_up.describe()}"
     return f"{words}; process groups: {answer.start_up.describe_groups()}"
+
+
+def _noise_rows(answer: Answer) -> list[Row]:
+    """Up to where more ranks save time, where a noise scale is known."""
+    if answer.useful_ranks is None:
+        return []
+    batch, limits = answer.useful_ranks * answer.now.batch, answer.limits
+    by_noise = limits.set_by is not None and limits.set_by[0] == "--noise-scale"
+    over = batch > limits.global_batch and not by_noise
+    return [(
+        "useful ranks",
+        f"{answer.useful_ranks:,}, a batch of {batch:,}{', more than the batch limit' if over else ''}: "
+        f"beyond, twice the ranks with {answer.now.batch:,} images each save less than "
+        f"{LEAST_SAVING:.0%} of the time to the same loss (noise scale {answer.noise_scale:,.0f})",
+    )]  # fmt: skip
 
 
 def _memory_rows(answer: Answer) -> list[Row]:
@@ -357,10 +373,16 @@ def _way(score: BucketScore) -> str:
     return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
 
 
+def curve_columns(answer: Answer) -> tuple[str, ...]:
+    same_loss = ("time to the same loss",) if answer.noise_scale else ()
+    return ("ranks", "images/s", "efficiency", "exposed ms", *same_loss)
+
+
 def curve_rows(answer: Answer) -> list[Row]:
     return [
         (f"{p.ranks:,}", _few(p.images_per_s), f"{p.efficiency:.1%}",
-         f"{1e3 * p.exposed_comm_s:,.2f}")
+         f"{1e3 * p.exposed_comm_s:,.2f}",
+         *((f"{answer.same_loss(p):.1%}",) if answer.noise_scale else ()))
         for p in answer.curve
     ]  # fmt: skip
 

@@ -95,13 +95,13 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
     rows += [
         ("epochs", number(outcome.epochs)),
         ("steps", steps),
-        ("global batch", count(outcome.global_batch_size)),
+        ("global batch", _batches(outcome)),
         ("ranks", count(outcome.world_size)),
     ]
     if outcome.rehearsed is not None:
         rows[-1] = ("ranks (rehearsed)", count(outcome.world_size))
         rows += outcome.rehearsed.rows()
-    noise, batch = outcome.noise_scale or 0.0, outcome.global_batch_size or 0
+    noise, batch = outcome.noise_scale or 0.0, outcome.largest_batch or 0
     if noise > 0 and batch > 0:
         described = describe_noise(noise, batch)
         rows.append(("gradient noise scale", described))
@@ -127,6 +127,11 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         "damaged cache entries": outcome.damaged_cache_entries,
     }
     return rows + [(label, count(amount)) for label, amount in incidents.items() if amount]
+
+
+def _batches(outcome: Outcome) -> str:
+    first, last = outcome.global_batch_size, outcome.largest_batch
+    return count(first) if first == last else f"{count(first)}, at the end {count(last)}"
 
 
 def _exchange_state(outcome: Outcome) -> str:

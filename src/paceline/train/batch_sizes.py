@@ -133,9 +133,7 @@ def _as_before(target: Target, resumed: Checkpoint) -> Target:
 
 def _why_one_batch(config: RunConfig) -> str:
     if config.rehearse.ranks:
-        return (
-            "a rehearsal has one; the cluster's run has one with --set optim.batch_schedule='' only"
-        )
+        return "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
     if config.run.shares != EQUAL_SHARES:
         return "run.shares divides a constant one"
     return "comm.mode = 'asynchronous' has one" if config.comm.mode != "synchronous" else ""

@@ -34,6 +34,7 @@ from paceline.core.events import (
 )
 from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line, printable
+from paceline.optim.scaling import describe_in_lines
 from paceline.report import RunFiles, summary_rows, verdict
 
 # The rate is the median of this many steps, so that one slow step does not change it.
@@ -113,7 +114,12 @@ def describe_event(event: Event) -> str | None:
         case StartEvent():
             begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
             lines = [f"{begin} at step {event.step} of {event.total_steps}"]
-            lines += [f"  {name}: {value}" for name, value in event.chosen.items()]
+            for name, value in event.chosen.items():
+                if name == "scaling":
+                    value = describe_in_lines(value, indent="    ")
+                    lines += f"  {name}: {value}".splitlines()
+                else:
+                    lines.append(f"  {name}: {value}")
             if event.startup_s:
                 lines.append(f"  start-up: {_describe_startup(event.startup_s)}")
             return "\n".join(printable(line.replace("\n", " ")) for line in lines)

@@ -286,9 +286,11 @@ def _describe_resume(folder: RunFolder, checkpoint: Checkpoint | None) -> str:
 def _describe_noise_scale(config: RunConfig, plan: BatchPlan) -> str:
     if not config.run.noise_scale:
         return ""
-    parts = -(-plan.global_batch // plan.micro_batch)
-    if parts < 2:
-        return (
-            "not available: a step is one micro-batch; use several ranks or a smaller --batch-size"
-        )
-    return f"estimated from {parts} micro-batches of {plan.micro_batch} per step"
+    first, last = (-(-batch // plan.micro_batch) for batch in (plan.global_batch, plan.last_batch))
+    remedy = "a step is one micro-batch; use several ranks or a smaller --batch-size"
+    if last < 2:
+        return f"not available: {remedy}"
+    if first < 2:
+        return f"not available until the batch grows: {remedy}"
+    count = f"{first}" if first == last else f"{first} to {last}"
+    return f"estimated from {count} micro-batches of {plan.micro_batch} per step"
