@@ -247,6 +247,21 @@ def damaged() -> list[bytes]:
     ]  # fmt: skip
 
 
+def test_what_was_timed_is_listed_for_people(tmp_path: Path) -> None:
+    choose("forward x", Forms(a=1.0, separate=2.0)(), GPU)
+    settle(choices.own())
+    begin("auto", GPU)
+    choose("forward x", Forms(a=9.0, separate=2.0)(), GPU)  # from the file
+    choose("forward y", Forms(a=3.0, separate=4.0)(), GPU)
+    settle(choices.own())
+    listed = json.loads((tmp_path / "auto.times.json").read_text())
+    assert {key: found["ms"] for key, found in listed.items()} == {
+        "forward x": {"a": 1.0, SEPARATE: 2.0},
+        "forward y": {"a": 3.0, SEPARATE: 4.0},
+    }
+    assert all(found["at"].startswith("2") for found in listed.values())
+
+
 def test_a_damaged_file_does_no_harm(tmp_path: Path) -> None:
     for content in damaged():
         (tmp_path / "auto.json").write_bytes(content)

@@ -4,7 +4,8 @@ A form is timed on the very maps of its first call, between `begin` and `settle`
 the start of a run. Afterwards nothing is timed: shapes that the trial did not have, such as those of a
 short last micro-batch, take the separate form. `settle` gets the choices that ranks have agreed on and
 keeps them in `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file for each kind of GPU, version
-of torch, Triton and, where it takes part, cuDNN, so that later runs choose alike without timing.
+of torch, Triton and, where it takes part, cuDNN, so that later runs choose alike without timing. Beside
+it lies what was timed, and when (`.times.json`), for people to read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,8 @@ def begin(mode: str, device: torch.device) -> None:
             choices.without_cudnn = str(error)
     choices.path = _file(device, mode) if device.type == "cuda" and mode != "off" else None
     if choices.path is not None:
-        choices.chosen.update(_read(choices.path))
+        found = _read(choices.path)
+        choices.chosen.update((k, v) for k, v in found.items() if isinstance(v, str))
 
 
 def settle(agreed: Mapping[str, str]) -> bool:
@@ -122,6 +125,10 @@ def settle(agreed: Mapping[str, str]) -> bool:
     choices.chosen = dict(agreed)
     if choices.path is not None:
         _write(choices.path, choices.chosen)
+        if choices.times:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            times = {key: {"at": now, "ms": found} for key, found in choices.times.items()}
+            _write(_times_file(choices.path), times)
     return differs
 
 
@@ -241,21 +248,23 @@ def _file(device: torch.device, mode: str) -> Path | None:
     return base / "paceline" / "products" / f"{name}.json"
 
 
-def _read(path: Path) -> dict[str, str]:
+def _times_file(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.times.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     """What can be read: choices that are lost are made again."""
     try:
         found = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {k: v for k, v in found.items() if isinstance(k, str) and isinstance(v, str)}
+    return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, chosen: Mapping[str, str]) -> None:
+def _write(path: Path, added: Mapping[str, object]) -> None:
     """With what other processes have chosen meanwhile. A cache that cannot be written is none."""
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = json.dumps({**_read(path), **chosen}, indent=1, sort_keys=True)
+        text = json.dumps({**_read(path), **added}, indent=1, sort_keys=True)
         with whole_file(path) as file:
             file.write(text.encode())
