@@ -284,6 +284,13 @@ def test_outside_of_the_range_it_refuses_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_refusal_says_what_few_steps_in_all_lose_only_where_they_are_few() -> None:
+    for target, told in ((Target(8000, 12_000, 100), False), (Target(8000, 12_000, 10), True)):
+        with pytest.raises(ConfigError) as caught:
+            scale_recipe(CIFAR, target)
+        assert ("lose accuracy" in str(caught.value)) == told
+
+
 def test_the_remedy_of_a_refusal_is_accepted() -> None:
     with pytest.raises(ConfigError, match="at most 1666, or 45 epochs"):
         scale_recipe(CIFAR, Target(25_000, 50_000, 3))
@@ -338,8 +345,8 @@ def test_the_description_has_a_line_for_each_choice_and_names_what_was_kept() ->
     assert [line.partition(" = ")[0].strip() for line in lines[: len(found.choices)]] == [
         choice.name for choice in found.choices
     ]
-    # The warm-up that was given is the one that the rule would choose.
-    assert "  kept as given: optim.lr, run.average_epochs" in lines
+    # Also the warm-up, which is the one that the rule would choose.
+    assert "  kept as given: optim.lr, optim.warmup_epochs, run.average_epochs" in lines
 
 
 def test_what_one_batch_loses_is_said_where_the_batch_does_not_grow() -> None:
@@ -442,6 +449,31 @@ def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:
     assert (scaled.optim.name, scaled.optim.lr) == ("lars", 3.0)
     assert "optim.lr =" not in described
     assert scaled.optim.trust_coefficient * 3.0 / 0.1 == pytest.approx(0.7 / 5**0.5, rel=1e-3)
+
+
+def test_all_settings_of_the_user_that_the_rule_has_are_listed_as_kept() -> None:
+    given = {
+        "run__batch_size": 60, "optim__schedule": "cosine", "optim__momentum": 0.8,
+        "optim__batch_schedule": "", "optim__orthogonal": "all",
+    }  # fmt: skip
+    for batch in (600, 120):  # 120 is the recipe's
+        config = auto(
+            "quickstart", run__global_batch_size=batch, optim__known_good_batch=120, **given
+        )
+        scaled, described = apply_scaling(config, 12_000, 1)
+        listed = described.partition("kept as given: ")[2].partition(";")[0].split(", ")
+        assert listed == sorted(name.replace("__", ".") for name in given)
+        assert scaled.optim.orthogonal == "all"
+        assert scaled.optim.name == ("muon" if batch == 600 else "sgd")
+
+
+def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -> None:
+    """Its `optim.orthogonal`, chosen for Muon, has no effect there."""
+    config = auto("quickstart", run__global_batch_size=600)
+    tables = apply_scaling(config, 12_000, 1)[0].to_tables()
+    assert tables["optim"]["orthogonal"] == "auto"
+    tables["optim"]["name"] = "lars"
+    assert RunConfig.from_tables(tables).optim.idle == {"orthogonal": "optim.name = 'lars'"}
 
 
 def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from paceline.optim.settings import SCHEDULES
      {"decay_epochs": (60.0, 30.0)}, {"decay_over_epochs": 5.0}, {"decay_over_epochs": float("inf")},
      {"trust_coefficient": 0.0}, {"eps": -1e-8}, {"trust_log_interval": -1}, {"fused": "cuda"},
      {"orthogonal": "most"}, {"nesterov": True, "momentum": 0.0},
-     {"orthogonal": "all", "name": "sgd"}, {"trust_log_interval": 7, "name": "sgd"},
+     {"trust_log_interval": 7, "name": "sgd"},
      {"fused": "triton", "in_half": True}, {"clip": True, "name": "muon"},
      {"lr_in_momentum": False, "name": "muon"}, {"in_half": True, "name": "muon"}],
 )  # fmt: skip

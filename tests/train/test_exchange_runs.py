@@ -168,6 +168,8 @@ def test_settings_for_several_ranks_are_named_on_one(
         ({"optim__name": "lamb", "optim__clip": True, "optim__adam_eps": 1e-6}, ""),
         ({"optim__schedule": "step", "optim__decay_epochs": (1.0,), "optim__decay_rate": 0.5}, ""),
         ({"optim__schedule": "range", "optim__decay_epochs": (1.0,)}, ""),
+        ({"optim__orthogonal": "all"}, "optim.orthogonal = 'all': with optim.name = 'sgd'"),
+        ({"optim__name": "muon", "optim__orthogonal": "all"}, ""),
     ],
 )  # fmt: skip
 def test_settings_of_another_optimizer_or_schedule_are_named(

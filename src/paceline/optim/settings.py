@@ -39,7 +39,7 @@ _OF_OPTIMIZERS = {
     "halp_mu": ("halp",), "lp_span": ("lp_svrg", "lp_sgd"), "center_epochs": ANCHORED,
     "trust_coefficient": ("lars", "muon", "soap"), "eps": _WITH_TRUST_RATIO,
     "adapt_bias_norm": _WITH_TRUST_RATIO, "lr_in_momentum": ("lars",), "clip": ("lars", "lamb"),
-    "soap_interval": ("soap",), "muon_products": ("muon",),
+    "orthogonal": ORTHOGONAL_OPTIMIZERS, "soap_interval": ("soap",), "muon_products": ("muon",),
     **dict.fromkeys(("rms_rate", "rms_beta", "rms_center_epochs", "rms_width_epochs"),
                     ("rmsprop_warmup",)),
 }  # fmt: skip
@@ -412,11 +412,11 @@ def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("muon_products", PRODUCTS)
     check.number("soap_interval", "at least 1")
     if optim.name not in ORTHOGONAL_OPTIMIZERS:
-        remedy = "use optim.name = 'muon', or leave it out"
         if optim.share_products == "on":
-            raise check.error("share_products", f"{optim.name} has no products to share", remedy)
-        if optim.orthogonal != "filters":
-            raise check.error("orthogonal", f"{optim.name} makes nothing orthogonal", remedy)
+            raise check.error(
+                "share_products", f"{optim.name} has no products to share",
+                "use optim.name = 'muon', or leave it out",
+            )  # fmt: skip
         return
     for name, wanted in (("clip", False), ("lr_in_momentum", True), ("in_half", False)):
         if getattr(optim, name) != wanted:
