@@ -63,6 +63,11 @@ def test_a_noise_scale_says_which_ranks_save_time_not_only_images_per_s(tmp_path
         assert "time to the same loss" in where
         assert "useful ranks" in where
     assert "same loss" not in ask(*flags)
+    # The last useful doubling, from 256, begins below the limit and ends above it.
+    fast = ("--gpu", "H100", "--gpus-per-node", "1", "-b", "64", "--node-gbps", "1000")
+    words = " ".join(ask(*fast, "--noise-scale", "100").split())
+    assert "batch limit 400 in all: with a noise scale of 100, doubling it from here on" in words
+    assert "useful ranks 8, a batch of 512, more than the batch limit" in words
     # A noisier gradient has use for more ranks, up to an epoch in one step.
     many = [
         json.loads(ask(*flags, "--noise-scale", noise, "--json", "--dataset-size", "20000"))

@@ -171,8 +171,9 @@ def test_a_noise_scale_lowers_the_largest_batch() -> None:
     assert accurate_batch(3200, 1000.0, *IMAGENET) == accurate_batch(3200, 0.0, *IMAGENET)
     assert accurate_batch(8000, 1000.0, *IMAGENET).images == int(useful_batch(1000.0))
     tiny = accurate_batch(None, 1e-4, *IMAGENET)
-    with pytest.raises(ConfigError, match="--noise-scale = 0.0001"):
+    with pytest.raises(ConfigError, match="--noise-scale = 0.0001") as caught:
         recommended_batch(ASK, PLACE, limits_of(None, None, tiny))
+    assert caught.value.remedy == "use fewer GPUs, or leave out --noise-scale"
 
 
 IMAGENET = (1_281_167, 90.0)

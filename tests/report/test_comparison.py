@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,23 @@ def test_the_table_has_what_differs_and_the_caption_what_does_not(
     batches = [write_run(tmp_path / str(b), 90.0, run__global_batch_size=b) for b in (250, 500)]
     assert "batch" not in compare_table(Comparison.of(read_runs(batches))).columns, "in the label"
     assert "batch" in compare_table(Comparison.of(read_runs(batches), ["250=small"])).columns
+
+
+def test_a_batch_that_grows_is_shown_with_its_largest(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"epochs": 4, "done": 4, "batch": 250, "ranks": 1, "loss": 0.5}
+    grown = [
+        replace(event, batch_size=1000 if 5 < event.step <= 10 else 250)  # and falls again
+        if isinstance(event, StepEvent) else event
+        for event in events_of(90.0, **given)
+    ]  # fmt: skip
+    runs = [{"events": grown}, {"optim__name": "lars"}]
+    found = compare(tmp_path / "two", *runs)
+    table = compare_table(found)
+    shown = [row[table.columns.index("batch")] for row in table.rows]
+    assert shown == ["250 to 1,000", "250"]
+    assert [row["largest_batch"] for row in compare_json(found)["rows"]] == [1000, 250]
+    alone = compare(tmp_path / "one", runs[0], {"events": grown, "run__seed": 1})
+    assert "global batch 250 to 1,000" in compare_caption(alone)
 
 
 def test_epochs_of_runs_that_reached_their_target(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_batch_that_grows_is_judged_by_what_it_becomes(tmp_path: Path) -> None
     run = RunFiles.read(tmp_path / "run")
     run = replace(run, summary={**(run.summary or {}), "noise_scale": 48.0})
     rows = dict(summary_rows(run))
-    assert rows["global batch"] == "8, at the end 16"
+    assert rows["global batch"] == "8, at most 16"
     # 48 / (2 · (16 + 48)) at the last batch.
     assert "would save 38% of the time" in rows["gradient noise scale"]
 

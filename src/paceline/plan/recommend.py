@@ -25,7 +25,7 @@ from paceline.core.untrusted import ParseError, parse_json
 from paceline.plan.cluster import RANKS_LIMIT, Accelerator, Cluster
 from paceline.plan.layers import Network
 from paceline.plan.memory import largest_batch
-from paceline.plan.noise import useful_batch
+from paceline.plan.noise import LEAST_SAVING, useful_batch
 from paceline.plan.prediction import Prediction
 from paceline.plan.start_up import StartUp
 from paceline.plan.workload import LARGEST_BATCH, Workload, check_input_rate
@@ -192,12 +192,16 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
                 "choose a GPU with more memory",
             )  # fmt: skip
         flag, value = limits.set_by or ("--nodes", cluster.nodes)
+        remedy = "give another limit with --max-global-batch"
+        if limits.is_an_epoch:
+            remedy = "give another --dataset-size"
+        elif flag == "--noise-scale":  # which another limit does not lift
+            remedy = "leave out --noise-scale"
         raise ConfigError(
             flag, value,
             f"{cluster.ranks:,} GPUs with one image each exceed the largest global batch, "
             f"{limits.global_batch:,} ({limits.why})",
-            "use fewer GPUs, or give another "
-            + ("--dataset-size" if limits.is_an_epoch else "limit with --max-global-batch"),
+            f"use fewer GPUs, or {remedy}",
         )  # fmt: skip
     question = replace(question, workload=question.workload.well_fed())
     speeds = {
@@ -283,7 +287,10 @@ def _noise_limit(noise_scale: float) -> BatchLimit:
     if not 0 < noise_scale <= _MOST:
         raise ConfigError("--noise-scale", noise_scale, f"must be above 0, at most {_MOST:g}")
     images = max(1, min(LARGEST_BATCH, int(useful_batch(noise_scale))))
-    why = f"with a noise scale of {noise_scale:g} a larger one saves too little time"
+    why = (
+        f"with a noise scale of {noise_scale:g}, doubling it from here on saves less than "
+        f"{LEAST_SAVING:.0%} of the time"
+    )
     return BatchLimit(images, why, ("--noise-scale", noise_scale))
 
 

@@ -79,8 +79,8 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("epochs", _epochs, lambda row: f"{_epochs(row)} epochs"),
         _Column(
             "batch",
-            lambda row: count(row.global_batch_size),
-            lambda row: f"global batch {count(row.global_batch_size)}",
+            _batches,
+            lambda row: f"global batch {_batches(row)}",
             GLOBAL_BATCH,
         ),
         _Column(
@@ -96,6 +96,12 @@ def _columns(comparison: Comparison) -> list[_Column]:
 def _shown(value: float | None, show: Callable[[float], str]) -> str:
     """Empty where it is unknown: a column that is empty in every row is left out."""
     return "" if value is None else show(value)
+
+
+def _batches(row: CompareRow) -> str:
+    """`256 to 1,024`, the first and the largest, where the batch grows."""
+    first, largest = row.global_batch_size, row.largest_batch
+    return count(first) if first == largest else f"{count(first)} to {count(largest)}"
 
 
 def _updates(row: CompareRow) -> str:
@@ -285,6 +291,7 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "epochs_done_max": high,
         "epochs_planned": row.epochs_planned,
         "global_batch_size": row.global_batch_size,
+        "largest_batch": row.largest_batch,
         "world_size": row.world_size,
         "skipped_steps": row.skipped_steps,
         "runs": [

@@ -177,6 +177,10 @@ class CompareRow:
         return self.runs[0].outcome.global_batch_size
 
     @property
+    def largest_batch(self) -> int | None:
+        return self.runs[0].outcome.largest_batch
+
+    @property
     def world_size(self) -> int | None:
         return self.runs[0].outcome.world_size
 

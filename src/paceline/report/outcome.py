@@ -105,6 +105,7 @@ class Outcome:
     resumes: int
     read_retries: int
     damaged_cache_entries: int
+    # The largest of any step so far.
     grown_batch: int | None = None
     noise_scale: float | None = None
     state_bytes_per_parameter: float | None = None

@@ -216,8 +216,7 @@ def _noise_rows(answer: Answer) -> list[Row]:
     if answer.useful_ranks is None:
         return []
     batch, limits = answer.useful_ranks * answer.now.batch, answer.limits
-    by_noise = limits.set_by is not None and limits.set_by[0] == "--noise-scale"
-    over = batch > limits.global_batch and not by_noise
+    over = batch > limits.global_batch
     return [(
         "useful ranks",
         f"{answer.useful_ranks:,}, a batch of {batch:,}{', more than the batch limit' if over else ''}: "

@@ -130,8 +130,8 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _batches(outcome: Outcome) -> str:
-    first, last = outcome.global_batch_size, outcome.largest_batch
-    return count(first) if first == last else f"{count(first)}, at the end {count(last)}"
+    first, largest = outcome.global_batch_size, outcome.largest_batch
+    return count(first) if first == largest else f"{count(first)}, at most {count(largest)}"
 
 
 def _exchange_state(outcome: Outcome) -> str:
