@@ -137,6 +137,8 @@ def test_layers_are_counted_only_where_the_planner_needs_them() -> None:
     assert PLACE.network("mine", 32, 10, count=count) is counts[0]
     assert PLACE.network("resnet18", 28, 10, count=count) is counts[1]  # too small for the built-in
     assert PLACE.network("resnet18", 32, 10, count=count) == network("resnet18", 32, 10)
+    grey = PLACE.network("resnet18", 32, 10, channels=1)
+    assert grey == network("resnet18", 32, 10, channels=1) != network("resnet18", 32, 10)
     assert replace(PLACE, profile="p.toml").network("mine", 32, 10, count=count) is None
     assert RehearseSettings(nodes=2).network("mine", 32, 10, count=count) is None
     assert len(counts) == 2

@@ -43,9 +43,10 @@ def _range_flags(
     low: float = typer.Option(1e-5, "--from", help="First rate."),
     high: float = typer.Option(10.0, "--to", help="Last rate."),
     steps: int = typer.Option(100, help="Steps from the first rate to the last."),
+    output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-lr-find-NNN."),
     as_json: AsJson = False,
 ) -> None:
-    """The flags that `lr-find` has beside those of `train`."""
+    """The flags that `lr-find` has beside those of `train`, or in their place."""
 
 
 def find_rate(**given: Any) -> int:

@@ -310,6 +310,8 @@ _RANGES = {
 }  # fmt: skip
 _MEASURED_RANGES = {"images_per_s": (1e-3, 1e9), "batch": (1, 1 << 20), "ranks": (1, RANKS_LIMIT)}
 _LONGEST_NAME = 60
+# Boards of one chip; the law of clocks by watts is not known to hold further out.
+_WATTS_RATIOS = (0.5, 2.0)
 
 
 def own_accelerator(path: Path) -> Accelerator:
@@ -331,8 +333,14 @@ def own_accelerator(path: Path) -> Accelerator:
             )  # fmt: skip
         ((key, table),) = tables.items()
         name = one_line(key)[:_LONGEST_NAME]
+        if not name.strip():
+            raise ConfigError(
+                "tables", key, "the table has no name; it is the accelerator's",
+                'write it as ["My GPU"]',
+            )  # fmt: skip
         found = from_table(_Table, name, table)
         _check_ranges(name, found, _RANGES)
+        _check_watts(name, found)
         if found.measured is not None:
             _check_ranges(f"{name}.measured", found.measured, _MEASURED_RANGES)
         _check_sisters(name, found)
@@ -349,6 +357,16 @@ def _check_ranges(
         value = getattr(settings, key)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{section}.{key}", value, f"must be from {least:g} to {most:g}")
+
+
+def _check_watts(name: str, table: _Table) -> None:
+    least, most = (ratio * table.watts for ratio in _WATTS_RATIOS)
+    if table.reference_watts is not None and not least <= table.reference_watts <= most:
+        raise ConfigError(
+            f"{name}.reference_watts", table.reference_watts,
+            f"must be from {least:g} to {most:g}, half to twice the watts of the board",
+            "give tflops as they are at a power in that range, or leave it out",
+        )  # fmt: skip
 
 
 def _check_sisters(name: str, table: _Table) -> None:

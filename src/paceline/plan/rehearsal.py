@@ -128,13 +128,13 @@ class RehearseSettings:
 
     def network(
         self, model: str, image_size: int, classes: int, stem: str = "auto",
-        count: Callable[[], Network] | None = None,
+        count: Callable[[], Network] | None = None, *, channels: int = 3,
     ) -> Network | None:  # fmt: skip
         """The model's layers for the GPU of the catalog: as the planner knows them, else as `count` finds
         them. None without a GPU; a measured step needs no count."""
         if not self.gpu:
             return None
-        known = known_network(model, image_size, classes, stem)
+        known = known_network(model, image_size, classes, stem, channels)
         if known is not None or self.profile or count is None:
             return known
         try:

@@ -85,9 +85,9 @@ def predict_scaling(
     gpus_per_node: int | None = None,
     batch_size: int | None = 64,
     software: str = "",
-    image_size: int = 224,
-    classes: int = 1000,
-    channels: int = 3,
+    image_size: int | None = None,
+    classes: int | None = None,
+    channels: int | None = None,
     max_global_batch: int | None = None,
     node_gbps: float | None = None,
     latency_us: float | None = None,
@@ -113,9 +113,10 @@ def predict_scaling(
             within the accelerator's memory and the largest global batch. For a profiled model without
             known layers it is at most twice the largest batch that was timed.
         software: a round of MLPerf Training whose libraries are used, such as `v0.7`; the newest.
-        image_size: edge of the images in pixels.
-        classes: outputs of the model; a profile has its own.
-        channels: of an image; a profile has its own.
+        image_size: edge of the images in pixels; 224. A profile has its own, also of the next two and
+            of `software`.
+        classes: outputs of the model; 1,000.
+        channels: of an image; 3.
         max_global_batch: largest batch of all ranks that is recommended; 65,536.
         node_gbps: all links of a node, in Gb/s; 100.
         latency_us: start of a message between nodes; 10.
@@ -139,7 +140,12 @@ def predict_scaling(
     """
     with _python_names():
         limit = accurate_batch(max_global_batch, 0.0, _ANY_SAMPLES, epochs=90.0)
-        net = None if profile is not None else _network(model, image_size, classes, channels)
+        images = {"image_size": image_size, "classes": classes, "channels": channels}
+        if profile is not None:
+            for name, value in {**images, "software": software or None}.items():
+                if value is not None:
+                    raise ConfigError(name, value, "a profile has its own", "leave it out")
+        net = None if profile is not None else _network(model, images)
         work = _workload(model, accelerator, net, profile, input_images_per_s, software)
         place = _cluster(cluster, accelerator, nodes, {
             "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
@@ -197,13 +203,17 @@ def _row(question: Question, place: Cluster) -> ScalingRow:
     )  # fmt: skip
 
 
-def _network(model: str, image_size: int, classes: int, channels: int) -> Network:
+def _network(model: str, images: dict[str, int | None]) -> Network:
     if ":" in model or model in TRACED:
         raise ConfigError(
             "model", model, "its layers are counted with torch, which predict_scaling does without",
             f"use paceline plan --model {model}, or measure it with paceline profile and give profile=",
         )  # fmt: skip
-    return network(model, image_size, classes, channels=channels)
+    given = {name: value for name, value in images.items() if value is not None}
+    return network(
+        model, given.get("image_size", 224), given.get("classes", 1000),
+        channels=given.get("channels", 3),
+    )  # fmt: skip
 
 
 def _workload(

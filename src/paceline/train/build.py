@@ -263,6 +263,7 @@ def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Netw
     net = settings.network(
         name, pixels, classes, config.model.stem_for(pixels),
         lambda: _count_layers(model, name, pixels, config.data.channels),
+        channels=config.data.channels,
     )  # fmt: skip
     return net.recomputing_norms() if net is not None and config.run.recompute_norms else net
 
