@@ -11,6 +11,7 @@ import torch
 
 import faults
 from cli_runs import Call, Done, events, run, run_two, small, started_ranks, summary
+from paceline.cli.dry_run import StepTimes
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
@@ -141,6 +142,39 @@ def test_a_dry_run_counts_the_passes_of_svrg(call: Call) -> None:
     assert (done.code, done.err) == (0, "")
     assert "4 passes" in done.out
     assert "passes" not in call(*small("--dry-run")).out
+
+
+def test_a_dry_run_times_the_update_apart(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_update.py").write_text(
+        "import time, torch\nclass Slow(torch.optim.SGD):\n    def step(self, closure=None):\n"
+        "        time.sleep(0.1)\n        return super().step(closure)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[StepTimes] = []
+    known = StepTimes.training_s
+
+    def training_s(times: StepTimes, *arguments: Any) -> float:
+        seen.append(times)
+        return known(times, *arguments)
+
+    monkeypatch.setattr(StepTimes, "training_s", training_s)
+    done = call(*small("--opt", "slow_update:Slow", "--lr", "0.1", "--dry-run"))
+    assert (done.code, done.err) == (0, "")
+    assert seen[0].update_s >= 0.1
+    assert "its update" in done.out
+
+
+def test_a_dry_run_counts_an_update_once_a_step() -> None:
+    """Not once for each part of the images that it measures."""
+    # Five steps of 1.5 s behind two that warm up, each with a quarter of the images.
+    times = StepTimes.of([9.0, 9.0, *[1.5] * 5], [3.0, 3.0, *[0.5] * 5], shares=4)
+    assert times == StepTimes(images_s=4.0, update_s=0.5)
+    assert times.training_s(10, whole_batches=8.0, passes=1.0) == 8 * 4.0 + 10 * 0.5
+    assert times.training_s(10, whole_batches=8.0, passes=3.0) == 24 * 4.0 + 10 * 0.5
+    # A first step that takes too long is the only one.
+    assert StepTimes.of([9.0], [3.0], shares=1) == StepTimes(6.0, 3.0)
 
 
 @pytest.mark.parametrize(

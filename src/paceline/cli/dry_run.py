@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
@@ -37,6 +37,29 @@ _CPU_IMAGES = 8
 _PROBED_IMAGES = 2
 # fp32: weights, masters, momenta and gradients; an upper bound for half precision.
 _COPIES = 4
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step of one rank: of all its passes over images, and of the update after them."""
+
+    images_s: float
+    update_s: float
+
+    @classmethod
+    def of(cls, steps_s: Sequence[float], updates_s: Sequence[float], shares: float) -> StepTimes:
+        """From steps with one part of a rank's images, of which a step has `shares`, and their updates;
+        the first steps, which warm up, do not count where there are others."""
+        pairs = list(zip(steps_s, updates_s, strict=True))
+        counted = pairs[_WARM_UP:] or pairs
+        return cls(
+            shares * statistics.median(step - update for step, update in counted),
+            statistics.median(update for _, update in counted),
+        )
+
+    def training_s(self, steps: int, whole_batches: float, passes: float) -> float:
+        """`steps` updates, and images of `whole_batches` of the measured batch in each of `passes`."""
+        return whole_batches * passes * self.images_s + steps * self.update_s
 
 
 def dry_run(config: RunConfig, ranks: int) -> int:
@@ -78,8 +101,9 @@ def dry_run(config: RunConfig, ranks: int) -> int:
 
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // processes))
     with Group(Topology(), config.comm, device) as group:
-        step_s = _measure(config, group, sizes, classes, samples / sizes.global_batch, ranks)
-    step_s *= max(1, virtual)
+        times = _measure(config, group, sizes, classes, samples / sizes.global_batch, ranks)
+    # A rehearsal computes all ranks' images, and one update.
+    times = replace(times, images_s=times.images_s * max(1, virtual))
     plan = BatchPlan(
         samples, config.run.epochs, sizes.global_batch, sizes.micro_batch, ranks, stages
     )
@@ -88,8 +112,9 @@ def dry_run(config: RunConfig, ranks: int) -> int:
         # Each sample at the weights and at the anchor, and the full gradients, as `Anchors` takes them.
         per_epoch = plan.steps_per_epoch
         passes = 2 + per_epoch / max(1, round(config.optim.center_epochs * per_epoch))
-    # A step costs as much as its samples.
-    train_s = plan.total_samples / sizes.global_batch * step_s * passes
+    # Passes cost as much as their samples, also where the batch grows.
+    batches = plan.total_samples / sizes.global_batch
+    train_s = times.training_s(plan.total_steps, batches, passes)
     _show("batch", sizes.describe(ranks))
     if idle := describe_idle(config, ranks):
         _show("no effect", idle)
@@ -97,8 +122,9 @@ def dry_run(config: RunConfig, ranks: int) -> int:
         _show("rehearsal", f"of {virtual:,} ranks, in one process, one after the other")
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
     counted = f", {passes:.3g} passes over the data an epoch" if passes > 1 else ""
-    _show("time", f"about {format_duration(train_s)} of training: {format_duration(step_s)} a "
-          f"{'pass of a step' if counted else 'step'}{counted}, from a few steps on {device} with "
+    _show("time", f"about {format_duration(train_s)} of training: a step's images "
+          f"{format_duration(times.images_s)}{' a pass' if counted else ''}, its update "
+          f"{format_duration(times.update_s)}{counted}, from a few steps on {device} with "
           "synthetic images; without input, evaluation and the exchange between ranks")  # fmt: skip
     typer.echo("dry run: nothing was trained or written")
     return 0
@@ -183,11 +209,12 @@ def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]
 def _measure(
     config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float,
     ranks: int,
-) -> float:  # fmt: skip
-    """Seconds of one step of one rank, without an exchange; prints what was chosen and the memory."""
+) -> StepTimes:  # fmt: skip
+    """One step of one rank, without an exchange; prints what was chosen and the memory."""
     import torch
 
     from paceline.bench.step import SyntheticBatches
+    from paceline.comm.tracing import COMPUTE, Timeline
     from paceline.data import BatchPlan
     from paceline.train.components import Components
     from paceline.train.fast_path import check_model_norms
@@ -222,10 +249,12 @@ def _measure(
     data = config.data
     loader = SyntheticBatches(micro, data.image_size, classes, device, data.channels)
     step = create_step(config, parts, loader, plan, group, StopSignals())
+    step.spans = timeline = Timeline(1, _WARM_UP + _STEPS, device)
     times: list[float] = []
     started = time.perf_counter()
     for number in range(_WARM_UP + _STEPS):
         before = time.perf_counter()
+        timeline.step_begun(number)
         step.run(number, 1e-6)
         times.append(time.perf_counter() - before)
         if time.perf_counter() - started > _LIMIT_S:
@@ -233,7 +262,12 @@ def _measure(
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         _show("memory measured", f"{format_bytes(peak)} on {device}")
+    updates = [
+        span.stop_s - span.start_s
+        for span in timeline.spans()
+        if span.name == "update" and span.track == COMPUTE
+    ]
     step.release()
     parts.exchange.close()
-    passes = sizes.micro_batch * sizes.accumulation / micro
-    return statistics.median(times[_WARM_UP:] or times) * passes
+    # A few images with an update each would count the update as often as there are shares of them.
+    return StepTimes.of(times, updates, sizes.micro_batch * sizes.accumulation / micro)
