@@ -91,7 +91,7 @@ def test_cudnn_takes_part_in_its_mode_and_is_counted(monkeypatch: pytest.MonkeyP
 
 
 def test_a_cached_choice_of_the_only_form_counts_as_used() -> None:
-    """A 3 × 3 convolution has forms of cuDNN or none; ranks must hear that the separate one was faster."""
+    """A 3 × 3 convolution has forms of cuDNN or none; ranks hear that the separate one was faster."""
     only = Forms(separate=2.0)()
     assert _fastest("forward x", only, False, GPU) == 2.0
     assert choices.own() == {}, "nothing to choose"
