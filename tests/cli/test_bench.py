@@ -58,7 +58,11 @@ def test_kernels(call: Call) -> None:
         (("--set", "sgd"), "--set"),
         (("--set", "model.name=resnet18"), "use --model"),
         (("--set", "run.cuda_graphs=on"), "run.cuda_graphs = 'on': kernels inside of a graph"),
+        (("--set", "run.compile=model"), "run.compile = 'model': compiled kernels"),
+        (("--set", "model.norm_group=2"), "'model.norm_group': is not part of"),
+        (("--set", "optim.name=svrg", "--set", "optim.momentum=0"), "optim.name = 'svrg'"),
         (("--steps", "0"), "--steps"),
+        (("--classes", "0"), "--classes"),
     ):
         failed = call(*words, *wrong)
         assert failed.code == 2

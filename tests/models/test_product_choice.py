@@ -13,6 +13,7 @@ import torch
 from paceline.models import cudnn_graphs, product_choice
 from paceline.models.cudnn_graphs import CudnnError
 from paceline.models.product_choice import CUDNN, SEPARATE, begin, choices, choose, settle
+from paceline.models.products import _fastest
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 FILE = product_choice._file
@@ -87,6 +88,16 @@ def test_cudnn_takes_part_in_its_mode_and_is_counted(monkeypatch: pytest.MonkeyP
     assert choices.wanted_of_cudnn("forward x") == "cudnn engine1"
     # A form that is gone is replaced.
     assert choose("forward x", Forms(a=2.0, separate=3.0)(), GPU) == "a"
+
+
+def test_a_cached_choice_of_the_only_form_counts_as_used() -> None:
+    """A 3 × 3 convolution has forms of cuDNN or none; ranks hear that the separate one was faster."""
+    only = Forms(separate=2.0)()
+    assert _fastest("forward x", only, False, GPU) == 2.0
+    assert choices.own() == {}, "nothing to choose"
+    choices.chosen["forward x"] = SEPARATE
+    assert _fastest("forward x", only, False, GPU) == 2.0
+    assert choices.own() == {"forward x": SEPARATE}
 
 
 def test_files_of_choices_are_those_of_a_device_versions_and_mode(

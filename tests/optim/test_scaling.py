@@ -578,3 +578,12 @@ def test_an_optimizer_object_is_unknown_to_the_rule(tmp_path: Path) -> None:
     config = small_config(tmp_path, optim__scaling="auto", optim__known_good_batch=8)
     with pytest.raises(ConfigError, match=r"optim\.scaling"):
         apply_scaling(config, 64, 1, own_optimizer=True)
+
+
+def test_a_form_that_the_chosen_optimizer_lacks_is_told_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("[optim]\nname = 'lars'\nclip = true\nlr = 3.0\nknown_good_batch = 256\n")
+    batch = {"run__global_batch_size": 1024, "run__epochs": 30}
+    with pytest.raises(ConfigError, match=r"chooses muon, but optim\.clip.*--opt lars"):
+        apply_scaling(auto(str(path), **batch), 10_000, 1)
+    assert apply_scaling(auto(str(path), **batch, optim__name="lars"), 10_000, 1)[0].optim.clip

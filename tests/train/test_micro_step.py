@@ -178,8 +178,13 @@ def test_a_model_whose_norms_are_stored_has_a_remedy_more() -> None:
     model, error = SmallResNet(), torch.OutOfMemoryError("CUDA out of memory")
     hint = "; --set run.recompute_norms=true needs less memory, too"
     assert str(step_error(error, 0, 8, forward=model)).endswith(hint)
+    other = nn.Linear(2, 2)
+    other.recompute = False  # type: ignore[assignment]
+    blocks = SmallResNet()
+    next(blocks.children()).compile(backend="eager")
+    compiled = torch.compile(SmallResNet(), backend="eager")
     recompute_norms(model)
-    for forward in (model, nn.Linear(2, 2), model.forward):
+    for forward in (model, other, compiled, blocks):
         assert "recompute" not in str(step_error(error, 0, 8, forward=forward))
 
 

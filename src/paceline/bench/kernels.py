@@ -1,9 +1,10 @@
 """`paceline bench kernels`: where the time of a training step goes, kernel by kernel, against the least
 time in which the memory could move the bytes.
 
-The step is that of training, without CUDA graphs, so that every kernel has an operator of torch or a
-Triton kernel that launched it. `CallCounter` notes each call with the bytes that it has to move: what it
-reads and what it writes, once each. torch's profiler has the times, and `attributed` joins the two.
+The step is that of training, without CUDA graphs and torch.compile, so that every kernel has an operator
+of torch or a Triton kernel that launched it. `CallCounter` notes each call with the bytes that it has to
+move: what it reads and what it writes, once each. torch's profiler has the times, and `attributed` joins
+the two.
 Kernels that move more, such as a batch norm that reads its input twice, are further from the limit;
 those that find tensors by their addresses (the optimizers) or that nothing noted have no bytes. On a
 CPU the times are those of operators.
@@ -35,6 +36,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
+from paceline.optim.settings import ANCHORED
 
 _MARK = "paceline call "
 # Operators that move nothing, or that write without reading what they are given.
@@ -48,6 +50,14 @@ _KERNELS = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
+# Settings of a run that `bench.step.build_step` leaves aside.
+_NOT_IN_STEP = (
+    "comm.hook",
+    "comm.mode",
+    "model.norm_group",
+    "optim.batch_schedule",
+    "run.noise_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -280,18 +290,39 @@ def grouped(
 _UNKNOWN = Call("–", None, 0, "")
 
 
+def _check(switches: Mapping[str, Any]) -> None:
+    """Refuses what the profiled step does not have."""
+    if switches.get("run.cuda_graphs") == "on":
+        raise ConfigError(
+            "run.cuda_graphs", "on", "kernels inside of a graph have no launch of their own",
+            "leave it out: the kernels are the same",
+        )  # fmt: skip
+    if switches.get("run.compile", "off") not in ("off", "auto"):
+        raise ConfigError(
+            "run.compile", switches["run.compile"], "compiled kernels have no operators to count",
+            "leave it out, or use `paceline bench step` for the time of the whole step",
+        )  # fmt: skip
+    for name in _NOT_IN_STEP:
+        if name in switches:
+            raise ConfigError("--set", name, "is not part of the profiled step", "leave it out")
+    if switches.get("optim.name") in ANCHORED:
+        raise ConfigError(
+            "optim.name", switches["optim.name"],
+            "its passes over the data are not part of the profiled step",
+            "use another optimizer",
+        )  # fmt: skip
+
+
 def profile_step(row: StepRow, *, shapes: bool = False) -> dict[str, Any]:
     """The rows of `row.steps` steps, after `row.warm_up`; totals; and the speed of a copy."""
     device = torch.device(row.device)
     on_gpu = device.type == "cuda"
     if on_gpu:
         device = torch.device("cuda", torch.cuda.current_device())
-    if row.switches.get("run.cuda_graphs") == "on":
-        raise ConfigError(
-            "run.cuda_graphs", "on", "kernels inside of a graph have no launch of their own",
-            "leave it out: the kernels are the same",
-        )  # fmt: skip
-    row = replace(row, switches={**row.switches, "run.cuda_graphs": "off"})
+    _check(row.switches)
+    # Under a dispatch mode, torch.compile would run the function that it has compiled from.
+    uncompiled = {"run.cuda_graphs": "off", "run.compile": "off"}
+    row = replace(row, switches={**row.switches, **uncompiled})
     counter = CallCounter()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with Group(Topology(), RunConfig().comm, device) as group:

@@ -280,6 +280,7 @@ _OURS: dict[str, dict[str, Any]] = {
     "ours recompute": {"run.recompute_norms": True},
     # Bottlenecks only.
     "ours fused convolutions": {"run.fused_convolutions": "auto"},
+    "ours fused by cudnn": {"run.fused_convolutions": "cudnn"},
     "ours tf32": {"precision.amp_dtype": "fp32"},
     "ours fp32": {"precision.amp_dtype": "fp32", "precision.tf32": False},
 }
@@ -402,7 +403,8 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
         if "ours" in speed and below in speed:
             found[name] = speed["ours"] / speed[below]
     for name in (
-        "ours N>1", "ours muon", "ours no graphs", "ours recompute", "ours fused convolutions"
+        "ours N>1", "ours muon", "ours no graphs", "ours recompute", "ours fused convolutions",
+        "ours fused by cudnn",
     ):  # fmt: skip
         if "ours" in speed and name in speed:
             found[f"{name} / ours"] = speed[name] / speed["ours"]

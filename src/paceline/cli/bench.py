@@ -62,7 +62,7 @@ def step(
 
     check_model_name(model)
     counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}
-    check_at_least(1, counts | {"--together": together})
+    check_at_least(1, counts | {"--classes": classes, "--together": together})
     chosen = chosen_device(device)
     common = {
         "model": model, "batch_size": batch_size, "image_size": image_size, "classes": classes,
@@ -119,14 +119,13 @@ def kernels(
 ) -> int:
     """Where a training step's time goes, kernel by kernel, against the memory's limit."""
     # Before torch: its profiler would report its own start and end.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from paceline.bench.kernels import profile_step
     from paceline.bench.step import StepRow
 
     check_model_name(model)
-    check_at_least(
-        1, {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up, "--top": top}
-    )
+    counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}
+    check_at_least(1, counts | {"--classes": classes, "--top": top})
     switches = dict(parse_assignment(text) for text in settings)
     for name, flag in _FLAG_OF.items():
         if name in switches:

@@ -231,6 +231,9 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
             timeout=timedelta(seconds=settings.timeout_s),
             device_id=device if backend == "nccl" else None,
         )
+        if backend == "gloo":
+            # A rank that leaves soon would break the others' connections, which are still made.
+            dist.barrier()
     except PacelineError:
         agreement.leave(_LEAVE_WAIT_S)
         raise

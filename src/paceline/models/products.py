@@ -223,8 +223,8 @@ def _fastest(
     then: Callable[[Result], object] | None = None,
 ) -> Result:  # fmt: skip
     """The result of the fastest form. Where only cuDNN could have others, and has none, there is nothing
-    to choose."""
-    if not product and len(forms) == 1:
+    to choose; a choice of an earlier run counts as used."""
+    if not product and len(forms) == 1 and key not in choices.chosen:
         return forms[SEPARATE]()
     return forms[choose(key, forms, device, then)]()
 

@@ -86,12 +86,16 @@ def not_stored(x: object) -> AbstractContextManager[None]:
 
 def switch_forms(model: nn.Module, name: str, on: bool) -> int:
     """Sets the flag `name` of every module that has it; returns their number."""
-    # A user's module may have an attribute of this name with another meaning.
-    own = [m for m in model.modules() if type(m).__module__.startswith("paceline.models.")]
-    parts = [module for module in own if hasattr(module, name)]
+    parts = _with_flag(model, name)
     for module in parts:
         setattr(module, name, on)
     return len(parts)
+
+
+def _with_flag(model: nn.Module, name: str) -> list[nn.Module]:
+    # A user's module may have an attribute of this name with another meaning.
+    own = [m for m in model.modules() if type(m).__module__.startswith("paceline.models.")]
+    return [module for module in own if hasattr(module, name)]
 
 
 def recompute_norms(model: nn.Module, recompute: bool = True) -> int:
@@ -100,9 +104,16 @@ def recompute_norms(model: nn.Module, recompute: bool = True) -> int:
 
 
 def stores_norms(model: object) -> bool:
-    """Whether it is a model that would need less memory with `recompute_norms`."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(getattr(module, "recompute", None) is False for module in modules)
+    """Whether it is a model that would need less memory with `recompute_norms`, which compiled ones
+    cannot have."""
+    if not isinstance(model, nn.Module) or any(_is_compiled(m) for m in model.modules()):
+        return False
+    return any(not module.recompute for module in _with_flag(model, "recompute"))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)`, or by `module.compile()`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def recomputed_norm(

@@ -118,7 +118,16 @@ def apply_scaling(
         "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
         "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
     }  # fmt: skip
-    return config.with_values(values | applied), scaling.describe()
+    try:
+        return config.with_values(values | applied), scaling.describe()
+    except ConfigError as error:
+        chosen = scaling.values.get("optim.name")
+        if chosen is None:
+            raise
+        raise ConfigError(
+            "optim.scaling", "auto", f"chooses {chosen}, but {error.cause}",
+            f"leave that out, or keep the optimizer with --opt {optim.name}",
+        ) from None  # fmt: skip
 
 
 def _as_before(target: Target, resumed: Checkpoint) -> Target:
