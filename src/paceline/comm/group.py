@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from paceline.comm.agreement import (
     SAME_SETTINGS,
@@ -25,6 +24,7 @@ from paceline.comm.process_groups import (
     Collectives,
     Made,
     abort_process_groups,
+    init_default_group,
     prepare_nccl,
 )
 from paceline.comm.progress import BucketInfo, ProgressBoard
@@ -97,21 +97,11 @@ class Group(Collectives):
             prepare_nccl(topology, share_gpus=settings.share_gpus)
         with ExitStack() as lookups:
             store = self._join(settings, show_error, shared or {}, versions or {}, lookups)
-
-        def init() -> None:
-            dist.init_process_group(
-                self.backend,
-                store=PrefixStore("paceline", store),
-                rank=topology.rank,
-                world_size=topology.world_size,
-                timeout=timedelta(seconds=settings.timeout_s + BACKEND_GRACE_S),
-                device_id=device if self.backend == "nccl" else None,
-            )
-            if self.backend == "gloo":
-                # A rank that leaves soon would break the others' connections, which are still made.
-                dist.barrier()
-
-        self.watched("joining the process group", init)
+        wait_s = settings.timeout_s + BACKEND_GRACE_S
+        self.watched(
+            "joining the process group",
+            lambda: init_default_group(self.backend, store, topology, wait_s, device),
+        )
 
     def _join(
         self,

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.settings import BACKEND_GRACE_S
 from paceline.core.errors import CommError, ConfigError
@@ -246,6 +247,23 @@ def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[An
         json.loads(r.cpu().numpy().tobytes()[: int(length)])
         for r, length in zip(rows, lengths, strict=True)
     ]
+
+
+def init_default_group(
+    backend: str, store: Store, topology: Topology, timeout_s: float, device: torch.device
+) -> None:
+    """Makes the default process group. All ranks have met in `store`; with Gloo they meet once more: a
+    rank that left soon would break connections that the others still make."""
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("paceline", store),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+    if backend == "gloo":
+        dist.barrier()
 
 
 def backend_reason(error: RuntimeError) -> str:

@@ -11,19 +11,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.comm.agreement import AgreedError, Agreement, error_kind
 from paceline.comm.process_groups import (
     abort_process_groups,
     all_gather_json,
     backend_reason,
+    init_default_group,
     prepare_nccl,
 )
 from paceline.comm.rendezvous import meet
@@ -223,17 +222,7 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
     facts = {"backend": backend, "device": device.type} if error is None else {}
     try:
         agreement.agree("join", error, facts, "use the same kind of device everywhere")
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("paceline", store),
-            rank=topology.rank,
-            world_size=topology.world_size,
-            timeout=timedelta(seconds=settings.timeout_s),
-            device_id=device if backend == "nccl" else None,
-        )
-        if backend == "gloo":
-            # A rank that leaves soon would break the others' connections, which are still made.
-            dist.barrier()
+        init_default_group(backend, store, topology, settings.timeout_s, device)
     except PacelineError:
         agreement.leave(_LEAVE_WAIT_S)
         raise

@@ -145,7 +145,7 @@ _BETWEEN = "; "
 
 
 def describe_in_lines(described: str, indent: str) -> str:
-    """The description of a `Scaling` with a line for each choice; other texts as they are."""
+    """The description of a `Scaling`, with a line for each choice."""
     headline, colon, choices = described.partition(": ")
     lines = choices.split(_BETWEEN)
     return headline + colon.rstrip() + "".join(f"\n{indent}{line}" for line in lines)
