@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.models import MODEL_NAMES, ModelSettings, create_model, named_roles, parameter_groups
+from paceline.models.registry import count_norms
 
 
 def ids(parameters: Iterable[nn.Parameter]) -> list[int]:
@@ -44,6 +45,24 @@ def test_norms_are_recognized_by_type_and_biases_by_name() -> None:
     # As transformers of timm do.
     bare.no_weight_decay = lambda: {"table"}
     assert named_roles(bare)["table"] == "bias_norm"
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_the_nets_whose_filters_all_have_a_norm_are_the_resnets(name: str) -> None:
+    """On which `optim.limit_norms = "auto"` rests."""
+    with torch.device("meta"):
+        model = create_model(ModelSettings(name=name), num_classes=10)
+    filters = sum(p.ndim > 2 for p in model.parameters())
+    assert (count_norms(model) >= filters) == ("resnet" in name or name == "alexnet_bn")
+
+
+def test_frozen_batch_norms_do_not_count_as_norms() -> None:
+    settings = ModelSettings(name="resnet18", freeze=("layer1",))
+    with torch.device("meta"):
+        frozen, whole = (
+            create_model(s, num_classes=10) for s in (settings, ModelSettings("resnet18"))
+        )
+    assert count_norms(frozen) == count_norms(whole) - 4
 
 
 def test_empty_groups_are_left_out() -> None:

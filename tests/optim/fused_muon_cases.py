@@ -130,6 +130,21 @@ def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel.step()
 
 
+def test_norms_are_limited_beside_kernels_too() -> None:
+    made = pair()
+    for optimizer, ps in made:
+        optimizer.param_groups[0] |= {"limit_norm": True, "weight_decay": 0.0}
+        begun = [float(master.detach().norm()) for master in optimizer.masters()[:2]]
+        for step in range(2):
+            fill_gradients(ps, step)
+            optimizer.step()
+        ended = [float(master.detach().norm()) for master in optimizer.masters()[:2]]
+        assert ended == pytest.approx(begun, rel=1e-6), "where they would have grown"
+        for p, master in zip(ps[:2], optimizer.masters(), strict=False):
+            assert torch.equal(p, master.to(p.dtype))
+    assert_alike(made)
+
+
 @poisoned
 @pytest.mark.parametrize(("which", "poison"), [(0, float("nan")), (5, float("inf"))])
 def test_a_bad_gradient_changes_no_bit_and_leaves_no_trace(

@@ -29,7 +29,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["triton", "foreach"])
-every = pytest.mark.parametrize("of", [LARS, Muon, AdamW, LAMB])
+
+
+class LimitedMuon(Muon):
+    """Its matrices do not grow."""
+
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        return [own | {"limit_norm": True} for own in super()._split(group)]
+
+
+every = pytest.mark.parametrize("of", [LARS, Muon, LimitedMuon, AdamW, LAMB])
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 # Of ResNet-50: stem, 1 × 1 and 3 × 3 convolutions, then head, odd sizes and batch norm.

@@ -268,6 +268,93 @@ def test_few_steps_take_an_ill_conditioned_layer_further_than_lars() -> None:
     assert muon < 0.7 * lars, (muon, lars)
 
 
+# --- matrices whose norm is limited --------------------------------------------------------------
+
+
+def limited(kind: torch.dtype = torch.float32) -> tuple[Muon, list[nn.Parameter]]:
+    """Long steps, in one group of matrices that may not grow and one of matrices that may."""
+    draw = torch.Generator().manual_seed(5)
+    shapes = [FILTER, OTHER, (12, 8), OTHER]
+    ps = [nn.Parameter(torch.randn(shape, generator=draw).to(kind)) for shape in shapes]
+    with torch.no_grad():
+        ps[2].mul_(1e-3)  # below torch's default
+    groups = [
+        {"params": ps[:3], "orthogonal": True, "limit_norm": True},
+        {"params": ps[3:], "orthogonal": True},
+    ]
+    return Muon(groups, 0.9, trust_coefficient=0.3), ps
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_steps_do_not_make_limited_matrices_grow(kind: torch.dtype) -> None:
+    optimizer, ps = limited(kind)
+    masters = [master.detach() for master in optimizer.masters()]
+    before, begun = [m.clone() for m in masters], [float(m.norm()) for m in masters]
+    run(optimizer, ps, range(40))
+    after = [float(m.norm()) for m in masters]
+    assert after[:2] == pytest.approx(begun[:2], rel=1e-6)
+    assert after[2] == pytest.approx(2.0, rel=1e-6), "√(12 / 3)"
+    assert after[3] > 2 * begun[3]
+    for index in (0, 1):
+        turned = torch.cosine_similarity(masters[index].flatten(), before[index].flatten(), dim=0)
+        assert turned < 0.5, "the direction is learned all the same"
+        assert torch.equal(ps[index].detach(), masters[index].to(kind))
+    assert "norms of weights limited" in optimizer.describe()
+    assert "limited" not in create()[0].describe()
+
+
+def test_a_limited_matrix_may_shrink() -> None:
+    weight = nn.Parameter(torch.eye(6))
+    group = {"params": [weight], "orthogonal": True, "limit_norm": True}
+    optimizer = Muon([group], 0.1, trust_coefficient=0.5)
+    for _ in range(5):
+        weight.grad = weight.detach().clone()
+        optimizer.step()
+    assert float(weight.detach().norm()) < 0.9 * 6**0.5
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_skipped_step_changes_no_bit_of_a_limited_matrix() -> None:
+    optimizer, ps = limited(torch.float16)
+    run(optimizer, ps, [0])
+    for held in ({"found_inf": torch.ones(())}, {"hold": torch.ones(())}):
+        fill_gradients(ps, 1)
+        with torch.no_grad():  # beyond the limit, to which the next update would bring it
+            optimizer.masters()[0].mul_(1.5)
+        before = everything(optimizer)
+        for name, value in held.items():
+            setattr(optimizer, name, value)
+        optimizer.step()
+        assert bits_equal(everything(optimizer), before)
+        optimizer.found_inf, optimizer.hold = None, None
+    optimizer.active = torch.tensor([0.0, 1.0, 1.0, 1.0])
+    before = [master.clone() for master in optimizer.masters()]
+    optimizer.step()
+    same = [torch.equal(now, then) for now, then in zip(optimizer.masters(), before, strict=True)]
+    assert same == [True, False, False, False]
+
+
+def test_limits_are_saved_and_follow_weights_that_are_loaded() -> None:
+    optimizer, ps = limited(torch.float16)
+    run(optimizer, ps, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed, qs = limited(torch.float16)
+    with torch.no_grad():
+        for p, q in zip(ps, qs, strict=True):
+            q.copy_(2 * p)  # limits come from the state, not from these
+    resumed.load_state_dict(saved)
+    run(optimizer, ps, range(3, 6))
+    run(resumed, qs, range(3, 6))
+    assert bits_equal(everything(resumed), everything(optimizer))
+    with torch.no_grad():
+        qs[0].mul_(4)
+    resumed.reset_masters()
+    wanted = float(qs[0].detach().float().norm())
+    run(resumed, qs, [6])
+    assert float(resumed.masters()[0].norm()) == pytest.approx(wanted, rel=1e-6)
+
+
 # --- state -------------------------------------------------------------------------------------
 
 

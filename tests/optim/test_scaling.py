@@ -300,8 +300,9 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "epochs", "loss"),
-    [(10_000, 30, "2.5 at 150"), (2500, 18, "2.5 at 150"), (2500, 30, "1.5 points at 600"),
-     (2500, 90, ""), (10_000, 90, "up to 2 points"), (20_000, 400, "less than 5 steps")],
+    [(10_000, 30, "3 at 150"), (2500, 18, "3 at 150"), (2500, 30, "1.6 points at 600"),
+     (2500, 90, "1.5 points at 20"), (1000, 90, ""), (10_000, 90, "up to 2 points"),
+     (20_000, 400, "2 at 5, more below")],
 )  # fmt: skip
 def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
     told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
@@ -318,7 +319,7 @@ def test_optimizers_other_than_muon_say_what_they_lose(name: str) -> None:
     assert not scale_recipe(recipe, Target(2500, 1_281_167, 90)).losses
 
 
-def test_a_smaller_batch_and_a_long_run_lose_nothing() -> None:
+def test_a_smaller_batch_and_many_steps_lose_nothing() -> None:
     large = replace(MUON, batch=4000)
     for batch, epochs in ((1000, 15), (2000, 15)):
         assert not scale_recipe(large, Target(batch, 12_000, epochs)).losses
@@ -332,6 +333,17 @@ def test_the_layers_of_muon_are_chosen_by_the_net_unless_the_recipe_is_for_muon(
     assert scale_recipe(CIFAR, Target(2500, 50_000, 30)).values["optim.orthogonal"] == "auto"
     for recipe in (MUON, replace(CIFAR, kept=frozenset({"optim.orthogonal"}))):
         assert "optim.orthogonal" not in scale_recipe(recipe, Target(1000, 12_000, 15)).values
+
+
+def test_norms_of_weights_are_limited_by_the_net_where_steps_get_longer() -> None:
+    for recipe in (CIFAR, MUON):
+        assert scale_recipe(recipe, Target(2000, 12_000, 30)).values["optim.limit_norms"] == "auto"
+    given = replace(CIFAR, kept=frozenset({"optim.limit_norms"}))
+    on = replace(MUON, optim=replace(MUON.optim, limit_norms="on"))
+    smaller = replace(MUON, batch=4000)
+    for recipe in (given, on, smaller, replace(CIFAR, optim=replace(SGD, name="lars"),
+                                               kept=frozenset({"optim.name"}))):  # fmt: skip
+        assert "optim.limit_norms" not in scale_recipe(recipe, Target(2000, 12_000, 30)).values
 
 
 def test_the_description_has_a_line_for_each_choice_and_names_what_was_kept() -> None:
@@ -468,12 +480,13 @@ def test_all_settings_of_the_user_that_the_rule_has_are_listed_as_kept() -> None
 
 
 def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -> None:
-    """Its `optim.orthogonal`, chosen for Muon, has no effect there."""
+    """What is chosen for Muon has no effect there."""
     config = auto("quickstart", run__global_batch_size=600)
     tables = apply_scaling(config, 12_000, 1)[0].to_tables()
     assert tables["optim"]["orthogonal"] == "auto"
     tables["optim"]["name"] = "lars"
-    assert RunConfig.from_tables(tables).optim.idle == {"orthogonal": "optim.name = 'lars'"}
+    idle = RunConfig.from_tables(tables).optim.idle
+    assert idle == dict.fromkeys(("orthogonal", "limit_norms"), "optim.name = 'lars'")
 
 
 def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:

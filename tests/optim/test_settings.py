@@ -289,6 +289,23 @@ def test_muon_finds_out_whether_linear_layers_carry_the_net(
     assert made["auto"] == made[expected]
 
 
+@pytest.mark.parametrize(
+    ("norms", "limits"), [(0, True), (2, True), (3, False), (9, False)], ids="norms {0}".format
+)
+def test_norms_of_weights_are_limited_where_some_matrix_has_no_norm_layer(
+    norms: int, limits: bool
+) -> None:
+    groups = groups_of((8, 3, 3, 3), (8, 8, 3, 3), (8, 8, 3, 3), (10, 8), bias=((16,),))
+    for name, wanted in (("muon", "auto"), ("soap", "auto"), ("muon", "off"), ("muon", "on")):
+        settings = OptimSettings(name=name, limit_norms=wanted)
+        optimizer = create_optimizer(settings, groups, 0.1, norms=norms)
+        found = {bool(g.get("limit_norm")) for g in optimizer.param_groups if g["orthogonal"]}
+        decays = {g["weight_decay"] for g in optimizer.param_groups if g["orthogonal"]}
+        assert decays == ({0.0} if found == {True} else {groups[0]["weight_decay"]})
+        assert found == {limits if wanted == "auto" else wanted == "on"}
+        assert not any(g.get("limit_norm") for g in optimizer.param_groups if not g["orthogonal"])
+
+
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])
 def test_the_implementation_and_the_ablation_are_passed_on(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -205,6 +205,12 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def count_norms(model: nn.Module) -> int:
+    """Norm layers that normalize: frozen batch norms, which only scale, do not count."""
+    frozen = set(frozen_norms(model))
+    return sum(isinstance(m, _NORM_TYPES) and m not in frozen for m in model.modules())
+
+
 def count_frozen(model: nn.Module) -> int:
     """Values, not tensors."""
     return sum(p.numel() for p in model.parameters() if not p.requires_grad)

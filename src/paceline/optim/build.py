@@ -33,9 +33,11 @@ def create_optimizer(
     lr: float,
     factory: Callable[..., Any] | None = None,
     seed: int = 0,
+    norms: int = 0,
 ) -> MasterOptimizer:
     """The optimizer that the settings name, or the one that `factory` makes of groups. Groups of role
-    `bias_norm` are not adapted unless the settings say so. `seed` is that of stochastic rounding."""
+    `bias_norm` are not adapted unless the settings say so. `seed` is that of stochastic rounding,
+    `norms` the number of norm layers that the model has."""
     if factory is not None:
         return wrap("optimizer", getattr(factory, "__name__", "given"), factory, groups)
     if settings.is_class:
@@ -64,11 +66,13 @@ def create_optimizer(
         return SGD(groups, **common, in_half=settings.in_half)
     common |= {"trust_coefficient": settings.trust_coefficient, "eps": settings.eps}
     if settings.name == "muon":
-        return Muon(_muon_groups(settings, groups), **common, products=settings.muon_products)
+        muon_groups = _muon_groups(settings, groups, norms)
+        return Muon(muon_groups, **common, products=settings.muon_products)
     if settings.name == "soap":
         beta2 = SOAP_BETA2 if settings.beta2 == OptimSettings.beta2 else settings.beta2
         interval = settings.soap_interval
-        return SOAP(_muon_groups(settings, groups), **common, beta2=beta2, interval=interval)
+        soap_groups = _muon_groups(settings, groups, norms)
+        return SOAP(soap_groups, **common, beta2=beta2, interval=interval)
     assert settings.name == "lars", settings.name
     return LARS(
         groups,
@@ -129,17 +133,29 @@ def orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
     return "all" if sum(linear) >= sum(filters) else "filters"
 
 
-def _muon_groups(settings: OptimSettings, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def limits_norms(wanted: str, matrices: int, norms: int) -> bool:
+    """What `auto` means for a net with so many orthogonalized matrices and norm layers: with fewer
+    norms, some matrix has none behind it that would undo the growth of its weights."""
+    return wanted == "on" or (wanted == "auto" and norms < matrices)
+
+
+def _muon_groups(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], norms: int
+) -> list[dict[str, Any]]:
     """Splits a group in two where only some of its tensors are orthogonalized."""
     least_dims = 3 if orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
+    matrices = sum(len(split_matrices(group, least_dims)[0]) for group in groups)
+    more: dict[str, Any] = {"adapt": True, "orthogonal": True}
+    if limits_norms(settings.limit_norms, matrices, norms):
+        # Where the gradients of deep layers are small, the trust ratio would make decay a full step.
+        more |= {"limit_norm": True, "weight_decay": 0.0}
     # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
     eta = settings.trust_coefficient / (1 - settings.momentum)
     made = []
     for group in groups:
         orthogonal, rest = split_matrices(group, least_dims)
         if orthogonal:
-            more = {"adapt": True, "orthogonal": True, "trust_coefficient": eta}
-            made.append(group | {"params": orthogonal} | more)
+            made.append(group | {"params": orthogonal, "trust_coefficient": eta} | more)
         if rest or not orthogonal:
             adapted = _is_adapted(settings, group)
             made.append(group | {"params": rest, "adapt": adapted, "orthogonal": False})

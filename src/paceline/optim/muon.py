@@ -7,6 +7,7 @@ kernels (`fused_muon`); elsewhere list operations of torch prepare directions fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from paceline.optim.lars import LARS
 from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
 from paceline.optim.settings import PRODUCTS
 from paceline.optim.state import (
+    MASTER,
     MOMENTUM,
     Gates,
     Hyper,
@@ -30,9 +32,12 @@ from paceline.optim.state import (
     Outcome,
     Row,
     capturing,
+    norms_of,
     read_hyper,
 )
 
+# State of a matrix whose norm is limited: the largest norm that it may have.
+LIMIT = "norm_limit"
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
 
 
@@ -59,12 +64,18 @@ class Muon(LARS):
     applies to v. `products`: matrix products on a GPU by Triton's `kernels` or by `torch`; `auto` means
     kernels, unless ranks share the products out.
 
+    Steps that are long relative to w make w grow: without effect where a norm follows the layer,
+    without bound where none does. Matrices of orthogonal groups with `limit_norm=True` are scaled back,
+    after each step, to at most the norm that they had before the first one or, if that is larger, that
+    of torch's default initialization, √(rows / 3).
+
     Example:
         optimizer = Muon(parameter_groups(model, 5e-5), lr=4.0)
     """
 
     # Whether Triton's kernels can compute the directions too, not only the update.
     directions_in_kernels: ClassVar[bool] = True
+    NUMBERS: ClassVar[tuple[str, ...]] = (LIMIT,)
     CHOICES: ClassVar[tuple[str, ...]] = (*LARS.CHOICES, "products")
     products = "auto"
 
@@ -130,10 +141,11 @@ class Muon(LARS):
         shared = f", products shared by {self.shared.ranks} ranks" if self.shared else ""
         matrices = [p for g in self.param_groups if g["orthogonal"] for p in g["params"]]
         linear = ", linear layers orthogonalized too" if any(p.dim() == 2 for p in matrices) else ""
+        limited = ", norms of weights limited" if any(map(_is_limited, self.param_groups)) else ""
         directions = ""
         if self.directions_in_kernels and self.path == "triton" and self._products_in_torch():
             directions = ", directions by torch"
-        return f"{super().describe()}{linear}{directions}{shared}"
+        return f"{super().describe()}{linear}{limited}{directions}{shared}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, or two where the group does not say whether it is `orthogonal`."""
@@ -175,6 +187,27 @@ class Muon(LARS):
         if self._own is None or len(self._own.values) != len(self.param_groups):
             self._own = HyperTable(len(self.param_groups), len(Hyper._fields), self._device())
         self._own.send(tuple(read_hyper(Hyper, group) for group in self.param_groups))
+        # Here, not with the other state: masters may be filled after that was created.
+        self._set_limits([p for p in self._limited() if self.state[p].get(LIMIT) is None])
+
+    def _limited(self) -> list[Tensor]:
+        return [p for group in self.param_groups if _is_limited(group) for p in group["params"]]
+
+    @torch.no_grad()
+    def _set_limits(self, matrices: Sequence[Tensor]) -> None:
+        """Into existing memory where there is some: captured graphs read it."""
+        if not matrices:
+            return
+        states = [self.state[p] for p in matrices]
+        masters = [state.get(MASTER, p) for state, p in zip(states, matrices, strict=True)]
+        for state, p, norm in zip(states, matrices, norms_of(masters), strict=True):
+            if state.get(LIMIT) is None:
+                state[LIMIT] = torch.empty_like(norm)
+            state[LIMIT].copy_(norm.clamp(min=math.sqrt(len(p) / 3)))
+
+    def reset_masters(self) -> None:
+        super().reset_masters()
+        self._set_limits(self._limited())
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         hyper = super()._hyper(group)
@@ -252,14 +285,32 @@ class Muon(LARS):
 
     def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
-        if isinstance(self._engine, MuonStep):
+        limited = [row for row in rows if _is_limited(self.param_groups[row.group])]
+        in_kernels = isinstance(self._engine, MuonStep)
+        if in_kernels and not limited:
             return
         flags = self._allowed(rows, gates, outcome)
-        for row in rows:
+        if limited:
+            self._limit_norms(limited, flags)
+        for row in () if in_kernels else rows:
             if not self.param_groups[row.group]["orthogonal"]:
                 continue
             momentum = self.state[row.parameter][MOMENTUM]
             torch.where(flags[row.index], self._next[row.index], momentum, out=momentum)
+
+    def _limit_norms(self, rows: Sequence[Row], flags: dict[int, Tensor]) -> None:
+        """List operations: few launches, no synchronization, the same memory in every step."""
+        masters = [row.master for row in rows]
+        limits = torch.stack([self.state[row.parameter][LIMIT] for row in rows])
+        norms = torch.stack(norms_of(masters))
+        updated = torch.stack([flags[row.index].reshape(()) for row in rows])
+        # A factor of 1 changes no bit.
+        factors = torch.where(updated & (norms > limits), limits / norms, 1.0)
+        torch._foreach_mul_(masters, list(factors.unbind()))
+        for row in rows:
+            if row.parameter is not row.master:
+                scaled = row.master.to(row.parameter.dtype)
+                torch.where(flags[row.index], scaled, row.parameter, out=row.parameter.detach())
 
     def _allowed(self, rows: list[Row], gates: Gates, outcome: Outcome) -> dict[int, Tensor]:
         """Whether each row was updated, on the device."""
@@ -274,6 +325,10 @@ class Muon(LARS):
                 row.parameter, dtype=torch.float32, memory_format=torch.preserve_format
             )
         return store[row.index]
+
+
+def _is_limited(group: dict[str, Any]) -> bool:
+    return bool(group["orthogonal"] and group.get("limit_norm", False))
 
 
 def _require_matrices(parameters: Sequence[Tensor]) -> None:

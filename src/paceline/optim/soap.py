@@ -41,7 +41,7 @@ class SOAP(Muon):
     """
 
     BUFFERS: ClassVar[tuple[str, ...]] = (MOMENTUM, SECOND)
-    NUMBERS: ClassVar[tuple[str, ...]] = (COVARIANCE, BASIS, STEPS)
+    NUMBERS: ClassVar[tuple[str, ...]] = (*Muon.NUMBERS, COVARIANCE, BASIS, STEPS)
     CHOICES: ClassVar[tuple[str, ...]] = (*Muon.CHOICES, "_beta2", "_interval")
     capturable = False
     directions_in_kernels = False

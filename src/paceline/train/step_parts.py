@@ -21,7 +21,7 @@ from paceline.comm.memory import Weights
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
-from paceline.models.registry import is_own, parameter_groups
+from paceline.models.registry import count_norms, is_own, parameter_groups
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
@@ -315,7 +315,7 @@ def create_master_optimizer(
     groups = with_layer_decay(groups, model, settings.layer_decay)
     drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
-    optimizer = create_optimizer(settings, groups, rate, factory, seed)
+    optimizer = create_optimizer(settings, groups, rate, factory, seed, count_norms(model))
     # The optimizer's own order: it may have groups of its own.
     parameters = optimizer.parameters()
     if len(parameters) != len(drawn):
