@@ -3,6 +3,7 @@ the rows of a step."""
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from paceline.bench.kernels import Call, CallCounter, Launched, attributed, grouped, profile_step
 from paceline.bench.step import StepRow
+from paceline.models.cudnn_graphs import Graph, Plan
 
 
 def calls_of(work: Any) -> list[Call]:
@@ -77,6 +79,41 @@ def test_triton_kernels_are_noted_by_their_arguments(monkeypatch: pytest.MonkeyP
     assert list(counter.calls.values()) == [
         Call("triton norm", 64 + 128, 0, "2×16"), Call("triton update", None, 0, "2×16"),
     ]  # fmt: skip
+
+
+def test_graphs_of_cudnn_are_noted_by_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Plan] = []
+    monkeypatch.setattr(Plan, "run", lambda plan, _: ran.append(plan))
+    execute, counter = Plan.run, CallCounter()
+    x, weight, out = (2, 8, 5, 5), (16, 8, 3, 3), (2, 16, 3, 3)
+    sums = 2 * 4 * 16
+    for kind, given in (
+        ("forward", ((x, "x"), (weight, "weight"), (out, "out"))),
+        ("input", ((out, "gradient"), (weight, "weight"), (x, "dx"))),
+        ("weight", ((x, "x"), (out, "gradient"), (weight, "found"))),
+    ):
+        graph = Graph()
+        graph.convolution(kind, *(graph.map(name, dims) for dims, name in given), 2)
+        if kind == "forward":
+            vectors = [graph.vector(name, 16) for name in ("sum", "squares")]
+            graph.statistics(graph.values[2], *vectors)
+        graph.map("", out)  # is not stored
+        plan = object.__new__(Plan)
+        plan.graph = graph
+        tensors = {
+            value.name: torch.ones(value.dims, dtype=torch.float16 if value.half else None)
+            for value in graph.values
+        }
+        with counter.cudnn_graphs():
+            plan.run(tensors)
+    assert len(ran) == 3
+    assert execute is Plan.run
+    flops, moved = 2 * math.prod(out) * 8 * 9, 2 * sum(map(math.prod, (x, weight, out)))
+    assert list(counter.calls.values()) == [
+        Call("cudnn forward", moved + sums, flops, "16×8×3×3"),
+        Call("cudnn input", moved, flops, "16×8×3×3"),
+        Call("cudnn weight", moved, flops, "16×8×3×3"),
+    ]
 
 
 def event(kind: str, name: str, begin: float, length: float, thread: int, **args: Any) -> Any:

@@ -72,11 +72,14 @@ def test_a_row_that_never_gets_warm_is_given_up() -> None:
 
 def test_ratios_are_against_the_fastest_peer() -> None:
     speeds = {"ours": 100.0, "ours N>1": 98.0, "ours muon": 90.0, "plain bf16 default": 50.0,
-              "plain fp16 max-autotune": 80.0, "plain tf32 default": 20.0}  # fmt: skip
+              "plain fp16 max-autotune": 80.0, "plain tf32 default": 20.0,
+              "ours fused by cudnn": 120.0}  # fmt: skip
     found = ratios([{"name": n, "images_per_s": v} for n, v in speeds.items()])
-    assert found["ours / fastest of 2 plain recipes, plain fp16 max-autotune"] == pytest.approx(
-        1.25
-    )
+    fastest = "fastest of 2 plain recipes, plain fp16 max-autotune"
+    assert found[f"ours / {fastest}"] == pytest.approx(1.25)
+    assert found[f"ours fused by cudnn / {fastest}"] == pytest.approx(1.5)
+    assert f"ours fused convolutions / {fastest}" not in found
+    assert found["ours fused by cudnn / ours"] == pytest.approx(1.2)
     assert found["ours N>1 / ours"] == pytest.approx(0.98)
     assert found["ours muon / ours"] == pytest.approx(0.9)
     assert found["ours / plain tf32 default"] == pytest.approx(5.0)

@@ -1,5 +1,5 @@
 """What cuDNN is told of a graph, with a library in its place that remembers it. `cudnn_cases.py` computes
-the graphs, and `test_products_gpu.py` runs cuDNN."""
+the graphs, and `test_cudnn_gpu.py` and `test_products_gpu.py` run cuDNN."""
 
 from __future__ import annotations
 

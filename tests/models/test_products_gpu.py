@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from full_products import full_products
+from models.graph_reference import assert_near_but_for_signs
 from paceline.models.product_choice import SEPARATE, choices
 from paceline.models.resnet import Bottleneck, ResNet, fuse_norms, fuse_products, split_uses
 
@@ -70,6 +71,10 @@ def away(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
+def distances(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    return {name: away(ours[name], value) for name, value in theirs.items()}
+
+
 def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The first tile from `tile` on that the GPU can run. Returns what will have been taken of cuDNN."""
     from paceline.models import products
@@ -124,7 +129,9 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_blocks_have_the_gradients_of_separate_operators(
     width: tuple[int, int], kind: str, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within what rounding gives the separate ones, from float64."""
+    """Within what rounding gives the separate ones, from float64. cuDNN's forward forms do not have the
+    bits of the separate ones, so other signs change at ReLUs: their gradients are as near on the whole,
+    but not tensor by tensor."""
     if form in CUDNN and kind != "fp16":
         pytest.skip("cuDNN has these kernels in fp16 only")
     taken = prefer(form, tile, monkeypatch)
@@ -142,10 +149,12 @@ def test_blocks_have_the_gradients_of_separate_operators(
     wanted, theirs = run(exact, x.double()), run(separate, x)
     ours = run(prepared(net, HALF[kind], True), x)
     assert ours.keys() == theirs.keys()
-    for name, value in wanted.items():
-        limit = 2 * away(theirs[name], value) + NEAR[kind]
-        assert away(ours[name], value) < limit, name
-    if form in CUDNN:
+    if form not in CUDNN:
+        for name, value in wanted.items():
+            limit = 2 * away(theirs[name], value) + NEAR[kind]
+            assert away(ours[name], value) < limit, name
+    else:
+        assert_near_but_for_signs(distances(ours, wanted))
         assert any(name.startswith(form) for name in taken), choices.missing
         assert "cudnn" in taken, choices.missing
 
@@ -157,7 +166,8 @@ def test_blocks_have_the_gradients_of_separate_operators(
 def test_repetitions_are_bit_identical_or_near(
     form: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuDNN's sums have no order: what follows from them differs by rounding."""
+    """cuDNN's sums have no order: what follows from them differs by rounding, and by signs at ReLUs. A
+    scale in fp16 that is rounded the other way changes a whole channel, by up to 1e-3."""
     prefer(form, tile, monkeypatch)
     torch.manual_seed(0)
     net = Blocks(64, 256)
@@ -166,11 +176,11 @@ def test_repetitions_are_bit_identical_or_near(
     first = run(prepared(net, torch.float16, True), x)
     for _ in range(5):
         again = run(prepared(net, torch.float16, True), x)
+        if form in CUDNN:
+            assert_near_but_for_signs(distances(again, first))
+            continue
         for name, value in first.items():
-            if form in CUDNN:
-                assert away(again[name], value) < NEAR["fp16"], name
-            else:
-                assert torch.equal(again[name], value), name
+            assert torch.equal(again[name], value), name
 
 
 def test_an_overflow_reaches_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,5 +298,4 @@ def test_kernels_of_cudnn_wait_for_a_side_stream(monkeypatch: pytest.MonkeyPatch
         found = run(prepared(net, torch.float16, True), late)
     stream.synchronize()
     assert taken, choices.missing
-    for name, value in wanted.items():
-        assert away(found[name], value) < NEAR["fp16"], name
+    assert_near_but_for_signs(distances(found, wanted))

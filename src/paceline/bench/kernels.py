@@ -2,9 +2,10 @@
 time in which the memory could move the bytes.
 
 The step is that of training, without CUDA graphs and torch.compile, so that every kernel has an operator
-of torch or a Triton kernel that launched it. `CallCounter` notes each call with the bytes that it has to
-move: what it reads and what it writes, once each. torch's profiler has the times, and `attributed` joins
-the two.
+of torch, a Triton kernel or a graph of cuDNN that launched it. `CallCounter` notes each call with the
+bytes that it has to move: what it reads and what it writes, once each. torch's profiler has the times,
+and `attributed` joins the two.
+
 Kernels that move more, such as a batch norm that reads its input twice, are further from the limit;
 those that find tensors by their addresses (the optimizers) or that nothing noted have no bytes. On a
 CPU the times are those of operators.
@@ -36,6 +37,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
+from paceline.models.cudnn_graphs import Plan
 from paceline.optim.settings import ANCHORED
 
 _MARK = "paceline call "
@@ -132,6 +134,26 @@ class CallCounter(TorchDispatchMode):
             yield
         finally:
             JITFunction.run = launch
+
+    @contextmanager
+    def cudnn_graphs(self) -> Iterator[None]:
+        """Notes the graphs of cuDNN of `run.fused_convolutions=cudnn`, too."""
+        execute = Plan.run
+
+        def noted(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+            number = self._next()
+            given = [tensors[value.name] for value in plan.graph.values if value.name]
+            kind, flops = plan.graph.work()
+            moved = sum(_bytes(each) for each in _distinct(given))
+            self.calls[number] = Call(f"cudnn {kind}", moved, flops, _largest(given))
+            with record_function(f"{_MARK}{number}"):
+                execute(plan, tensors)
+
+        Plan.run = noted  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            Plan.run = execute  # type: ignore[method-assign]
 
 
 def _tensors(tree: object) -> list[Tensor]:
@@ -337,8 +359,8 @@ def profile_step(row: StepRow, *, shapes: bool = False) -> dict[str, Any]:
                 step.collect()
 
         run(0, row.warm_up)
-        with profile(activities=activities) as profiled:
-            with counter.triton_kernels(), counter:
+        with profile(activities=activities, acc_events=True) as profiled:
+            with counter.triton_kernels(), counter.cudnn_graphs(), counter:
                 run(row.warm_up, row.steps)
             if on_gpu:
                 torch.cuda.synchronize(device)

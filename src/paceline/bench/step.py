@@ -389,11 +389,12 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
     speed = {r["name"]: r["images_per_s"] for r in results if "images_per_s" in r}
     half = {n: v for n, v in speed.items() if n.startswith(("plain bf16", "plain fp16"))}
     found: dict[str, float] = {}
-    if "ours" in speed and half:
-        fastest = max(half, key=lambda name: half[name])
-        found[f"ours / fastest of {len(half)} plain recipes, {fastest}"] = (
-            speed["ours"] / half[fastest]
-        )
+    fused = ("ours fused convolutions", "ours fused by cudnn")
+    for name in ("ours", *fused):
+        if name in speed and half:
+            fastest = max(half, key=lambda each: half[each])
+            words = f"{name} / fastest of {len(half)} plain recipes, {fastest}"
+            found[words] = speed[name] / half[fastest]
     for name, below in (
         ("ours / ours fp32", "ours fp32"),
         ("ours / ours tf32", "ours tf32"),
@@ -402,10 +403,7 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
     ):
         if "ours" in speed and below in speed:
             found[name] = speed["ours"] / speed[below]
-    for name in (
-        "ours N>1", "ours muon", "ours no graphs", "ours recompute", "ours fused convolutions",
-        "ours fused by cudnn",
-    ):  # fmt: skip
+    for name in ("ours N>1", "ours muon", "ours no graphs", "ours recompute", *fused):
         if "ours" in speed and name in speed:
             found[f"{name} / ours"] = speed[name] / speed["ours"]
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from ctypes import c_bool, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
@@ -115,6 +116,15 @@ class Graph:
     ) -> None:
         """`norm`: mean, 1/σ and γ. `found`: the rows of `fused.join_sums`."""
         self.nodes.append(Node("norm_weights", (*norm, x, dz), tuple(found)))
+
+    def work(self) -> tuple[str, int]:
+        """The kind of its convolution, and the operations of that; a multiply-add counts as two."""
+        (node,) = (each for each in self.nodes if each.operation in _CONVOLUTIONS)
+        first, second, (result,) = *node.inputs, node.outputs
+        behind, weight = {
+            "forward": (result, second), "input": (first, second), "weight": (second, result),
+        }[node.operation]  # fmt: skip
+        return node.operation, 2 * math.prod(behind.dims) * math.prod(weight.dims[1:])
 
 
 class _Library:
@@ -313,7 +323,7 @@ class Plan:
     """A kernel of cuDNN for a graph."""
 
     def __init__(self, graph: Graph, config: _Descriptor, device: torch.device) -> None:
-        self._device = device
+        self.graph, self._device = graph, device
         # Descriptors of cuDNN, which live as long as the plan: config, heuristics, graph and tensors.
         self._stored = [value for value in graph.values if value.name]
         self._plan = _Descriptor(5)

@@ -223,8 +223,8 @@ def moments(x: Tensor) -> Moments:
 def join_moments(
     found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None, *, halves: bool = False
 ) -> Tensor:
-    """The rows of `statistics`; updates the running statistics. `halves`: a fifth row has scale and shift
-    once more in fp16, as cuDNN reads them."""
+    """The rows of `statistics`; updates the running statistics. `halves`: a fifth row has scale in fp16
+    and the shift that goes with it, as cuDNN reads them."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None

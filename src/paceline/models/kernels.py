@@ -56,7 +56,8 @@ def store_statistics(
     rows, channels, momentum, eps, cols, col_ok, halves, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """The four rows of `saved`, mean, 1/σ, scale, shift, from mean and sum of squared deviations of
-    `rows` rows, and the running statistics; the last two rows in fp16 as `halves`, unless None."""
+    `rows` rows, and the running statistics. Unless None, `halves` gets scale in fp16, and in fp16 the
+    shift that goes with that scale, so that the mean still becomes β."""
     inverse = 1.0 / tl.sqrt(m2 / rows + eps)
     scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
     shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale
@@ -65,7 +66,9 @@ def store_statistics(
     tl.store(saved + 2 * channels + cols, scale, mask=col_ok)
     tl.store(saved + 3 * channels + cols, shift, mask=col_ok)
     if halves is not None:
-        tl.store(halves + cols, scale.to(tl.float16), mask=col_ok)
+        half = scale.to(tl.float16)
+        tl.store(halves + cols, half, mask=col_ok)
+        shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * half.to(tl.float32)
         tl.store(halves + channels + cols, shift.to(tl.float16), mask=col_ok)
     old_mean = tl.load(running_mean + cols, mask=col_ok, other=0.0)
     old_var = tl.load(running_var + cols, mask=col_ok, other=0.0)
