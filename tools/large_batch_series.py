@@ -219,6 +219,8 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "bias-rate-quarter": _bias_rate(0.25),
     "bias-rate-double": _bias_rate(2.0),
     "orthogonal-all": lambda config, cell: {"optim.orthogonal": "all"},
+    # What the rule lets the optimizer decide by the net, for the small batch too.
+    "by-net": lambda config, cell: {"optim.orthogonal": "auto", "optim.limit_norms": "auto"},
     "zero-gamma": lambda config, cell: {"model.zero_init_gamma": True},
     "no-smoothing": lambda config, cell: {"run.smoothing": 0.0},
     "growth-third": _growth(1 / 3),
