@@ -220,7 +220,7 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "bias-rate-double": _bias_rate(2.0),
     "orthogonal-all": lambda config, cell: {"optim.orthogonal": "all"},
     # What the rule lets the optimizer decide by the net, for the small batch too.
-    "by-net": lambda config, cell: {"optim.orthogonal": "auto", "optim.limit_norms": "auto"},
+    "by-net": lambda config, cell: {"optim.orthogonal": "auto", "optim.muon_steps": "auto"},
     "zero-gamma": lambda config, cell: {"model.zero_init_gamma": True},
     "no-smoothing": lambda config, cell: {"run.smoothing": 0.0},
     "growth-third": _growth(1 / 3),
@@ -366,7 +366,9 @@ def phase_cells(phase: str) -> list[Cell]:
     if phase == "models":
         found = _grid(("cifar10", "tinyimagenet60"), "resnet50", 30, [*large, *small], (1,))
         for model in ("alexnet_bn", "alexnet"):
-            found += _grid(("tinyimagenet60", "tinyimagenet25"), model, 30, [*large, *small], (1,))
+            sets = ("tinyimagenet60", "tinyimagenet25")
+            found += _grid(sets, model, 30, [*large, *small], (1,))
+            found += _grid(sets, model, 30, small[1:], (1,), ("by-net",))
         return found
     assert phase == "smoke", phase
     pairs = [("20", "rule"), ("5", "rule"), ("small", "sgd"), ("small", "muon"), ("5", "lars")]

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from paceline.bench.optimizer import measure_all
-from paceline.bench.step import RowProcess, StepRow, choose_rows, measure, measure_rows, ratios
+from paceline.bench.step import (
+    RowProcess,
+    StepRow,
+    _batches,
+    choose_rows,
+    measure,
+    measure_rows,
+    ratios,
+)
 from paceline.bench.timing import Times, device_times, steady_times
 from paceline.core.errors import ConfigError
 from ranks import run_ranks
@@ -68,6 +76,37 @@ def test_a_row_that_never_gets_warm_is_given_up() -> None:
     process = RowProcess(row, 0.2)  # importing torch alone takes longer
     process.await_ready()
     assert process.measure() == {"name": "ours", "error": "took longer than 0 s to start"}
+
+
+def test_a_fused_row_that_is_not_fused_has_no_ratio() -> None:
+    rows = [
+        {"name": "ours", "images_per_s": 4.0},
+        {"name": "plain fp16 default", "images_per_s": 2.0},
+        {"name": "ours fused convolutions", "images_per_s": 8.0, "what": "convolutions: 2 of 3"},
+        {"name": "ours fused by cudnn", "images_per_s": 4.1,
+         "what": "fp16, convolutions: off (this model has no bottlenecks)"},
+        {"name": "ours no graphs", "error": "out of memory"},
+    ]  # fmt: skip
+    found = ratios(rows)
+    assert found["ours fused convolutions / ours"] == 2.0
+    assert not any("cudnn" in name for name in found)
+
+
+def test_rows_that_time_forms_start_alone() -> None:
+    common = {"model": "resnet50", "batch_size": 8, "image_size": 64, "classes": 10, "steps": 1,
+              "warm_up": 1, "device": "cuda"}  # fmt: skip
+    names = [
+        "ours",
+        "ours no graphs",
+        "ours fused convolutions",
+        "ours fused by cudnn",
+        "ours muon",
+    ]
+    rows = choose_rows(names, common)
+    assert [[row.name for row in batch] for batch in _batches(rows, 3)] == [
+        names[:2], names[2:3], names[3:4], names[4:],
+    ]  # fmt: skip
+    assert [len(batch) for batch in _batches(rows, 1)] == [1] * 5
 
 
 def test_ratios_are_against_the_fastest_peer() -> None:

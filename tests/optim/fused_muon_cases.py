@@ -130,18 +130,21 @@ def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel.step()
 
 
-def test_norms_are_limited_beside_kernels_too() -> None:
+def test_steps_of_fixed_length_take_their_directions_from_torch() -> None:
+    """In the kernels of LARS, which get the length with the direction."""
     made = pair()
     for optimizer, ps in made:
-        optimizer.param_groups[0] |= {"limit_norm": True, "weight_decay": 0.0}
-        begun = [float(master.detach().norm()) for master in optimizer.masters()[:2]]
+        for group in optimizer.param_groups[:2]:
+            group |= {"fixed_steps": True, "adapt": False, "weight_decay": 0.0}
         for step in range(2):
+            before = [master.detach().clone() for master in optimizer.masters()[:4]]
             fill_gradients(ps, step)
             optimizer.step()
-        ended = [float(master.detach().norm()) for master in optimizer.masters()[:2]]
-        assert ended == pytest.approx(begun, rel=1e-6), "where they would have grown"
-        for p, master in zip(ps[:2], optimizer.masters(), strict=False):
-            assert torch.equal(p, master.to(p.dtype))
+            for master, then, p in zip(optimizer.masters(), before, ps, strict=False):
+                length = float((master.detach() - then).norm())
+                wanted = 0.9 * ETA * float(optimizer.state[p]["reference_norm"])
+                assert length == pytest.approx(wanted, rel=1e-4)
+    assert "directions by torch" in made[0][0].describe()
     assert_alike(made)
 
 

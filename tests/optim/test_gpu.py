@@ -31,14 +31,14 @@ pytestmark = [
 fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["triton", "foreach"])
 
 
-class LimitedMuon(Muon):
-    """Its matrices do not grow."""
+class FixedMuon(Muon):
+    """With steps of fixed length."""
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        return [own | {"limit_norm": True} for own in super()._split(group)]
+        return [own | {"fixed_steps": True} for own in super()._split(group)]
 
 
-every = pytest.mark.parametrize("of", [LARS, Muon, LimitedMuon, AdamW, LAMB])
+every = pytest.mark.parametrize("of", [LARS, Muon, FixedMuon, AdamW, LAMB])
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 # Of ResNet-50: stem, 1 × 1 and 3 × 3 convolutions, then head, odd sizes and batch norm.

@@ -268,18 +268,18 @@ def test_few_steps_take_an_ill_conditioned_layer_further_than_lars() -> None:
     assert muon < 0.7 * lars, (muon, lars)
 
 
-# --- matrices whose norm is limited --------------------------------------------------------------
+# --- steps of fixed length -----------------------------------------------------------------------
 
 
-def limited(kind: torch.dtype = torch.float32) -> tuple[Muon, list[nn.Parameter]]:
-    """Long steps, in one group of matrices that may not grow and one of matrices that may."""
+def fixed(kind: torch.dtype = torch.float32) -> tuple[Muon, list[nn.Parameter]]:
+    """Long steps, in one group of fixed length and in one relative to the weights."""
     draw = torch.Generator().manual_seed(5)
     shapes = [FILTER, OTHER, (12, 8), OTHER]
-    ps = [nn.Parameter(torch.randn(shape, generator=draw).to(kind)) for shape in shapes]
-    with torch.no_grad():
-        ps[2].mul_(1e-3)  # below torch's default
+    drawn = [torch.randn(shape, generator=draw) for shape in shapes]
+    drawn[2] *= 1e-3  # below torch's default
+    ps = [nn.Parameter(w.to(kind)) for w in drawn]
     groups = [
-        {"params": ps[:3], "orthogonal": True, "limit_norm": True},
+        {"params": ps[:3], "orthogonal": True, "fixed_steps": True},
         {"params": ps[3:], "orthogonal": True},
     ]
     return Muon(groups, 0.9, trust_coefficient=0.3), ps
@@ -287,62 +287,67 @@ def limited(kind: torch.dtype = torch.float32) -> tuple[Muon, list[nn.Parameter]
 
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_steps_do_not_make_limited_matrices_grow(kind: torch.dtype) -> None:
-    optimizer, ps = limited(kind)
+def test_fixed_steps_keep_their_length_while_weights_grow(kind: torch.dtype) -> None:
+    optimizer, ps = fixed(kind)
+    optimizer.grad_scale = torch.tensor(64.0)
     masters = [master.detach() for master in optimizer.masters()]
-    before, begun = [m.clone() for m in masters], [float(m.norm()) for m in masters]
-    run(optimizer, ps, range(40))
-    after = [float(m.norm()) for m in masters]
-    assert after[:2] == pytest.approx(begun[:2], rel=1e-6)
-    assert after[2] == pytest.approx(2.0, rel=1e-6), "√(12 / 3)"
-    assert after[3] > 2 * begun[3]
-    for index in (0, 1):
-        turned = torch.cosine_similarity(masters[index].flatten(), before[index].flatten(), dim=0)
-        assert turned < 0.5, "the direction is learned all the same"
-        assert torch.equal(ps[index].detach(), masters[index].to(kind))
-    assert "norms of weights limited" in optimizer.describe()
-    assert "limited" not in create()[0].describe()
-
-
-def test_a_limited_matrix_may_shrink() -> None:
-    weight = nn.Parameter(torch.eye(6))
-    group = {"params": [weight], "orthogonal": True, "limit_norm": True}
-    optimizer = Muon([group], 0.1, trust_coefficient=0.5)
-    for _ in range(5):
-        weight.grad = weight.detach().clone()
+    begun = [float(m.norm()) for m in masters]
+    references = [begun[0], begun[1], 2.0, None]  # √(12 / 3)
+    for step in range(30):
+        before = [m.clone() for m in masters]
+        fill_gradients(ps, step, 64.0)
         optimizer.step()
-    assert float(weight.detach().norm()) < 0.9 * 6**0.5
+        for master, then, reference in zip(masters, before, references, strict=True):
+            length = 0.9 * 0.3 * (float(then.norm()) if reference is None else reference)
+            assert float((master - then).norm()) == pytest.approx(length, rel=1e-3)
+    assert float(masters[3].norm()) > 3 * float(masters[1].norm()), "relative steps: exponential"
+    for p, master in zip(ps, masters, strict=True):
+        assert torch.equal(p.detach(), master.to(kind))
+    assert "steps of fixed length" in optimizer.describe()
+    assert "fixed" not in create()[0].describe()
+
+
+def test_decay_is_no_step_of_its_own_where_steps_are_fixed() -> None:
+    """With a trust ratio, a small gradient beside the decay makes the decay a full step."""
+    norms = {}
+    for name in ("fixed", "relative"):
+        weight = nn.Parameter(torch.eye(6))
+        group = {"params": [weight], "orthogonal": True, "fixed_steps": name == "fixed"}
+        optimizer = Muon([group], 0.1, trust_coefficient=0.5, weight_decay=0.01)
+        for step in range(20):
+            weight.grad = 1e-9 * torch.randn(6, 6, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        norms[name] = float(weight.detach().norm())
+    assert norms["relative"] < 0.5 * 6**0.5 < norms["fixed"]
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_skipped_step_changes_no_bit_of_a_limited_matrix() -> None:
-    optimizer, ps = limited(torch.float16)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_bad_gradient_changes_no_bit_where_steps_are_fixed(poison: float) -> None:
+    optimizer, ps = fixed(torch.float16)
     run(optimizer, ps, [0])
-    for held in ({"found_inf": torch.ones(())}, {"hold": torch.ones(())}):
-        fill_gradients(ps, 1)
-        with torch.no_grad():  # beyond the limit, to which the next update would bring it
-            optimizer.masters()[0].mul_(1.5)
-        before = everything(optimizer)
-        for name, value in held.items():
-            setattr(optimizer, name, value)
-        optimizer.step()
-        assert bits_equal(everything(optimizer), before)
-        optimizer.found_inf, optimizer.hold = None, None
-    optimizer.active = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    before = [master.clone() for master in optimizer.masters()]
+    fill_gradients(ps, 1)
+    check_bad_gradient(ps, optimizer, 1, poison)
+
+
+def test_zero_gradients_make_no_fixed_step() -> None:
+    optimizer, ps = fixed()
+    run(optimizer, ps, [0])
+    before = [p.detach().clone() for p in ps]
+    for p in ps:
+        grad_of(p).zero_()
     optimizer.step()
-    same = [torch.equal(now, then) for now, then in zip(optimizer.masters(), before, strict=True)]
-    assert same == [True, False, False, False]
+    assert bits_equal([p.detach() for p in ps], before)
 
 
-def test_limits_are_saved_and_follow_weights_that_are_loaded() -> None:
-    optimizer, ps = limited(torch.float16)
+def test_reference_norms_are_saved_and_follow_weights_that_are_loaded() -> None:
+    optimizer, ps = fixed(torch.float16)
     run(optimizer, ps, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
-    resumed, qs = limited(torch.float16)
+    resumed, qs = fixed(torch.float16)
     with torch.no_grad():
         for p, q in zip(ps, qs, strict=True):
-            q.copy_(2 * p)  # limits come from the state, not from these
+            q.copy_(2 * p)  # references come from the state, not from these
     resumed.load_state_dict(saved)
     run(optimizer, ps, range(3, 6))
     run(resumed, qs, range(3, 6))
@@ -350,9 +355,25 @@ def test_limits_are_saved_and_follow_weights_that_are_loaded() -> None:
     with torch.no_grad():
         qs[0].mul_(4)
     resumed.reset_masters()
-    wanted = float(qs[0].detach().float().norm())
     run(resumed, qs, [6])
-    assert float(resumed.masters()[0].norm()) == pytest.approx(wanted, rel=1e-6)
+    wanted = 4 * float(optimizer.masters()[0].detach().norm())
+    assert float(resumed.state[qs[0]]["reference_norm"]) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_references_keep_their_memory_and_are_measured_before_the_first_update() -> None:
+    """Captured graphs read them; a state may be saved, or an optimizer copied, before it has stepped."""
+    optimizer, ps = fixed()
+    optimizer.prepare()
+    saved = copy.deepcopy(optimizer.state_dict())
+    addresses = [optimizer.state[p]["reference_norm"].data_ptr() for p in ps[:3]]
+    copied = copy.deepcopy(optimizer)
+    for own in (optimizer, copied):
+        run(own, [p for group in own.param_groups for p in group["params"]], range(3))
+    assert bits_equal(everything(copied), everything(optimizer))
+    optimizer.load_state_dict(saved)
+    optimizer.upload()
+    assert [optimizer.state[p]["reference_norm"].data_ptr() for p in ps[:3]] == addresses
+    assert min(float(optimizer.state[p]["reference_norm"]) for p in ps[:3]) > 0
 
 
 # --- state -------------------------------------------------------------------------------------

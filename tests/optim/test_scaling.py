@@ -301,8 +301,8 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("batch", "epochs", "loss"),
     [(10_000, 30, "3 at 150"), (2500, 18, "3 at 150"), (2500, 30, "1.6 points at 600"),
-     (2500, 90, "1.5 points at 20"), (1000, 90, ""), (10_000, 90, "up to 2 points"),
-     (20_000, 400, "2 at 5, more below")],
+     (2500, 90, "1.5 points at 20"), (1000, 90, "1.5 points at 20"), (10_000, 90, "up to 2 at 5"),
+     (10_000, 89, "up to 2 at 5"), (400, 90, ""), (20_000, 400, "2 at 5, more below")],
 )  # fmt: skip
 def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
     told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
@@ -324,7 +324,7 @@ def test_a_smaller_batch_and_many_steps_lose_nothing() -> None:
     for batch, epochs in ((1000, 15), (2000, 15)):
         assert not scale_recipe(large, Target(batch, 12_000, epochs)).losses
     # Short runs say so at every number of steps an epoch for which Muon is chosen.
-    for batch, loss in ((1000, "up to 2 points"), (1500, "1 to 5"), (600, "up to 2 points")):
+    for batch, loss in ((1000, "up to 2.5 points"), (1500, "1 to 5.5"), (600, "up to 2.5 points")):
         epochs = 10 if batch > 600 else 11
         assert loss in scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses[0]
 
@@ -335,15 +335,15 @@ def test_the_layers_of_muon_are_chosen_by_the_net_unless_the_recipe_is_for_muon(
         assert "optim.orthogonal" not in scale_recipe(recipe, Target(1000, 12_000, 15)).values
 
 
-def test_norms_of_weights_are_limited_by_the_net_where_steps_get_longer() -> None:
+def test_the_length_of_steps_is_chosen_by_the_net_where_they_get_longer() -> None:
     for recipe in (CIFAR, MUON):
-        assert scale_recipe(recipe, Target(2000, 12_000, 30)).values["optim.limit_norms"] == "auto"
-    given = replace(CIFAR, kept=frozenset({"optim.limit_norms"}))
-    on = replace(MUON, optim=replace(MUON.optim, limit_norms="on"))
+        assert scale_recipe(recipe, Target(2000, 12_000, 30)).values["optim.muon_steps"] == "auto"
+    given = replace(CIFAR, kept=frozenset({"optim.muon_steps"}))
+    on = replace(MUON, optim=replace(MUON.optim, muon_steps="fixed"))
     smaller = replace(MUON, batch=4000)
     for recipe in (given, on, smaller, replace(CIFAR, optim=replace(SGD, name="lars"),
                                                kept=frozenset({"optim.name"}))):  # fmt: skip
-        assert "optim.limit_norms" not in scale_recipe(recipe, Target(2000, 12_000, 30)).values
+        assert "optim.muon_steps" not in scale_recipe(recipe, Target(2000, 12_000, 30)).values
 
 
 def test_the_description_has_a_line_for_each_choice_and_names_what_was_kept() -> None:
@@ -363,7 +363,7 @@ def test_the_description_has_a_line_for_each_choice_and_names_what_was_kept() ->
 
 def test_what_one_batch_loses_is_said_where_the_batch_does_not_grow() -> None:
     fixed = replace(CIFAR, kept=frozenset({"optim.batch_schedule"}))
-    for batch, loss in ((10_000, "1 to 5 points"), (2500, "up to 2 points")):
+    for batch, loss in ((10_000, "1 to 5.5 points"), (2500, "up to 2.5 points")):
         assert loss in scale_recipe(fixed, Target(batch, 50_000, 30)).losses[0]
 
 
@@ -486,7 +486,7 @@ def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -
     assert tables["optim"]["orthogonal"] == "auto"
     tables["optim"]["name"] = "lars"
     idle = RunConfig.from_tables(tables).optim.idle
-    assert idle == dict.fromkeys(("orthogonal", "limit_norms"), "optim.name = 'lars'")
+    assert idle == dict.fromkeys(("orthogonal", "muon_steps"), "optim.name = 'lars'")
 
 
 def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:

@@ -290,20 +290,29 @@ def test_muon_finds_out_whether_linear_layers_carry_the_net(
 
 
 @pytest.mark.parametrize(
-    ("norms", "limits"), [(0, True), (2, True), (3, False), (9, False)], ids="norms {0}".format
+    ("norms", "fixed"), [(0, True), (2, True), (3, False), (9, False)], ids="norms {0}".format
 )
-def test_norms_of_weights_are_limited_where_some_matrix_has_no_norm_layer(
-    norms: int, limits: bool
+def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
+    norms: int, fixed: bool
 ) -> None:
     groups = groups_of((8, 3, 3, 3), (8, 8, 3, 3), (8, 8, 3, 3), (10, 8), bias=((16,),))
-    for name, wanted in (("muon", "auto"), ("soap", "auto"), ("muon", "off"), ("muon", "on")):
-        settings = OptimSettings(name=name, limit_norms=wanted)
+    for name, wanted in (
+        ("muon", "auto"),
+        ("soap", "auto"),
+        ("muon", "relative"),
+        ("muon", "fixed"),
+    ):
+        settings = OptimSettings(name=name, muon_steps=wanted)
         optimizer = create_optimizer(settings, groups, 0.1, norms=norms)
-        found = {bool(g.get("limit_norm")) for g in optimizer.param_groups if g["orthogonal"]}
-        decays = {g["weight_decay"] for g in optimizer.param_groups if g["orthogonal"]}
-        assert decays == ({0.0} if found == {True} else {groups[0]["weight_decay"]})
-        assert found == {limits if wanted == "auto" else wanted == "on"}
-        assert not any(g.get("limit_norm") for g in optimizer.param_groups if not g["orthogonal"])
+        expected = fixed if wanted == "auto" else wanted == "fixed"
+        for group in optimizer.param_groups:
+            assert bool(group.get("fixed_steps")) == (expected and group["orthogonal"])
+            if group["orthogonal"]:
+                assert group["adapt"] is not expected, "a fixed length has no trust ratio"
+        assert ("fixed length" in optimizer.describe()) == expected
+    everything = OptimSettings(name="muon", muon_steps="auto", orthogonal="all")
+    optimizer = create_optimizer(everything, groups, 0.1, norms=norms)
+    assert bool(optimizer.param_groups[0]["fixed_steps"]) == fixed, "the classifier does not count"
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])

@@ -347,6 +347,11 @@ class RowProcess:
         return lines[-1][:300] if lines else f"exit code {self._process.returncode}"
 
 
+_FUSED = ("ours fused convolutions", "ours fused by cudnn")
+# As `train.fast_path` describes it.
+_NOT_FUSED = "convolutions: off ("
+
+
 def choose_rows(names: Sequence[str], common: dict[str, Any]) -> list[StepRow]:
     """The rows of the given names, or all that make sense on the device."""
     known = ROW_NAMES if common["device"] == "cuda" else _ON_CPU
@@ -371,10 +376,11 @@ def measure_rows(
 ) -> list[Result]:
     """`together` rows compile and warm up at the same time, then measure one by one. A row that fails
     or is not warm after `limit_s` seconds has an `error` instead of a result. `on_progress` gets each
-    result."""
+    result. A row that times forms of convolutions at its start has the GPU for itself: other trainings
+    take its choices, too."""
     results = []
-    for start in range(0, len(rows), together):
-        started = [RowProcess(row, limit_s) for row in rows[start : start + together]]
+    for batch in _batches(rows, together):
+        started = [RowProcess(row, limit_s) for row in batch]
         for process in started:
             process.await_ready()
         for process in started:
@@ -384,12 +390,27 @@ def measure_rows(
     return results
 
 
+def _batches(rows: Sequence[StepRow], together: int) -> list[list[StepRow]]:
+    batches: list[list[StepRow]] = []
+    for row in rows:
+        alone = row.name in _FUSED
+        room = batches and len(batches[-1]) < together and batches[-1][0].name not in _FUSED
+        if alone or not room:
+            batches.append([row])
+        else:
+            batches[-1].append(row)
+    return batches
+
+
 def ratios(results: Sequence[Result]) -> dict[str, float]:
     """Ours over the fastest plain recipe, and other comparisons of the rows that were measured."""
     speed = {r["name"]: r["images_per_s"] for r in results if "images_per_s" in r}
     half = {n: v for n, v in speed.items() if n.startswith(("plain bf16", "plain fp16"))}
     found: dict[str, float] = {}
-    fused = ("ours fused convolutions", "ours fused by cudnn")
+    # A model without fused forms has measured `ours` again.
+    fused = [
+        r["name"] for r in results if r["name"] in _FUSED and _NOT_FUSED not in r.get("what", "")
+    ]
     for name in ("ours", *fused):
         if name in speed and half:
             fastest = max(half, key=lambda each: half[each])

@@ -57,7 +57,7 @@ def store_statistics(
 ):  # fmt: skip
     """The four rows of `saved`, mean, 1/σ, scale, shift, from mean and sum of squared deviations of
     `rows` rows, and the running statistics. Unless None, `halves` gets scale in fp16, and in fp16 the
-    shift that goes with that scale, so that the mean still becomes β."""
+    shift that goes with that scale, so that the mean becomes β up to the shift's rounding."""
     inverse = 1.0 / tl.sqrt(m2 / rows + eps)
     scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
     shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError
 from paceline.core.imports import import_object
@@ -133,10 +133,12 @@ def orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
     return "all" if sum(linear) >= sum(filters) else "filters"
 
 
-def limits_norms(wanted: str, matrices: int, norms: int) -> bool:
-    """What `auto` means for a net with so many orthogonalized matrices and norm layers: with fewer
-    norms, some matrix has none behind it that would undo the growth of its weights."""
-    return wanted == "on" or (wanted == "auto" and norms < matrices)
+def has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool:
+    """What `auto` means for a net with these orthogonalized matrices and so many norm layers: with
+    fewer norms, some matrix has none behind it that would undo the growth of its weights. The last
+    linear layer, which never has one, does not count."""
+    hidden = len(matrices) - any(p.dim() == 2 for p in matrices)
+    return wanted == "fixed" or (wanted == "auto" and norms < hidden)
 
 
 def _muon_groups(
@@ -144,11 +146,9 @@ def _muon_groups(
 ) -> list[dict[str, Any]]:
     """Splits a group in two where only some of its tensors are orthogonalized."""
     least_dims = 3 if orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
-    matrices = sum(len(split_matrices(group, least_dims)[0]) for group in groups)
+    matrices = [p for group in groups for p in split_matrices(group, least_dims)[0]]
     more: dict[str, Any] = {"adapt": True, "orthogonal": True}
-    if limits_norms(settings.limit_norms, matrices, norms):
-        # Where the gradients of deep layers are small, the trust ratio would make decay a full step.
-        more |= {"limit_norm": True, "weight_decay": 0.0}
+    more["fixed_steps"] = has_fixed_steps(settings.muon_steps, matrices, norms)
     # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
     eta = settings.trust_coefficient / (1 - settings.momentum)
     made = []

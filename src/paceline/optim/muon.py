@@ -36,9 +36,11 @@ from paceline.optim.state import (
     read_hyper,
 )
 
-# State of a matrix whose norm is limited: the largest norm that it may have.
-LIMIT = "norm_limit"
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
+_ETA = Hyper._fields.index("trust_coefficient")
+# State of a matrix with steps of fixed length: the norm to which they are relative, 0 until it is known.
+REFERENCE = "reference_norm"
+_TINY = 1e-30
 
 
 def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -65,9 +67,9 @@ class Muon(LARS):
     kernels, unless ranks share the products out.
 
     Steps that are long relative to w make w grow: without effect where a norm follows the layer,
-    without bound where none does. Matrices of orthogonal groups with `limit_norm=True` are scaled back,
-    after each step, to at most the norm that they had before the first one or, if that is larger, that
-    of torch's default initialization, √(rows / 3).
+    without bound where none does. In orthogonal groups with `fixed_steps=True` they have a fixed length:
+    w ← w − lr·(η·r·O(v) / ‖O(v)‖ + βw), where r is the norm of w before the first step or, if that is
+    larger, of torch's default initialization, √(rows / 3).
 
     Example:
         optimizer = Muon(parameter_groups(model, 5e-5), lr=4.0)
@@ -75,7 +77,7 @@ class Muon(LARS):
 
     # Whether Triton's kernels can compute the directions too, not only the update.
     directions_in_kernels: ClassVar[bool] = True
-    NUMBERS: ClassVar[tuple[str, ...]] = (LIMIT,)
+    NUMBERS: ClassVar[tuple[str, ...]] = (REFERENCE,)
     CHOICES: ClassVar[tuple[str, ...]] = (*LARS.CHOICES, "products")
     products = "auto"
 
@@ -116,6 +118,7 @@ class Muon(LARS):
         self._captured: list[HyperTable] = []  # kept for graphs that read them
         self._next: dict[int, Tensor] = {}
         self._directions: dict[int, Tensor] = {}
+        self._knows_references = False
         # Where set, ranks share the products out instead of each computing all of them.
         self.shared: SharedProducts | None = None
 
@@ -126,6 +129,8 @@ class Muon(LARS):
         """Why torch computes the directions beside Triton's update; empty where it does not."""
         if not self.directions_in_kernels:
             return "the rule has no kernels for them"
+        if self._fixed():
+            return "there are no kernels for steps of fixed length"
         if self.products == "torch":
             return "as asked for"
         if self.products == "auto" and self.shared is not None and self.shared.ranks > 1:
@@ -141,11 +146,11 @@ class Muon(LARS):
         shared = f", products shared by {self.shared.ranks} ranks" if self.shared else ""
         matrices = [p for g in self.param_groups if g["orthogonal"] for p in g["params"]]
         linear = ", linear layers orthogonalized too" if any(p.dim() == 2 for p in matrices) else ""
-        limited = ", norms of weights limited" if any(map(_is_limited, self.param_groups)) else ""
+        fixed = ", steps of fixed length" if self._fixed() else ""
         directions = ""
         if self.directions_in_kernels and self.path == "triton" and self._products_in_torch():
             directions = ", directions by torch"
-        return f"{super().describe()}{linear}{limited}{directions}{shared}"
+        return f"{super().describe()}{linear}{fixed}{directions}{shared}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, or two where the group does not say whether it is `orthogonal`."""
@@ -157,6 +162,8 @@ class Muon(LARS):
         group = self.param_groups.pop()
         if group["orthogonal"]:
             _require_matrices(group["params"])
+        if _is_fixed(group):
+            group["adapt"] = False  # the length is in the direction already
         self.param_groups.append(group)
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -180,7 +187,22 @@ class Muon(LARS):
                 saved[place] = {"orthogonal": ours["orthogonal"], **theirs}
                 if saved[place]["orthogonal"]:
                     _require_matrices(ours["params"])
+        held = {p: self.state[p][REFERENCE] for p in self._fixed() if REFERENCE in self.state[p]}
         super().load_state_dict({**state_dict, "param_groups": saved})
+        for p, reference in held.items():
+            # Saved before the first step: measured anew, in the memory that captured graphs read.
+            if self.state[p].get(REFERENCE) is None:
+                self.state[p][REFERENCE] = reference.zero_()
+        self._knows_references = False
+
+    @torch.no_grad()
+    def _ready(self) -> Outcome:
+        outcome = super()._ready()
+        for p in self._fixed():
+            if self.state[p].get(REFERENCE) is None:
+                self.state[p][REFERENCE] = torch.zeros((), device=p.device)
+                self._knows_references = False
+        return outcome
 
     def upload(self) -> None:
         super().upload()
@@ -188,26 +210,30 @@ class Muon(LARS):
             self._own = HyperTable(len(self.param_groups), len(Hyper._fields), self._device())
         self._own.send(tuple(read_hyper(Hyper, group) for group in self.param_groups))
         # Here, not with the other state: masters may be filled after that was created.
-        self._set_limits([p for p in self._limited() if self.state[p].get(LIMIT) is None])
+        if not self._knows_references:
+            self._measure_references()
 
-    def _limited(self) -> list[Tensor]:
-        return [p for group in self.param_groups if _is_limited(group) for p in group["params"]]
+    def _fixed(self) -> list[Tensor]:
+        """The matrices with steps of fixed length."""
+        return [p for group in self.param_groups if _is_fixed(group) for p in group["params"]]
 
     @torch.no_grad()
-    def _set_limits(self, matrices: Sequence[Tensor]) -> None:
-        """Into existing memory where there is some: captured graphs read it."""
-        if not matrices:
+    def _measure_references(self) -> None:
+        """Those that are not known yet."""
+        self._knows_references = True
+        if not (matrices := self._fixed()):
             return
-        states = [self.state[p] for p in matrices]
-        masters = [state.get(MASTER, p) for state, p in zip(states, matrices, strict=True)]
-        for state, p, norm in zip(states, matrices, norms_of(masters), strict=True):
-            if state.get(LIMIT) is None:
-                state[LIMIT] = torch.empty_like(norm)
-            state[LIMIT].copy_(norm.clamp(min=math.sqrt(len(p) / 3)))
+        masters = [self.state[p].get(MASTER, p) for p in matrices]
+        for p, norm in zip(matrices, norms_of(masters), strict=True):
+            reference = self.state[p][REFERENCE]
+            found = norm.clamp(min=math.sqrt(len(p) / 3))
+            reference.copy_(torch.where(reference > 0, reference, found))
 
     def reset_masters(self) -> None:
         super().reset_masters()
-        self._set_limits(self._limited())
+        for p in self._fixed():
+            self.state[p][REFERENCE].zero_()
+        self._knows_references = False
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         hyper = super()._hyper(group)
@@ -243,7 +269,7 @@ class Muon(LARS):
                 found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
                 wanted += found
                 still += none
-        found = self._directed(chosen, wanted, still, gates)
+        found = self._with_lengths(chosen, self._directed(chosen, wanted, still, gates))
         if gates.grad_scale is not None:
             # The kernels divide by the scale, a power of two, as they do with every gradient.
             torch._foreach_mul_(found, gates.grad_scale.reshape(()))
@@ -254,6 +280,19 @@ class Muon(LARS):
             # The update ignores momentum here; it gets memory that is finite whenever it runs.
             directed[row.index] = replace(row, gradient=direction, momentum=direction)
         return [directed.get(row.index, row) for row in rows]
+
+    def _with_lengths(self, rows: Sequence[Row], directions: list[Tensor]) -> list[Tensor]:
+        """η times the reference, where steps have a fixed length; other directions as they are."""
+        places = [i for i, row in enumerate(rows) if _is_fixed(self.param_groups[row.group])]
+        if not places:
+            return directions
+        assert self._own is not None
+        norms = torch.stack(norms_of([directions[i] for i in places])).clamp(min=_TINY)
+        etas = torch.stack([self._own.values[rows[i].group, _ETA] for i in places])
+        references = torch.stack([self.state[rows[i].parameter][REFERENCE] for i in places])
+        for i, factor in zip(places, (etas * references / norms).unbind(), strict=True):
+            directions[i] = directions[i] * factor
+        return directions
 
     def _directed(
         self, rows: Sequence[Row], averages: list[Tensor], still: Sequence[Tensor], gates: Gates
@@ -285,32 +324,14 @@ class Muon(LARS):
 
     def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
-        limited = [row for row in rows if _is_limited(self.param_groups[row.group])]
-        in_kernels = isinstance(self._engine, MuonStep)
-        if in_kernels and not limited:
+        if isinstance(self._engine, MuonStep):
             return
         flags = self._allowed(rows, gates, outcome)
-        if limited:
-            self._limit_norms(limited, flags)
-        for row in () if in_kernels else rows:
+        for row in rows:
             if not self.param_groups[row.group]["orthogonal"]:
                 continue
             momentum = self.state[row.parameter][MOMENTUM]
             torch.where(flags[row.index], self._next[row.index], momentum, out=momentum)
-
-    def _limit_norms(self, rows: Sequence[Row], flags: dict[int, Tensor]) -> None:
-        """List operations: few launches, no synchronization, the same memory in every step."""
-        masters = [row.master for row in rows]
-        limits = torch.stack([self.state[row.parameter][LIMIT] for row in rows])
-        norms = torch.stack(norms_of(masters))
-        updated = torch.stack([flags[row.index].reshape(()) for row in rows])
-        # A factor of 1 changes no bit.
-        factors = torch.where(updated & (norms > limits), limits / norms, 1.0)
-        torch._foreach_mul_(masters, list(factors.unbind()))
-        for row in rows:
-            if row.parameter is not row.master:
-                scaled = row.master.to(row.parameter.dtype)
-                torch.where(flags[row.index], scaled, row.parameter, out=row.parameter.detach())
 
     def _allowed(self, rows: list[Row], gates: Gates, outcome: Outcome) -> dict[int, Tensor]:
         """Whether each row was updated, on the device."""
@@ -327,8 +348,8 @@ class Muon(LARS):
         return store[row.index]
 
 
-def _is_limited(group: dict[str, Any]) -> bool:
-    return bool(group["orthogonal"] and group.get("limit_norm", False))
+def _is_fixed(group: dict[str, Any]) -> bool:
+    return bool(group["orthogonal"] and group.get("fixed_steps", False))
 
 
 def _require_matrices(parameters: Sequence[Tensor]) -> None:

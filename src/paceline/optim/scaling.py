@@ -22,7 +22,7 @@ from paceline.optim.settings import OptimSettings
 KNOWN = ("adamw", "lamb", "lars", "muon", "sgd")
 # What the rule may set; a setting that the user gives is kept.
 SCALED = (
-    "optim.name", "optim.lr", "optim.trust_coefficient", "optim.orthogonal", "optim.limit_norms",
+    "optim.name", "optim.lr", "optim.trust_coefficient", "optim.orthogonal", "optim.muon_steps",
     "optim.momentum", "optim.nesterov", "optim.beta2", "optim.adam_eps", "optim.weight_decay",
     "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule", "optim.poly_power",
     "optim.batch_schedule", "optim.batch_rate", "run.batch_size", "run.average_epochs", "run.cutmix",
@@ -271,8 +271,10 @@ class _Rule:
             self.set(
                 "optim.orthogonal", "auto", "filters, or all matrices of a net of linear layers"
             )
-        if name == "muon" and self.factor > 1 and optim.limit_norms == "off":
-            self.set("optim.limit_norms", "auto", "of matrices, where some have no norm layer")
+        if name == "muon" and self.factor > 1 and optim.muon_steps == "relative":
+            self.set(
+                "optim.muon_steps", "auto", "of fixed length where some matrix has no norm layer"
+            )
         if self.recipe.optimizer == name:
             pace, why = self.recipe.pace * math.sqrt(self.factor), "root of the batch's growth"
         else:
@@ -430,12 +432,10 @@ def _losses(name: str, recipe: Recipe, target: Target, grows: bool) -> list[str]
         return []
     if name in _LOST:
         return [f"{steps:.3g} steps an epoch with {name}: {_LOST[name]}"]
-    if total >= SHORT_STEPS:
-        if steps > GROWN_STEPS_PER_EPOCH:
-            return []
+    if not target.is_short:
         return [f"{steps:.3g} steps an epoch: up to 1.5 points at 20, up to 2 at 5, more below"]
     of = f"{total} steps of the whole batch in all"
     if grows:
         return [f"{of}: up to 1.6 points at 600, up to 3 at 150, more below"]
-    lost = "1 to 5 points at 150, more below" if total < 450 else "up to 2 points at 600"
+    lost = "1 to 5.5 points at 150, more below" if total < 450 else "up to 2.5 points at 600"
     return [f"{of}: {lost}"]

@@ -27,6 +27,7 @@ PATHS = ("auto", "foreach", "triton")
 ORTHOGONALS = ("filters", "all", "auto")
 SCALINGS = ("off", "auto")
 SHARES = ("auto", "on", "off")
+STEPS = ("relative", "fixed", "auto")
 PRODUCTS = ("auto", "kernels", "torch")
 CYCLES = ("one_cycle", "triangular")
 SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
@@ -39,7 +40,7 @@ _OF_OPTIMIZERS = {
     "halp_mu": ("halp",), "lp_span": ("lp_svrg", "lp_sgd"), "center_epochs": ANCHORED,
     "trust_coefficient": ("lars", "muon", "soap"), "eps": _WITH_TRUST_RATIO,
     "adapt_bias_norm": _WITH_TRUST_RATIO, "lr_in_momentum": ("lars",), "clip": ("lars", "lamb"),
-    "orthogonal": ORTHOGONAL_OPTIMIZERS, "limit_norms": ORTHOGONAL_OPTIMIZERS,
+    "orthogonal": ORTHOGONAL_OPTIMIZERS, "muon_steps": ORTHOGONAL_OPTIMIZERS,
     "soap_interval": ("soap",), "muon_products": ("muon",),
     **dict.fromkeys(("rms_rate", "rms_beta", "rms_center_epochs", "rms_width_epochs"),
                     ("rmsprop_warmup",)),
@@ -188,10 +189,10 @@ class OptimSettings:
     orthogonal: str = "filters"
     """Muon: layers with orthogonalized momentum, `filters` (convolutions), `all` (linear layers too) or
     `auto` (`all` where hidden linear layers have more weights than convolutions)."""
-    limit_norms: str = "off"
-    """Muon and SOAP: orthogonalized matrices do not outgrow the norm with which they begin, or that of
-    torch's default initialization, and have no weight decay: `on`, `off`, or `auto` (in nets with fewer
-    norm layers than such matrices)."""
+    muon_steps: str = "relative"
+    """Muon and SOAP: length of a step of an orthogonalized matrix, `relative` to its norm, `fixed`
+    (relative to the norm with which it begins), or `auto` (`fixed` in nets with fewer norm layers than
+    such matrices, the last linear layer aside)."""
     soap_interval: int = 10
     """SOAP: steps between two updates of the basis."""
     share_products: str = "auto"
@@ -413,7 +414,7 @@ def _check_lars(optim: OptimSettings, check: SettingChecks) -> None:
 
 def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("orthogonal", ORTHOGONALS)
-    check.known("limit_norms", SHARES)
+    check.known("muon_steps", STEPS)
     check.known("share_products", SHARES)
     check.known("muon_products", PRODUCTS)
     check.number("soap_interval", "at least 1")
