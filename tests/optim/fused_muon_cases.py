@@ -148,6 +148,35 @@ def test_steps_of_fixed_length_take_their_directions_from_torch() -> None:
     assert_alike(made)
 
 
+def test_a_group_with_fixed_steps_may_join_and_come_with_a_state() -> None:
+    (kernel, _), (foreach, _) = made = pair()
+    fixed = {"fixed_steps": True, "orthogonal": True}
+    joined = []
+    for optimizer, own in made:
+        fill_gradients(own, 0)
+        optimizer.step()
+        draw = torch.Generator().manual_seed(7)
+        new = nn.Parameter(torch.randn(16, 16, generator=draw))
+        optimizer.add_param_group({"params": [new], **fixed})
+        own.append(new)
+        fill_gradients(own, 1)
+        optimizer.step()
+        joined.append(new)
+    assert_alike(made)
+    assert torch.allclose(*(new.detach() for new in joined), atol=1e-5)
+    other, rs = create(True)
+    fill_gradients(rs, 0)
+    other.step()
+    state = foreach.state_dict()
+    other.add_param_group(
+        {"params": [nn.Parameter(joined[1].detach().clone())], "orthogonal": True}
+    )
+    assert isinstance(other._engine, MuonStep)
+    other.load_state_dict(state)
+    assert not isinstance(other._engine, MuonStep)
+    assert not isinstance(kernel._engine, MuonStep)
+
+
 @poisoned
 @pytest.mark.parametrize(("which", "poison"), [(0, float("nan")), (5, float("inf"))])
 def test_a_bad_gradient_changes_no_bit_and_leaves_no_trace(

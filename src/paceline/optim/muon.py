@@ -165,6 +165,7 @@ class Muon(LARS):
         if _is_fixed(group):
             group["adapt"] = False  # the length is in the direction already
         self.param_groups.append(group)
+        self._check_engine()
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         given = group["params"]
@@ -194,6 +195,12 @@ class Muon(LARS):
             if self.state[p].get(REFERENCE) is None:
                 self.state[p][REFERENCE] = reference.zero_()
         self._knows_references = False
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        """A group of another kind, added or loaded, may need other kernels."""
+        if isinstance(self._engine, MuonStep) and self._fixed():
+            self._engine, self._ready_for = None, -1
 
     @torch.no_grad()
     def _ready(self) -> Outcome:
