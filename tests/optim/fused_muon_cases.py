@@ -135,7 +135,7 @@ def test_steps_of_fixed_length_take_their_directions_from_torch() -> None:
     made = pair()
     for optimizer, ps in made:
         for group in optimizer.param_groups[:2]:
-            group |= {"fixed_steps": True, "adapt": False, "weight_decay": 0.0}
+            group |= {"fixed_steps": True, "weight_decay": 0.0}
         for step in range(2):
             before = [master.detach().clone() for master in optimizer.masters()[:4]]
             fill_gradients(ps, step)
@@ -173,6 +173,7 @@ def test_a_group_with_fixed_steps_may_join_and_come_with_a_state() -> None:
     )
     assert isinstance(other._engine, MuonStep)
     other.load_state_dict(state)
+    other.upload()
     assert not isinstance(other._engine, MuonStep)
     assert not isinstance(kernel._engine, MuonStep)
 

@@ -15,6 +15,7 @@ from paceline.config import load_config
 from paceline.core.errors import ConfigError
 from paceline.optim import LARS, SGD, LrSchedule, Muon, OptimSettings, create_optimizer, set_rate
 from paceline.optim.settings import SCHEDULES
+from paceline.optim.state import Hyper
 
 
 @pytest.mark.parametrize(
@@ -308,11 +309,15 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
         for group in optimizer.param_groups:
             assert bool(group.get("fixed_steps")) == (expected and group["orthogonal"])
             if group["orthogonal"]:
-                assert group["adapt"] is not expected, "a fixed length has no trust ratio"
+                hyper = optimizer._hyper(group)
+                assert isinstance(hyper, Hyper)
+                assert hyper.adapt is not expected, "a fixed length has no trust ratio"
         assert ("fixed length" in optimizer.describe()) == expected
     everything = OptimSettings(name="muon", muon_steps="auto", orthogonal="all")
     optimizer = create_optimizer(everything, groups, 0.1, norms=norms)
     assert bool(optimizer.param_groups[0]["fixed_steps"]) == fixed, "the classifier does not count"
+    head = create_optimizer(everything, groups_of((10, 8)), 0.1, norms=norms)
+    assert bool(head.param_groups[0]["fixed_steps"]) == (norms == 0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])

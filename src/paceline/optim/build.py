@@ -136,9 +136,10 @@ def orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
 def has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool:
     """What `auto` means for a net with these orthogonalized matrices and so many norm layers: with
     fewer norms, some matrix has none behind it that would undo the growth of its weights. The last
-    linear layer, which never has one, does not count."""
+    linear layer, which never has one, counts only where it is alone."""
     hidden = len(matrices) - any(p.dim() == 2 for p in matrices)
-    return wanted == "fixed" or (wanted == "auto" and norms < hidden)
+    needed = max(hidden, 1) if matrices else 0
+    return wanted == "fixed" or (wanted == "auto" and norms < needed)
 
 
 def _muon_groups(

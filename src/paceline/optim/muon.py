@@ -40,7 +40,8 @@ _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nes
 _ETA = Hyper._fields.index("trust_coefficient")
 # State of a matrix with steps of fixed length: the norm to which they are relative, 0 until it is known.
 REFERENCE = "reference_norm"
-_TINY = 1e-30
+# Squares of smaller numbers underflow: a shorter average makes a shorter step, not a longer one.
+_TINY = 1e-15
 
 
 def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -119,6 +120,7 @@ class Muon(LARS):
         self._next: dict[int, Tensor] = {}
         self._directions: dict[int, Tensor] = {}
         self._knows_references = False
+        self._former: list[FusedStep] = []
         # Where set, ranks share the products out instead of each computing all of them.
         self.shared: SharedProducts | None = None
 
@@ -162,10 +164,7 @@ class Muon(LARS):
         group = self.param_groups.pop()
         if group["orthogonal"]:
             _require_matrices(group["params"])
-        if _is_fixed(group):
-            group["adapt"] = False  # the length is in the direction already
         self.param_groups.append(group)
-        self._check_engine()
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         given = group["params"]
@@ -180,12 +179,14 @@ class Muon(LARS):
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Groups without the key `orthogonal`, as saved by other optimizers, keep their current
-        value."""
+        """Groups without the key `orthogonal`, as saved by other optimizers, keep their current kind."""
         saved = list(state_dict["param_groups"])
         if len(saved) == len(self.param_groups):
             for place, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
-                saved[place] = {"orthogonal": ours["orthogonal"], **theirs}
+                kind = {"orthogonal": ours["orthogonal"]}
+                if "orthogonal" not in theirs and "fixed_steps" in ours:
+                    kind["fixed_steps"] = ours["fixed_steps"]
+                saved[place] = {**kind, **theirs}
                 if saved[place]["orthogonal"]:
                     _require_matrices(ours["params"])
         held = {p: self.state[p][REFERENCE] for p in self._fixed() if REFERENCE in self.state[p]}
@@ -195,17 +196,16 @@ class Muon(LARS):
             if self.state[p].get(REFERENCE) is None:
                 self.state[p][REFERENCE] = reference.zero_()
         self._knows_references = False
-        self._check_engine()
-
-    def _check_engine(self) -> None:
-        """A group of another kind, added or loaded, may need other kernels."""
-        if isinstance(self._engine, MuonStep) and self._fixed():
-            self._engine, self._ready_for = None, -1
 
     @torch.no_grad()
     def _ready(self) -> Outcome:
+        fixed = self._fixed()
+        if fixed and isinstance(self._engine, MuonStep):
+            # A group of another kind has come. Graphs that were captured read the old one's tables.
+            self._former.append(self._engine)
+            self._engine, self._ready_for = None, -1
         outcome = super()._ready()
-        for p in self._fixed():
+        for p in fixed:
             if self.state[p].get(REFERENCE) is None:
                 self.state[p][REFERENCE] = torch.zeros((), device=p.device)
                 self._knows_references = False
@@ -244,6 +244,8 @@ class Muon(LARS):
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         hyper = super()._hyper(group)
+        if _is_fixed(group):
+            hyper = hyper._replace(adapt=False)  # the length is in the direction already
         if group["orthogonal"] and not isinstance(self._engine, MuonStep):
             return hyper._replace(momentum=0.0)  # it is in the direction already
         return hyper

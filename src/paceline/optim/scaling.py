@@ -425,6 +425,9 @@ _LOST = {
 }
 
 
+_WITH = " (with ResNets)"
+
+
 def _losses(name: str, recipe: Recipe, target: Target, grows: bool) -> list[str]:
     """By what was measured, in points of top-1; docs/large-batch.md has the runs."""
     steps, total = target.steps_per_epoch, target.total_steps
@@ -433,9 +436,11 @@ def _losses(name: str, recipe: Recipe, target: Target, grows: bool) -> list[str]
     if name in _LOST:
         return [f"{steps:.3g} steps an epoch with {name}: {_LOST[name]}"]
     if not target.is_short:
-        return [f"{steps:.3g} steps an epoch: up to 1.5 points at 20, up to 2 at 5, more below"]
+        return [
+            f"{steps:.3g} steps an epoch: up to 1.5 points at 20, up to 2 at 5, more below{_WITH}"
+        ]
     of = f"{total} steps of the whole batch in all"
     if grows:
-        return [f"{of}: up to 1.6 points at 600, up to 3 at 150, more below"]
+        return [f"{of}: up to 1.6 points at 600, up to 3 at 150, more below{_WITH}"]
     lost = "1 to 5.5 points at 150, more below" if total < 450 else "up to 2.5 points at 600"
-    return [f"{of}: {lost}"]
+    return [f"{of}: {lost}{_WITH}"]
