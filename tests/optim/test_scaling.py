@@ -301,8 +301,8 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("batch", "epochs", "loss"),
     [(10_000, 30, "3 at 150"), (2500, 18, "3 at 150"), (2500, 30, "1.6 points at 600"),
-     (2500, 90, "1.5 points at 20"), (1000, 90, "1.5 points at 20"), (10_000, 90, "up to 2 at 5"),
-     (10_000, 89, "up to 2 at 5"), (400, 90, ""), (20_000, 400, "2 at 5, more below")],
+     (2500, 90, "0.5 points at 20"), (1000, 90, "2 points at 20 and 5"), (10_000, 90, "1.5 at 5"),
+     (10_000, 89, "up to 1.5 at 5"), (400, 90, ""), (20_000, 400, "1.5 at 5, more below")],
 )  # fmt: skip
 def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
     told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
@@ -373,13 +373,14 @@ def test_what_one_batch_loses_is_said_where_the_batch_does_not_grow() -> None:
         (Target(10_000, 50_000, 30), 2500), (Target(2500, 50_000, 30), 500),
         (Target(1500, 30_000, 30), 500),  # not below the known-good batch
         (Target(625, 12_500, 30), None),  # no batch between that and half of 625
-        (Target(10_000, 50_000, 90), None), (Target(1024, 50_000, 30), None),  # no short run
+        (Target(10_000, 50_000, 90), 2500), (Target(2500, 50_000, 90), 500),  # long runs too
+        (Target(1024, 50_000, 30), None), (Target(1024, 50_000, 90), None),  # 49 steps an epoch
         (Target(10_000, 50_000, 30, 10), 2500), (Target(10_000, 50_000, 30, 20), 5000),
         (Target(10_000, 50_000, 30, 40), None),  # one micro-batch of 250 a rank
     ],
     ids=str,
 )  # fmt: skip
-def test_the_batch_of_a_short_run_grows(target: Target, first: int | None) -> None:
+def test_the_batch_grows_where_an_epoch_has_few_steps(target: Target, first: int | None) -> None:
     found = scale_recipe(CIFAR, target)
     assert found.values.get("run.global_batch_size") == first
     pace_at_target = PACE["muon"] / math.sqrt(target.steps_per_epoch)
@@ -443,13 +444,14 @@ def test_a_recipe_and_a_batch_are_enough() -> None:
     assert scaled.optim.name == "muon"
     assert scaled.optim.scaling == "off"
     assert scaled.run.average_epochs == 6.0
-    assert described.startswith("batch 256 → 10,000, 5 steps an epoch, 450 in all: ")
+    assert described.startswith("batch 256 → 10,000, 5 steps an epoch, 450 in all (1,350 with")
     # `config.toml` of the run repeats it.
     again = RunConfig.from_tables(scaled.to_tables())
     assert apply_scaling(again, 50_000, 4) == (scaled, "")
     # As a recipe it is known for its own batch and optimizer.
     assert (scaled.optim.known_good_batch, scaled.optim.scaling_keeps) == (None, ())
-    assert scaled.run.global_batch_size == 10_000
+    assert scaled.run.global_batch_size == 2000
+    assert scaled.optim.batch_growth.stages == ((45.0, 10_000),)
 
 
 def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:

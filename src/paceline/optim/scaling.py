@@ -42,8 +42,9 @@ WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this share of the run where an epoch has few steps.
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
 # A run with fewer steps and epochs than these is short: mixed images, which slow learning down, cost it
-# accuracy. With few steps an epoch, Muon's batch then begins at about a quarter, for half of the run.
+# accuracy.
 SHORT_STEPS, SHORT_EPOCHS = 1000, 60
+# With few steps an epoch, Muon's batch begins at about a quarter, for half of the run.
 GROWTH, GROWTH_SHARE, GROWN_STEPS_PER_EPOCH = 4, 1 / 2, 25.0
 _DECAYING = ("cosine", "poly")
 LEAST_BETA2 = 0.95
@@ -357,7 +358,7 @@ class _Rule:
         return group
 
     def grow(self, group: int | None) -> None:
-        """Begins with a smaller batch, and a pace by its root, where the run has few steps."""
+        """Begins with a smaller batch, and a pace by its root, where an epoch has few steps."""
         recipe, target = self.recipe, self.target
         kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
         first, batch = target.first_batch or self._first_batch(group), target.batch
@@ -372,16 +373,16 @@ class _Rule:
         self.set(
             "optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share"
         )
-        few = f"{target.total_steps} steps of the whole batch are few: more at first"
+        few = f"{target.steps_per_epoch:.3g} steps an epoch are few: more at first"
         self.set("run.global_batch_size", first, few)
         self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "then the batch that was asked for")
         self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
 
     def _first_batch(self, group: int | None) -> int:
         """About a quarter, not below the known-good batch, in whole micro-batches of all ranks; the
-        whole batch where that is more than half, the run is not short or its rate does not decay."""
+        whole batch where that is more than half, steps are many or the rate does not decay."""
         batch = self.target.batch
-        few = self.target.is_short and self.target.steps_per_epoch <= GROWN_STEPS_PER_EPOCH
+        few = self.target.steps_per_epoch <= GROWN_STEPS_PER_EPOCH
         decays = self.recipe.optim.schedule in _DECAYING
         if group is None or self.factor <= 1 or not (few and decays):
             return batch
@@ -436,9 +437,8 @@ def _losses(name: str, recipe: Recipe, target: Target, grows: bool) -> list[str]
     if name in _LOST:
         return [f"{steps:.3g} steps an epoch with {name}: {_LOST[name]}"]
     if not target.is_short:
-        return [
-            f"{steps:.3g} steps an epoch: up to 1.5 points at 20, up to 2 at 5, more below{_WITH}"
-        ]
+        lost = "up to 0.5 points at 20, up to 1.5 at 5" if grows else "up to 2 points at 20 and 5"
+        return [f"{steps:.3g} steps an epoch: {lost}, more below{_WITH}"]
     of = f"{total} steps of the whole batch in all"
     if grows:
         return [f"{of}: up to 1.6 points at 600, up to 3 at 150, more below{_WITH}"]
