@@ -21,6 +21,10 @@ def test_graphs_of_cudnn_in_tritons_interpreter() -> None:
     run_interpreted(HERE / "cudnn_cases.py", at_least=17)
 
 
+def test_outputs_that_are_left_out_in_tritons_interpreter() -> None:
+    run_interpreted(HERE / "left_out_cases.py", at_least=22)
+
+
 @pytest.mark.slow
 def test_nets_in_tritons_interpreter() -> None:
     run_interpreted(HERE / "fused_net_cases.py", at_least=9)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from full_products import full_products
 from models.graph_reference import assert_near_but_for_signs
 from paceline.models.product_choice import SEPARATE, choices
+from paceline.models.recompute import recompute_norms
 from paceline.models.resnet import Bottleneck, ResNet, fuse_norms, fuse_products, split_uses
 
 pytestmark = [
@@ -196,12 +197,15 @@ def test_an_overflow_reaches_the_gradients(monkeypatch: pytest.MonkeyPatch) -> N
         assert not found[name].isfinite().all(), name
 
 
-def losses(fused: bool, kind: torch.dtype, steps: int, graph: bool = False) -> Tensor:
+def losses(
+    fused: bool, kind: torch.dtype, steps: int, graph: bool = False, recompute: bool = False
+) -> Tensor:
     """Of SGD on ResNet-50, on the same few images."""
     torch.manual_seed(0)
     net = ResNet(Bottleneck, (3, 4, 6, 3), num_classes=16)
     masters = [p.detach().clone().cuda() for p in net.parameters()]
     net = prepared(net, kind, fused)
+    recompute_norms(net, recompute)
     draw = torch.Generator().manual_seed(1)
     images = torch.randn(32, 3, 96, 96, generator=draw).cuda().to(kind)
     images = images.contiguous(memory_format=torch.channels_last)
@@ -250,11 +254,67 @@ def test_resnet50_learns_as_with_separate_convolutions(
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("form", ["fused", *CUDNN])
-def test_a_captured_step_equals_an_eager_one(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_equals_an_eager_one(
+    form: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefer(form, 0, monkeypatch)
-    eager, captured = (losses(True, torch.float16, 8, graph) for graph in (False, True))
+    eager, captured = (losses(True, torch.float16, 8, graph, recompute) for graph in (False, True))
     torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("form", ["fused", "both", *CUDNN])
+def test_outputs_that_are_left_out_change_no_bit(
+    form: str, graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the losses of eight steps, but for cuDNN's forms, whose sums have no order, and which read the
+    scale of a norm in fp16."""
+    prefer(form, 0, monkeypatch)
+    stored, again = (losses(True, torch.float16, 8, graph, on) for on in (False, True))
+    assert stored.isfinite().all()
+    if form in CUDNN:
+        torch.testing.assert_close(again, stored, rtol=1e-2, atol=1e-2)
+    else:
+        assert torch.equal(again, stored)
+
+
+@pytest.mark.parametrize("kind", HALF)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+def test_products_store_the_bits_that_backward_computes_again(
+    width: tuple[int, int], kind: str
+) -> None:
+    from paceline.models import products
+    from paceline.models.fused import statistics
+    from paceline.models.operands import Epilogue, Operand
+
+    torch.manual_seed(0)
+    narrow, channels = width[0], 4 * width[0]
+    x, residual = (torch.randn(6, channels, 13, 11, device="cuda").to(HALF[kind]) for _ in range(2))
+    x, residual = (m.contiguous(memory_format=torch.channels_last) for m in (x, residual))
+    norm = nn.BatchNorm2d(channels).cuda()
+    nn.init.uniform_(norm.weight, -0.5, 1.5)
+    nn.init.uniform_(norm.bias, -0.3, 0.3)
+    operand = Operand.joined(x, statistics(x, norm), residual)
+    wanted = operand.stored()
+    weight = torch.randn(narrow, channels, 1, 1, device="cuda").to(HALF[kind])
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    ran = 0
+    for tile in products.TILES:
+        fits = products.fits(tile, channels, narrow, reads=False, sums=True)
+        if not fits or not products._resident(tile, operand, Epilogue.plain(x)):
+            continue
+        try:
+            _, _, y = products._fused_forward(
+                operand, weight, nn.BatchNorm2d(narrow).cuda(), tile, True
+            )
+        except Exception:  # the GPU cannot run it
+            continue
+        assert y is not None
+        assert torch.equal(y, wanted), tile.name
+        ran += 1
+    assert ran > 0
 
 
 @pytest.mark.parametrize("mode", ["auto", "cudnn"])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from models.live_bytes import LiveBytes
 from paceline.models import resnet
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.recompute import RecomputedMap, recompute_norms
@@ -260,45 +258,6 @@ def test_the_planner_counts_what_is_not_kept(name: str, size: int) -> None:
     assert (
         kept(False) - kept(True) == sum(layer.remade for layer in net.layers) * x.element_size() * 2
     )
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of tensors that exist, and the most at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self.norms = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
-        out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        self.norms += name in ("native_batch_norm", "_native_batch_norm_legit", "batch_norm")
-        self.norms += name in ("_batch_norm_with_update", "_batch_norm_no_update")
-        given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
-            if _place(tensor) not in self._known | given:
-                self._add(tensor.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        place, size = int(storage._cdata), storage.nbytes()
-        self._known.add(place)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._remove, place, size)
-
-    def _remove(self, place: int, size: int) -> None:
-        self._known.discard(place)
-        self.now -= size
-
-
-def _place(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def measured(net: nn.Module, x: Tensor) -> tuple[int, int, int]:

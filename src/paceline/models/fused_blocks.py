@@ -8,6 +8,9 @@ by the block that follows: a block returns a `Pending` map, and the product of t
 and stores it while it loads it. In backward, the product that gives the gradient of a normalized map
 applies sum and ReLU and sums the gradients of γ and β.
 
+With `recompute`, autograd does not keep the output of a block whose shortcut is a stored map, as in
+`paceline.models.recompute`: backward computes it again from the last norm's input and the shortcut.
+
 The gradient of a convolution's output is a · dz + b · x + c (see `kernels.backward_factors_kernel`),
 where dz is that of the norm's output. Autograd passes dz in its place, and `Link` the factors, to the
 products of that convolution. So such a map has exactly one user, which this module ensures.
@@ -26,7 +29,7 @@ from paceline.models.fused import as_map, backward_sums, can_fuse
 from paceline.models.operands import Epilogue, NormedMap, Operand
 from paceline.models.product_choice import CUDNN, choices
 from paceline.models.products import backward_product, forward_product
-from paceline.models.recompute import not_stored
+from paceline.models.recompute import MapSource, RecomputedMap, not_stored
 from paceline.models.resnet import norm_can_fuse, split_uses
 
 if TYPE_CHECKING:
@@ -67,11 +70,13 @@ class Normed:
 
 @dataclass
 class Pending:
-    """relu(norm(x) + shortcut), which its only user computes. The shortcut is `residual`, a stored
-    map, or its norm of a convolution's output. `saved`: see `fused.statistics`."""
+    """relu(norm(x) + shortcut), which its only user computes. The shortcut is `residual`, a map, or its
+    norm of a convolution's output. `saved`: see `fused.statistics`. `recompute`: its user does not keep
+    it for backward, for which the shortcut is a stored map."""
 
     branch: Normed
-    residual: Normed | Tensor
+    residual: Normed | Tensor | RecomputedMap
+    recompute: bool = False
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Twice, see `fused.norm_act_twice`."""
@@ -80,11 +85,24 @@ class Pending:
         )
         return out
 
+    def reduced(
+        self, weight: Tensor, norm: nn.BatchNorm2d, link: Link
+    ) -> tuple[Tensor, Tensor, Tensor | RecomputedMap]:
+        """Its 1 × 1 convolution, the statistics of `norm` on it, and the map for the shortcut."""
+        source = MapSource() if self.recompute else None
+        # Either the map is not kept, or a shortcut that is not stored, never both.
+        with not_stored(self.residual) if source is None else source.not_stored():
+            out, saved, y = _JoinReduce.apply(  # type: ignore[no-untyped-call]
+                *self.tensors(), weight, norm, self.links(), link, source
+            )
+        return out, saved, y if source is None else RecomputedMap(y, y, source)
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Map, statistics, γ and β of the branch and of the shortcut."""
         if isinstance(self.residual, Normed):
             return *self.branch.tensors(), *self.residual.tensors()
-        return *self.branch.tensors(), self.residual, None, None, None
+        _, residual = split_uses(self.residual)
+        return *self.branch.tensors(), residual, None, None, None
 
     def links(self) -> tuple[Link, Link | None]:
         return self.branch.link, self.residual.link if isinstance(self.residual, Normed) else None
@@ -123,20 +141,18 @@ def _is_plain(convolution: nn.Conv2d) -> bool:
 def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
     link = Link()
     if isinstance(x, Pending):
-        raw, saved, shortcut = _JoinReduce.apply(  # type: ignore[no-untyped-call]
-            *x.tensors(), block.conv1.weight, block.bn1, x.links(), link
-        )
+        raw, saved, x = x.reduced(block.conv1.weight, block.bn1, link)
     else:
-        inputs, shortcut = split_uses(x)
         with not_stored(x):
             raw, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
-                inputs, block.conv1.weight, 1, block.bn1, link, True
+                split_uses(x)[0], block.conv1.weight, 1, block.bn1, link, True
             )
     branch = Normed(raw, saved, block.bn1, link)
     branch = _convolve_normed(branch, block.conv2, block.bn2, True, block.recompute)
     branch = _convolve_normed(branch, block.conv3, block.bn3, False, block.recompute)
-    with not_stored(x):
-        return Pending(branch, _shortcut(block, shortcut))
+    stored = block.downsample is None and not isinstance(x, RecomputedMap)
+    recompute = block.recompute and stored and torch.is_grad_enabled()
+    return Pending(branch, _shortcut(block, x), recompute)
 
 
 def _convolve_normed(
@@ -151,18 +167,21 @@ def _convolve_normed(
     return Normed(out, saved, norm, link)
 
 
-def _shortcut(block: Bottleneck, x: Tensor) -> Normed | Tensor:
+def _shortcut(block: Bottleneck, x: Uses) -> Normed | Tensor | RecomputedMap:
+    _, maps = split_uses(x)
     if block.downsample is None:
-        return as_map(x)
+        return x if isinstance(x, RecomputedMap) else as_map(maps)
     convolution, norm = block.downsample
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
-    if not norm_can_fuse(norm) or convolution.weight.dtype != x.dtype or not _is_plain(convolution):
+    same = convolution.weight.dtype == maps.dtype
+    if not norm_can_fuse(norm) or not same or not _is_plain(convolution):
         return as_map(block.shortcut(x))
     link = Link()
-    out, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
-        x, convolution.weight, convolution.stride[0], norm, link, False
-    )
+    with not_stored(x):
+        out, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
+            maps, convolution.weight, convolution.stride[0], norm, link, False
+        )
     return Normed(out, saved, norm, link)
 
 
@@ -197,19 +216,25 @@ class _Convolve(torch.autograd.Function):
 
 class _JoinReduce(torch.autograd.Function):
     """conv1(y), the statistics of its norm on it, and y = relu(norm_before(before) + shortcut), see
-    `Pending.tensors`."""
+    `Pending.tensors`. `source`: of y, where backward computes it again."""
 
     @staticmethod
     def forward(
         ctx: Any, before: Tensor, before_saved: Tensor, before_gamma: Tensor, before_beta: Tensor,
         residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
         residual_beta: Tensor | None, weight: Tensor, norm: nn.BatchNorm2d,
-        links: tuple[Link, Link | None], link: Link,
+        links: tuple[Link, Link | None], link: Link, source: MapSource | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         joined = Operand.joined(before, before_saved, residual, residual_saved)
         out, saved, y = forward_product(joined, weight, norm, keep=True)
         assert y is not None
         projected = residual_saved is not None
+        if source is not None:
+            # The bits of y: products round as `stored` does. Only forms of cuDNN that compute y read the
+            # norm's scale in fp16; theirs agrees within rounding. That is enough: their gradients take
+            # signs at ReLUs from scales in fp32, too, and their sums have no fixed order.
+            again = Operand.joined(before.detach(), before_saved, residual.detach())
+            source.set(y, again.stored)
         # Only the forms of cuDNN read a stored residual again.
         kept = residual if projected or choices.mode == CUDNN else None
         ctx.save_for_backward(
@@ -244,7 +269,7 @@ class _JoinReduce(torch.autograd.Function):
             of_residual = (others[0], others[1])
         return (
             given, None, factors[0], factors[1], given, None, *of_residual, gradients.weight,
-            None, None, None,
+            None, None, None, None,
         )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ map for the first reader that needs it and frees it after the last.
 A block's output, relu(norm(x) + shortcut), is not stored where the shortcut is a stored map. So every
 second of consecutive blocks stores its output, and computing one again never needs another one again.
 
-Torch's operators and the fused kernels (`paceline.models.fused`) can both do this, torch.compile cannot.
+Torch's operators and the fused kernels (`paceline.models.fused`, `fused_blocks`) can both do this,
+torch.compile cannot.
 """
 
 from __future__ import annotations
