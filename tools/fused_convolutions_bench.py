@@ -1,7 +1,7 @@
 """Fused convolutions of ResNet-50 against separate ones, on one GPU.
 
     python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--fresh]
-        [--only shapes|large|steps|profile] [--modes off auto cudnn recompute]
+        [--only shapes|large|steps|profile] [--modes off auto cudnn recompute cudnn-recompute]
 
 Prints one JSON object a line. First every kind of convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
@@ -9,8 +9,9 @@ copy bandwidth of an H200), and how far the results are from those of the separa
 those of maps of 14 × 14 and more. Then whole training steps, `run.fused_convolutions` off and auto, and
 auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms that
 they chose; `profile`: milliseconds of such a step by kind of kernel. With the mode `cudnn`, the forms of
-cuDNN take part, and its steps are measured. A form or a layer that fails, or does not end, prints its
-error, and the next one follows. Kernels are built first, by several processes.
+cuDNN take part, and its steps are measured; `cudnn-recompute` are those with `run.recompute_norms`. A
+form or a layer that fails, or does not end, prints its error, and the next one follows. Kernels are
+built first, by several processes.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ LAYERS = (
 JOINING = ("reduce", "projected")
 NORMED = ("expand", "middle")
 MODES = ("off", "auto", "recompute")
+# Modes with `run.recompute_norms`, and their `run.fused_convolutions`.
+RECOMPUTED = {"recompute": "auto", f"{CUDNN}-recompute": CUDNN}
 # Kinds of kernels, by their names.
 KERNELS = {
     "products of Triton": r"product|weight_gradient|both_gradients",
@@ -408,13 +411,13 @@ def measure_steps(batch: int, steps: int, rounds: int, dtype: str, modes: list[s
 
 
 def step_row(mode: str, batch: int, steps: int, dtype: str) -> StepRow:
-    recompute = mode == "recompute"
+    recompute = mode in RECOMPUTED
+    fused = RECOMPUTED.get(mode, mode)
     switches = {
-        "run.fused_convolutions": "auto" if recompute else mode,
-        "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
+        "run.fused_convolutions": fused, "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
     }  # fmt: skip
     return StepRow(
-        name=f"fused convolutions {'auto recompute' if recompute else mode}", switches=switches,
+        name=f"fused convolutions {fused}{' recompute' if recompute else ''}", switches=switches,
         kind="ours", model="resnet50", batch_size=batch, image_size=224, classes=1000, device="cuda",
         steps=steps, warm_up=8,
     )  # fmt: skip
@@ -471,7 +474,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
     parser.add_argument("--only", choices=("shapes", "large", "steps", "profile"))
     parser.add_argument(
-        "--modes", nargs="+", default=MODES, choices=(*MODES, CUDNN),
+        "--modes", nargs="+", default=MODES, choices=(*MODES, CUDNN, f"{CUDNN}-recompute"),
         help="of the steps; with cudnn, its forms are timed too",
     )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="forget earlier choices")
