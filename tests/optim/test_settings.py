@@ -320,6 +320,19 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
     assert bool(head.param_groups[0]["fixed_steps"]) == (norms == 0)
 
 
+@pytest.mark.parametrize(("matrices", "factor"), [(1, 1.0), (4, 1.0), (8, 0.5**0.5), (16, 0.5)])
+@pytest.mark.parametrize("wanted", ["relative", "fixed", "auto"])
+def test_steps_of_fixed_length_are_shorter_in_deep_nets(
+    matrices: int, factor: float, wanted: str
+) -> None:
+    groups = groups_of(*[(8, 8, 3, 3)] * matrices, (10, 8))
+    settings = OptimSettings(name="muon", muon_steps=wanted, trust_coefficient=0.02, momentum=0.9)
+    filters, head, *_ = create_optimizer(settings, groups, 0.1).param_groups
+    expected = 0.2 * (1.0 if wanted == "relative" else factor)
+    assert filters["trust_coefficient"] == pytest.approx(expected)
+    assert head.get("trust_coefficient", 0.02) == 0.02, "it is not orthogonalized"
+
+
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])
 def test_the_implementation_and_the_ablation_are_passed_on(
     name: str, monkeypatch: pytest.MonkeyPatch
